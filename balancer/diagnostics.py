@@ -1,4 +1,5 @@
-"""The checks behind `evener doctor`: of this machine, or of each host of a cluster, what differs, and their network.
+"""The checks behind `evener doctor`: of this machine, or of each host of a cluster, what differs,
+and their network.
 
 Frameworks are checked in children, so that none is loaded here.
 """
@@ -24,8 +25,20 @@ import psutil
 from evener.devices.backend import Backend
 from evener.devices.cluster.agents import Agent, HostLostError, start_agents
 from evener.devices.cluster.connection import Node, connect, list_nodes
-from evener.devices.cluster.discovery import assign_terms, describe_versions, discover_cluster, explain_versions
-from evener.devices.network import RENDEZVOUS_PORT, VARIABLES, Listener, Place, find_interface, find_unreachable
+from evener.devices.cluster.discovery import (
+    assign_terms,
+    describe_versions,
+    discover_cluster,
+    explain_versions,
+)
+from evener.devices.network import (
+    RENDEZVOUS_PORT,
+    VARIABLES,
+    Listener,
+    Place,
+    find_interface,
+    find_unreachable,
+)
 from evener.devices.registry import all_backends
 from evener.devices.terms import parse_request
 from evener.errors import DeviceError, EvenerError
@@ -34,7 +47,9 @@ Level = Literal["ok", "note", "problem"]
 
 IMPORT_SECONDS = 120
 _QUERIES = {
-    "tensorflow": "import tensorflow as m; print(m.__version__, len(m.config.list_physical_devices('GPU')))",
+    "tensorflow": (
+        "import tensorflow as m; print(m.__version__, len(m.config.list_physical_devices('GPU')))"
+    ),
     "torch": "import torch as m; print(m.__version__, m.cuda.device_count())",
 }
 _INSTALL = {
@@ -80,7 +95,9 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
     try:
         listing = backend.list_devices()
     except DeviceError as fault:
-        return Check(name, "note", fault.message, f"{fault.remedy} Without any GPU, CPU slices are used."), 0
+        return Check(
+            name, "note", fault.message, f"{fault.remedy} Without any GPU, CPU slices are used."
+        ), 0
     count = len(listing.devices)
     if listing.notes:
         return Check(name, "problem", " ".join(listing.notes), backend.remedy), count
@@ -88,12 +105,17 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check the frameworks; one that works is enough, and what is wrong with the other is then a note."""
+    """Check the frameworks; one that works is enough, and what is wrong with the other is then a
+    note.
+    """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     if all(check.level == "problem" for check in found):
         return found
-    return [msgspec.structs.replace(check, level="note") if check.level == "problem" else check for check in found]
+    return [
+        msgspec.structs.replace(check, level="note") if check.level == "problem" else check
+        for check in found
+    ]
 
 
 def _check_framework(name: str, gpus: int) -> Check:
@@ -102,14 +124,23 @@ def _check_framework(name: str, gpus: int) -> Check:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-P", "-c", _QUERIES[name]]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=environment)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=environment
+        )
     except subprocess.TimeoutExpired:
-        return Check(name, "problem", f"import took over {IMPORT_SECONDS} s", f"Reinstall it: {_INSTALL[name]}.")
+        return Check(
+            name,
+            "problem",
+            f"import took over {IMPORT_SECONDS} s",
+            f"Reinstall it: {_INSTALL[name]}.",
+        )
     words = answer.stdout.split()
     if answer.returncode != 0 or len(words) != 2:
         lines = answer.stderr.strip().splitlines()
         detail = lines[-1] if lines else f"exit code {answer.returncode}"
-        return Check(name, "problem", f"can't be imported: {detail}", f"Reinstall it: {_INSTALL[name]}.")
+        return Check(
+            name, "problem", f"can't be imported: {detail}", f"Reinstall it: {_INSTALL[name]}."
+        )
     return _compare_gpus(name, words[0], int(words[1]), gpus)
 
 
@@ -117,8 +148,12 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
     """The check that a framework that works sees all GPUs of the driver."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
-        variables = " and ".join(filter(None, (backend.visible_variable for backend in all_backends())))
-        remedy = f"Check {variables}" + ("; or install evener[gpu]." if name == "tensorflow" else ".")
+        variables = " and ".join(
+            filter(None, (backend.visible_variable for backend in all_backends()))
+        )
+        remedy = f"Check {variables}" + (
+            "; or install evener[gpu]." if name == "tensorflow" else "."
+        )
         return Check(name, "note", found, remedy)
     return Check(name, "ok", found)
 
@@ -130,22 +165,37 @@ def _check_clashes() -> list[Check]:
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
         if (version := _version(extra)) and _version(needed):
             remedy = f"Remove it, and install {needed} again: both provide the same module."
-            checks.append(Check(f"{extra} package", "note", f"{version}, in addition to {needed}", remedy))
+            checks.append(
+                Check(f"{extra} package", "note", f"{version}, in addition to {needed}", remedy)
+            )
     keras = _version("keras")
     if keras and tuple(int(part) for part in keras.split(".")[:2]) < (3, 12):
-        checks.append(Check("keras", "problem", f"{keras} with evener's Keras adapter", "Install keras 3.12 or newer."))
+        checks.append(
+            Check(
+                "keras",
+                "problem",
+                f"{keras} with evener's Keras adapter",
+                "Install keras 3.12 or newer.",
+            )
+        )
     return checks
 
 
 def _check_extras() -> Check:
     """What evener does without, as each extra is optional, and the line that adds it."""
-    missing = [name for name, (_, modules) in EXTRAS.items() if not all(map(importlib.util.find_spec, modules))]
+    missing = [
+        name
+        for name, (_, modules) in EXTRAS.items()
+        if not all(map(importlib.util.find_spec, modules))
+    ]
     have = ", ".join(name for name in EXTRAS if name not in missing) or "none"
     if not missing:
         return Check("extras", "ok", have)
     without = ", ".join(f"{name} ({EXTRAS[name][0]})" for name in missing)
     remedy = f"Add those that you need: pip install 'evener[{','.join(missing)}]'."
-    return Check("extras", "note" if "app" in missing else "ok", f"{have}; not installed: {without}", remedy)
+    return Check(
+        "extras", "note" if "app" in missing else "ok", f"{have}; not installed: {without}", remedy
+    )
 
 
 def _version(distribution: str) -> str | None:
@@ -221,7 +271,9 @@ def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:
         found = list(pool.map(start, nodes))
-    return [each for each in found if isinstance(each, Agent)], [each for each in found if isinstance(each, Check)]
+    return [each for each in found if isinstance(each, Agent)], [
+        each for each in found if isinstance(each, Check)
+    ]
 
 
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
@@ -236,15 +288,28 @@ def _check_interface(other: str) -> Check:
     name = "network interface"
     way = find_interface(other)
     if not way:
-        return Check(name, "problem", f"no way to {other}", "Check its address and the routes of this host.")
+        return Check(
+            name, "problem", f"no way to {other}", "Check its address and the routes of this host."
+        )
     chosen = [os.environ.get(variable, way) for variable in VARIABLES]
     if chosen[0] not in psutil.net_if_addrs():
-        return Check(name, "problem", f"{VARIABLES[0]} is {chosen[0]}, which isn't there", "Correct it, or unset it.")
-    return Check(name, "ok", chosen[0] if chosen[0] == chosen[1] else f"{chosen[0]} for gloo, {chosen[1]} for NCCL")
+        return Check(
+            name,
+            "problem",
+            f"{VARIABLES[0]} is {chosen[0]}, which isn't there",
+            "Correct it, or unset it.",
+        )
+    return Check(
+        name,
+        "ok",
+        chosen[0] if chosen[0] == chosen[1] else f"{chosen[0]} for gloo, {chosen[1]} for NCCL",
+    )
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Each result once, with the hosts that have it unless all do; in the order of the first host's."""
+    """Each result once, with the hosts that have it unless all do; in the order of the first
+    host's.
+    """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and its result
     for host, checks in by_host.items():
         for check in checks:
@@ -261,17 +326,27 @@ def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
 def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...]:
     lines = explain_versions(dict(by_host))
     if lines or not by_host:
-        return tuple(Check("versions", "note", line, "Install the same on every host.") for line in lines)
+        return tuple(
+            Check("versions", "note", line, "Install the same on every host.") for line in lines
+        )
     first = next(iter(by_host.values()))
-    same = ", ".join(f"{name} {version}" for name, version in first.items() if name in ("ray", "evener"))
-    return (Check("versions", "ok", f"the same on {len(by_host)} host{'s' * (len(by_host) != 1)}: {same}"),)
+    same = ", ".join(
+        f"{name} {version}" for name, version in first.items() if name in ("ray", "evener")
+    )
+    return (
+        Check(
+            "versions", "ok", f"the same on {len(by_host)} host{'s' * (len(by_host) != 1)}: {same}"
+        ),
+    )
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
     """Check that every host reaches ports of every other."""
     if len(agents) < 2:
         return ()
-    remedy = f"Open the ports between the hosts: {RENDEZVOUS_PORT}, and those that the system chooses."
+    remedy = (
+        f"Open the ports between the hosts: {RENDEZVOUS_PORT}, and those that the system chooses."
+    )
     closed = tuple(
         Check("ports", "problem", f"{host} can't reach {there}:{port}: {why}", remedy)
         for host, (there, port), why in _find_closed_ports(agents)
@@ -282,13 +357,20 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Place, str]]:
     """Each host that can't connect to another, where, and why."""
     with ExitStack() as stack:
-        doors = {agent: stack.enter_context(closing(agent.keep(Listener, agent.host))) for agent in agents}
+        doors = {
+            agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))
+            for agent in agents
+        }
         places = {agent: door.ask("places") for agent, door in doors.items()}
         calls = {}
         for agent in agents:
             others = [place for other in agents if other is not agent for place in places[other]]
             calls[agent] = agent.begin("call", find_unreachable, others)
-        return [(agent.host, place, why) for agent, call in calls.items() for place, why in agent.finish(call)]
+        return [
+            (agent.host, place, why)
+            for agent, call in calls.items()
+            for place, why in agent.finish(call)
+        ]
 
 
 def _check_devices(spec: str, address: str) -> Check:

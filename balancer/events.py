@@ -1,4 +1,6 @@
-"""The events of a session, for a terminal, a screen or a viewer of journals, and the thread that reports them."""
+"""The events of a session, for a terminal, a screen or a viewer of journals, and the thread that
+reports them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ CLOSE_SECONDS = 5.0
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The session began. `replayed` observations came from the journal and were not measured again."""
+    """The session began. `replayed` observations came from the journal and were not measured
+    again.
+    """
 
     run: str
     devices: tuple[str, ...]  # labels, in the order of the request
@@ -37,7 +41,9 @@ class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     """The progress of a running measurement, at least once a second. A later report replaces it."""
 
     probe: Probe
-    phase: str  # starting | building | warming up | measuring; stopped while building: importing | loading | preparing
+    # starting | building | warming up | measuring; stopped while building: importing | loading |
+    # preparing
+    phase: str
     samples_per_second: float | None
     relative_interval: float | None  # half-width of the 95 % interval / the figure
     at_seconds: float
@@ -66,7 +72,9 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The session ended with a plan; a line of its journal. A resumed run may end again; the last end counts."""
+    """The session ended with a plan; a line of its journal. A resumed run may end again; the last
+    end counts.
+    """
 
     plan: Plan
     results: tuple[Result, ...]  # every layout measured in the race, best first
@@ -74,16 +82,20 @@ class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     interrupted: bool  # by the user, with the best plan so far
     at_seconds: float
     budget_seconds: float | None = None  # if it isn't that of the request any more
-    findings: Said = Said()  # what the verdict and the plan say, as data; empty in journals up to 0.1
+    findings: Said = (
+        Said()
+    )  # what the verdict and the plan say, as data; empty in journals up to 0.1
 
 
 Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """The thread of `_work`: it reports by `_events.put`, waits for `_going` before it begins, and ends at `_halt`.
+    """The thread of `_work`: it reports by `_events.put`, waits for `_going` before it begins, and
+    ends at `_halt`.
 
-    A signal that interrupts the reader of the events doesn't break it: the handler calls `stop`, and reading goes on.
+    A signal that interrupts the reader of the events doesn't break it: the handler calls `stop`,
+    and reading goes on.
     """
 
     def __init__(self) -> None:
@@ -93,7 +105,9 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def events(self) -> Iterator[Event]:
-        """Start, and yield what happens; what ended the work is raised. It can be iterated again after an interrupt."""
+        """Start, and yield what happens; what ended the work is raised. It can be iterated again
+        after an interrupt.
+        """
         if self._thread.ident is None:
             self._thread.start()
         return iter(self._next_event, None)

@@ -18,7 +18,8 @@ from evener.shares.whole_rows import even
 from .types import Layout
 
 PackMode = Literal["", "logical", "mps"]
-NAMED = "{knobs:also}{shares:apart}"  # behind a layout's name: knobs, and its samples where the name isn't enough
+# behind a layout's name: knobs, and its samples where the name isn't enough
+NAMED = "{knobs:also}{shares:apart}"
 MOST_NAMED = 8  # devices in an advice; the table beside it has the shares of more
 MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 
@@ -39,7 +40,9 @@ class Offer(Protocol):
 
 
 class View(Protocol):
-    """The findings of exploration by which families choose their layouts; lists have the best first."""
+    """The findings of exploration by which families choose their layouts; lists have the best
+    first.
+    """
 
     @property
     def devices(self) -> int:
@@ -51,7 +54,9 @@ class View(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The batch for layouts that have none of their own; None before one is known, and where rows go by cost."""
+        """The batch for layouts that have none of their own; None before one is known, and where
+        rows go by cost.
+        """
 
     @property
     def singles(self) -> Sequence[Layout]:
@@ -67,7 +72,9 @@ class View(Protocol):
 
     @property
     def shards(self) -> Sequence[Layout]:
-        """Sharded trainings worth a race; none where each device holds the whole model, unless they were asked for."""
+        """Sharded trainings worth a race; none where each device holds the whole model, unless they
+        were asked for.
+        """
 
     @property
     def packs(self) -> Sequence[Layout]:
@@ -77,7 +84,8 @@ class View(Protocol):
 class Family(ABC):
     """A way to use the devices.
 
-    `kind` is the name that its layouts have in journals and plans, `name` its own on the command line and in JSON.
+    `kind` is the name that its layouts have in journals and plans, `name` its own on the command
+    line and in JSON.
     """
 
     name: str
@@ -89,9 +97,13 @@ class Family(ABC):
     in_balance = False  # `evener balance` looks at its layouts too
     explored = False  # exploration measures its layouts, and costs that only they show
     equal_shares = False  # what frameworks do by default: gains are said against it
-    titled: str  # templates of `result.words`: a layout's name in tables, the beginning of the verdict,
+    titled: (
+        str  # templates of `result.words`: a layout's name in tables, the beginning of the verdict,
+    )
     advice: str
-    subjected = ""  # and a layout as a subject, for families that aren't one training by its shares;
+    subjected = (
+        ""  # and a layout as a subject, for families that aren't one training by its shares;
+    )
     plural = ""  # all of them
 
     @property
@@ -108,7 +120,9 @@ class Family(ABC):
         return f"layout.{self.name}"
 
     def sentences(self) -> dict[str, str]:
-        """Templates of `result.words` by code: a layout's name, what to do, and what a layout loses as a rival."""
+        """Templates of `result.words` by code: a layout's name, what to do, and what a layout loses
+        as a rival.
+        """
         found = {
             f"layout.{self.name}": self.titled + NAMED,
             f"advice.{self.name}": self.advice + "{knobs:with}",
@@ -117,7 +131,9 @@ class Family(ABC):
             found[f"{self.name}.faster"] = (
                 self.subjected + "{batch:at} {trainings:be} {gain:gain} faster{paired:in_turn}"
             )
-            found[f"{self.name}.loses"] = self.subjected + "{batch:at} {trainings:lose} {loss:loss}{paired:in_turn}"
+            found[f"{self.name}.loses"] = (
+                self.subjected + "{batch:at} {trainings:lose} {loss:loss}{paired:in_turn}"
+            )
         return found
 
 
@@ -143,8 +159,12 @@ def device_counts(devices: int) -> tuple[int, ...]:
     return (*counts, devices) if devices > 1 else ()
 
 
-def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Layout | None:
-    """The batch spread evenly over some devices, in whole quanta; None if it has too few for them."""
+def split_evenly(
+    devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1
+) -> Layout | None:
+    """The batch spread evenly over some devices, in whole quanta; None if it has too few for
+    them.
+    """
     if batch // quantum < len(positions) or batch % quantum:
         return None
     quanta = dict(zip(positions, even(batch // quantum, len(positions)), strict=True))
@@ -179,7 +199,10 @@ class EvenFamily(Family):
 
     def sentences(self) -> dict[str, str]:
         """The family's sentences, with a name for splits over some of the devices."""
-        return {**super().sentences(), f"layout.{self.name}_over": "{another:another}even over {count}" + NAMED}
+        return {
+            **super().sentences(),
+            f"layout.{self.name}_over": "{another:another}even over {count}" + NAMED,
+        }
 
 
 class SplitFamily(Family):
@@ -199,13 +222,20 @@ class SplitFamily(Family):
         return view.splits
 
     def sentences(self) -> dict[str, str]:
-        """The family's sentences, with another advice for rows that are assigned by cost: there the cost is split."""
-        by_cost = "Split the cost of each batch {ratios:ratios}over {devices:devices} ({samples} samples){knobs:with}"
+        """The family's sentences, with another advice for rows that are assigned by cost: there the
+        cost is split.
+        """
+        by_cost = (
+            "Split the cost of each batch {ratios:ratios}over {devices:devices} ({samples} "
+            "samples){knobs:with}"
+        )
         return {**super().sentences(), "advice.cost": by_cost}
 
 
 class ShardFamily(Family):
-    """One training whose devices hold parts of the model by their memory, and compute rows by their speed."""
+    """One training whose devices hold parts of the model by their memory, and compute rows by their
+    speed.
+    """
 
     name = kind = "shard"
     fewest_devices = 2
@@ -214,7 +244,8 @@ class ShardFamily(Family):
     in_balance = True
     titled = "{another:another}shards of the model"
     advice = (
-        "Shard the model {states:ratios}and each batch {ratios:ratios}over {devices:devices} ({shares:shares} samples)"
+        "Shard the model {states:ratios}and each batch {ratios:ratios}over "
+        "{devices:devices} ({shares:shares} samples)"
     )
 
     def layouts(self, view: View) -> Sequence[Layout]:
@@ -225,21 +256,33 @@ class ShardFamily(Family):
         """The family's sentences, with those of models that no device holds."""
         return {
             **super().sentences(),
-            "failure.shards": "in shards its state of {state_bytes:size} doesn't fit either: the devices have"
-            " {memory_bytes:size} in all, for that and, on each, {gathered_bytes:size} of gathered units and the"
+            "failure.shards": "in shards its state of {state_bytes:size} doesn't fit either: "
+            "the devices have"
+            " {memory_bytes:size} in all, for that and, on each, {gathered_bytes:size} of "
+            "gathered units and the"
             " activations of a row",
-            "failure.shards_row": "in shards {devices:and} ran out of memory too, without the state",
+            "failure.shards_row": (
+                "in shards {devices:and} ran out of memory too, without the state"
+            ),
             "failure.shards_failed": "in shards it failed: {why}",
-            "remedy.shards": "Free some of its memory, or run evener balance, which also tries the model in shards over"
+            "remedy.shards": "Free some of its memory, or run evener balance, which also tries "
+            "the model in "
+            "shards over"
             " all of the devices.",
-            "outlook.largest_model": "AdamW in float32 trains at most {whole:millions} parameters where each device"
-            " holds the model, and {sharded:millions} in shards (split.shard), by memory alone: gathered units and"
+            "outlook.largest_model": "AdamW in float32 trains at most {whole:millions} "
+            "parameters where each device"
+            " holds the model, and {sharded:millions} in shards (split.shard), by memory "
+            "alone: gathered units and"
             " activations take some",
         }
 
 
-def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Layout:
-    """Several trainings side by side on the device of a solo layout, each with its batch unless another is given."""
+def pack_on(
+    single: Layout, processes: int, mode: PackMode = "", batch: int | None = None
+) -> Layout:
+    """Several trainings side by side on the device of a solo layout, each with its batch unless
+    another is given.
+    """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
 
@@ -252,7 +295,9 @@ class PackFamily(Family):
     start_cost = 0.8  # of each training
     more_children = True
     titled = "{another:another}pack of {trainings}{mode:mode}"
-    advice = "Run {trainings} trainings side by side on {devices:and}{mode:mode}, {samples} samples each"
+    advice = (
+        "Run {trainings} trainings side by side on {devices:and}{mode:mode}, {samples} samples each"
+    )
     subjected = "{trainings} trainings side by side"
     plural = "packs"
 
@@ -262,7 +307,9 @@ class PackFamily(Family):
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """The model's parts on the first devices; the shares only say who takes part. None if there are too few."""
+    """The model's parts on the first devices; the shares only say who takes part. None if there are
+    too few.
+    """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
     return spread and msgspec.structs.replace(spread, kind="place", placement=placement.name)
@@ -310,7 +357,9 @@ def add(family: Family, traits: Traits | None = None) -> None:
 def find_family(name: str) -> Family:
     """A family by its name; RequestError if there is none."""
     if name not in FAMILIES:
-        raise RequestError(f"There is no family of layouts {name!r}.", f"Choose from {', '.join(FAMILIES)}.")
+        raise RequestError(
+            f"There is no family of layouts {name!r}.", f"Choose from {', '.join(FAMILIES)}."
+        )
     return FAMILIES[name]
 
 

@@ -1,7 +1,9 @@
-"""The way in: a request, the devices and the workload become a job that is checked, once, before anything starts.
+"""The way in: a request, the devices and the workload become a job that is checked, once, before
+anything starts.
 
-Everything that can be wrong with a request is found here, before a run is made or a child is started; for a comparison
-also which layouts can be measured on these devices, and why not the others.
+Everything that can be wrong with a request is found here, before a run is made or a child is
+started; for a comparison also which layouts can be measured on these devices, and why not the
+others.
 """
 
 from __future__ import annotations
@@ -46,14 +48,25 @@ def take_in(request: Request) -> Job:
     entry = registry.find(name, request.framework)
     settings = registry.resolve_settings(entry, request.settings)
     largest = entry.largest_share if found.machine is None else None
-    job = Job(request, found.devices, name, entry.framework, largest, found.notes, found.machine, found.driver)
+    job = Job(
+        request,
+        found.devices,
+        name,
+        entry.framework,
+        largest,
+        found.notes,
+        found.machine,
+        found.driver,
+    )
     for fault in chain(_find_wrong_sizes(job.problem), _find_misfits(job, settings)):
         raise refuse(fault)
     return msgspec.structs.replace(job, notes=_find_notes(job))
 
 
 def read_job(header: Header) -> Job:
-    """The job of a journal; RequestError if no search can do it, as somebody may have changed the file."""
+    """The job of a journal; RequestError if no search can do it, as somebody may have changed the
+    file.
+    """
     check_request(header.request)
     check_problem(header.job.problem)
     return header.job
@@ -73,7 +86,9 @@ def _find_misfits(job: Job, settings: object) -> Iterator[Finding]:
     yield from _find_unwritable(settings)
 
 
-def _find_engine_misfits(engine: str, framework: str, devices: Sequence[Device]) -> Iterator[Finding]:
+def _find_engine_misfits(
+    engine: str, framework: str, devices: Sequence[Device]
+) -> Iterator[Finding]:
     """What keeps the engine from training in this framework on these devices."""
     if framework != "tensorflow":
         yield Finding("request.engine_framework", {"engine": engine, "framework": framework})
@@ -104,7 +119,9 @@ def _find_silent_meters(devices: Sequence[Device], machine: Machine | None) -> I
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Notes on the devices and what runs on them; RequestError or DeviceError if a host can't train on its own."""
+    """Notes on the devices and what runs on them; RequestError or DeviceError if a host can't train
+    on its own.
+    """
     if job.machine is None:
         return (*job.notes, *check_hosts(group_by_host(job.devices), job.framework))
     own = (f"{job.workload} was not run: {NOT_RUN}",) if ":" in job.workload else ()
@@ -112,11 +129,17 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
-    """Notes on GPUs that others use; RequestError or DeviceError if a host can't train on its devices."""
+    """Notes on GPUs that others use; RequestError or DeviceError if a host can't train on its
+    devices.
+    """
     notes: list[str] = []
     for host, own in hosts.items():
         try:
-            notes += find_agent(host).call(check_here, own, framework) if host else check_here(own, framework)
+            notes += (
+                find_agent(host).call(check_here, own, framework)
+                if host
+                else check_here(own, framework)
+            )
         except EvenerError as fault:
             if host and host not in fault.message:
                 raise type(fault)(f"{host}: {fault.message}", fault.remedy) from None
@@ -125,7 +148,8 @@ def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tupl
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """Notes on devices of this machine that others use; an error if the framework can't train on them.
+    """Notes on devices of this machine that others use; an error if the framework can't train on
+    them.
 
     DeviceError if others hold the memory of all of them.
     """
@@ -135,7 +159,9 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
         child_environment([device], framework)
     full, busy = find_others(devices)
     if len(full) == len(devices):
-        raise DeviceError(" ".join(full), "Stop those processes, wait for them, or choose other --devices.")
+        raise DeviceError(
+            " ".join(full), "Stop those processes, wait for them, or choose other --devices."
+        )
     return (*full, *busy)
 
 
@@ -150,7 +176,9 @@ def _find_wrong_words(request: Request) -> Iterator[Finding]:
     sizes = {"--multiple-of": unit, "--global-batch": batch, "--max-global-batch": largest}
     for option, number in (sizes | {"--own-batch": request.own_batch}).items():
         if number is not None and not 1 <= number <= LARGEST_BATCH:
-            yield Finding("request.number", {"option": option, "number": number, "largest": LARGEST_BATCH})
+            yield Finding(
+                "request.number", {"option": option, "number": number, "largest": LARGEST_BATCH}
+            )
     if largest is not None and largest < unit:
         yield Finding("request.below_a_share", {"largest": largest, "unit": unit})
     if batch is not None and batch % unit:
@@ -193,18 +221,22 @@ def _find_wrong_sizes(problem: Problem) -> Iterator[Finding]:
     if largest is not None and largest < quantum:
         yield Finding("request.largest_share", {"largest": largest, "unit": quantum})
     if batch is not None and batch < problem.devices * quantum:
-        yield Finding("request.too_few_samples", {"batch": batch, "devices": problem.devices, "unit": quantum})
+        yield Finding(
+            "request.too_few_samples", {"batch": batch, "devices": problem.devices, "unit": quantum}
+        )
 
 
 SINGLE = "single"  # a placement that is a solo layout
 KNOBS: tuple[Knob, ...] = ("xla", "mixed")
 
 
-def take_in_comparison(request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()) -> Job:
+def take_in_comparison(
+    request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
+) -> Job:
     """The request as `take_in` has it, with the layouts that can be compared here.
 
-    What was named and isn't possible is explained in `request.compare.left_out`; RequestError for unknown words, or if
-    nothing is left.
+    What was named and isn't possible is explained in `request.compare.left_out`; RequestError for
+    unknown words, or if nothing is left.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     knobs = _choose("--try", knobs, KNOBS)
@@ -216,7 +248,10 @@ def take_in_comparison(request: Request, layouts: Sequence[str] | None = None, k
     if layouts is not None:
         notes += [f"Left out: {reason}." for reason in reasons.values() if reason]
     if not possible:
-        raise RequestError(notes[0] if notes else "No layout can be compared here.", "Choose other layouts or devices.")
+        raise RequestError(
+            notes[0] if notes else "No layout can be compared here.",
+            "Choose other layouts or devices.",
+        )
     packs = any(family.traits.side_by_side for family in possible)
     if packs and find_backend(resolved.devices[0].kind).daemon_runs():
         notes.append("An MPS daemon runs: processes share GPUs through it.")
@@ -231,22 +266,30 @@ def take_in_comparison(request: Request, layouts: Sequence[str] | None = None, k
         left_out=tuple(notes),
         shards=any(family.traits.sharded for family in possible) and layouts is not None,
     )
-    return msgspec.structs.replace(resolved, request=msgspec.structs.replace(request, compare=wanted))
+    return msgspec.structs.replace(
+        resolved, request=msgspec.structs.replace(request, compare=wanted)
+    )
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
     """The words without repeats, in the order of `allowed`."""
     for word in words:
         if word not in allowed:
-            raise RequestError(f"{option} {word!r} is not known.", f"Choose from {', '.join(allowed)}.")
+            raise RequestError(
+                f"{option} {word!r} is not known.", f"Choose from {', '.join(allowed)}."
+            )
     return [word for word in allowed if word in words]
 
 
 def _find_placements(resolved: Job) -> tuple[Placement, ...]:
     if resolved.machine is not None:
         return tuple(Placement(one.name, one.devices) for one in resolved.machine.placements)
-    entry = registry.find(resolved.workload, resolved.framework if resolved.framework != "none" else "")
-    return tuple(Placement(name, entry.placement_devices) for name in entry.placements if name != SINGLE)
+    entry = registry.find(
+        resolved.workload, resolved.framework if resolved.framework != "none" else ""
+    )
+    return tuple(
+        Placement(name, entry.placement_devices) for name in entry.placements if name != SINGLE
+    )
 
 
 def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
@@ -255,7 +298,9 @@ def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placemen
         return f"{family.name} needs two devices, and there is one ({resolved.devices[0].label})"
     if family.traits.placed and len(group_by_host(resolved.devices)) > 1:
         return f"{family.name} needs its devices on one host"
-    if family.traits.sharded and not (resolved.problem.shards or (resolved.machine and resolved.machine.shards)):
+    if family.traits.sharded and not (
+        resolved.problem.shards or (resolved.machine and resolved.machine.shards)
+    ):
         whose = "of a machine file with [shards]" if resolved.machine else "PyTorch's"
         return f"{family.name} is {whose}"
     if not family.traits.placed or placements:

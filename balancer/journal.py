@@ -1,7 +1,9 @@
-"""The journal of a run: JSON lines that are only ever appended, and are on the disk before anybody acts on them.
+"""The journal of a run: JSON lines that are only ever appended, and are on the disk before anybody
+acts on them.
 
-An incomplete last line is what a kill or a full disk leaves, and is cut off; a broken line before it is an error that
-names the line. Only a file of this user's own that nobody else may write is trusted.
+An incomplete last line is what a kill or a full disk leaves, and is cut off; a broken line before
+it is an error that names the line. Only a file of this user's own that nobody else may write is
+trusted.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from evener.errors import RequestError, as_request_error
 
 from .events import Finished
 from .request import Job, Request
-from .types import Facts, Failed, Finding, Layout, Observation, Probe, Timed, upgrade_observation, upgrade_probe
+from .types import (
+    Facts,
+    Failed,
+    Finding,
+    Layout,
+    Observation,
+    Probe,
+    Timed,
+    upgrade_observation,
+    upgrade_probe,
+)
 
 SCHEMA = 2  # 1: before a share could be taken in passes
 LARGEST_FILE_BYTES = 256 << 20
@@ -45,7 +57,14 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     @property
     def job(self) -> Job:
         """The job of the run; its devices are those that it was measured on."""
-        return Job(self.request, self.devices, self.workload, self.framework, self.largest_share, self.notes)
+        return Job(
+            self.request,
+            self.devices,
+            self.workload,
+            self.framework,
+            self.largest_share,
+            self.notes,
+        )
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
@@ -101,11 +120,16 @@ class Record(msgspec.Struct, frozen=True):
     @property
     def facts(self) -> Facts:
         """The facts that were reported last."""
-        return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)), Facts())
+        return next(
+            (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
+            Facts(),
+        )
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last asking and those of its probes that have no observation yet; None if it was answered."""
+        """The last asking and those of its probes that have no observation yet; None if it was
+        answered.
+        """
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
             if isinstance(entry, AskedEntry):
@@ -117,7 +141,9 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The time at which the session's clock goes on: the start of an unanswered asking, or the last observation."""
+        """The time at which the session's clock goes on: the start of an unanswered asking, or the
+        last observation.
+        """
         if (pending := self.pending) is not None:
             return pending[0].at_seconds
         return max((entry.at_seconds for entry in self.seen), default=0.0)
@@ -125,7 +151,14 @@ class Record(msgspec.Struct, frozen=True):
     @property
     def last_end(self) -> Finished | FailedEntry | None:
         """The last end, unless something was measured after it."""
-        last = next((entry for entry in reversed(self.entries) if not isinstance(entry, FactsEntry | AskedEntry)), None)
+        last = next(
+            (
+                entry
+                for entry in reversed(self.entries)
+                if not isinstance(entry, FactsEntry | AskedEntry)
+            ),
+            None,
+        )
         return last if isinstance(last, Finished | FailedEntry) else None
 
     @property
@@ -152,7 +185,9 @@ class Journal:
                     content = content[os.write(descriptor, content) :]
                 os.fsync(descriptor)
             except OSError:
-                with suppress(OSError):  # an incomplete line is also cut off when the journal is read
+                with suppress(
+                    OSError
+                ):  # an incomplete line is also cut off when the journal is read
                     os.ftruncate(descriptor, before)
                 raise
 
@@ -165,7 +200,9 @@ def create(path: Path, header: Header) -> Journal:
     """Start a journal in a folder for this user alone; RequestError if it can't be written."""
     with _writing(path, "Set XDG_STATE_HOME to a folder that you may write."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600
+        )
     journal = Journal(path, os.fdopen(descriptor, "r+b", buffering=0))
     try:
         journal.append(header)
@@ -196,18 +233,28 @@ def read(path: Path, *, foreign: bool = False) -> Record:
     *lines, incomplete = content.split(b"\n")
     if not lines:
         raise RequestError(
-            f"{path} holds no whole line.", NAME_ONE if foreign else "Delete the run: nothing was measured in it."
+            f"{path} holds no whole line.",
+            NAME_ONE if foreign else "Delete the run: nothing was measured in it.",
         )
     header, *rest = (_entry(text, path, number, foreign) for number, text in enumerate(lines, 1))
     if not isinstance(header, Header):
-        raise RequestError(f"{path}: line 1 isn't a header.", "The file is not a journal, or was changed.")
-    entries = tuple(_checked(entry, header, f"{path}: line {number}", foreign) for number, entry in enumerate(rest, 2))
+        raise RequestError(
+            f"{path}: line 1 isn't a header.", "The file is not a journal, or was changed."
+        )
+    entries = tuple(
+        _checked(entry, header, f"{path}: line {number}", foreign)
+        for number, entry in enumerate(rest, 2)
+    )
     return Record(header, entries, len(content) - len(incomplete))
 
 
 def _say_cut(line: str, foreign: bool) -> str:
     """What to do about a broken line."""
-    return "Copy the file again." if foreign else f"Delete the file from {line} on to keep what is above it."
+    return (
+        "Copy the file again."
+        if foreign
+        else f"Delete the file from {line} on to keep what is above it."
+    )
 
 
 def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
@@ -219,7 +266,9 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
     try:
         entry = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
+        raise RequestError(
+            f"{path}: line {number} is broken: {str(error)[:200]}.", remedy
+        ) from None
     if isinstance(entry, AskedEntry):
         return msgspec.structs.replace(entry, probes=tuple(map(upgrade_probe, entry.probes)))
     if isinstance(entry, ObservationEntry):
@@ -228,7 +277,9 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
         if not 1 <= len(entry.devices) <= MOST_DEVICES:
             raise RequestError(f"{path}: line {number} names {len(entry.devices)} devices.", remedy)
         if entry.schema == 1:
-            return msgspec.structs.replace(entry, request=msgspec.structs.replace(entry.request, micro="off"))
+            return msgspec.structs.replace(
+                entry, request=msgspec.structs.replace(entry.request, micro="off")
+            )
     return entry
 
 
@@ -245,16 +296,22 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """The entry; RequestError for a second header, and for what no measurement on the header's devices can say."""
+    """The entry; RequestError for a second header, and for what no measurement on the header's
+    devices can say.
+    """
     if isinstance(entry, Header):
         raise RequestError(f"{where} is a second header.", _say_cut("that line", foreign))
     if not _is_sound(entry, header):
-        raise RequestError(f"{where} doesn't fit the run's devices.", _say_cut("that line", foreign))
+        raise RequestError(
+            f"{where} doesn't fit the run's devices.", _say_cut("that line", foreign)
+        )
     return entry
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
-    """True if sizes fit each other and the header's devices; each number was checked when it was decoded."""
+    """True if sizes fit each other and the header's devices; each number was checked when it was
+    decoded.
+    """
     devices = len(header.devices)
     match entry:
         case AskedEntry():
@@ -275,17 +332,26 @@ def _layout_sound(layout: Layout, devices: int) -> bool:
         and any(shares)
         and len(layout.costs) == len(layout.tokens) in (0, devices)
         and all(cost.is_valid() for cost in layout.costs if cost)
-        and all(min(1, share) <= rows <= share for rows, share in zip(layout.pass_rows, shares, strict=True))
+        and all(
+            min(1, share) <= rows <= share
+            for rows, share in zip(layout.pass_rows, shares, strict=True)
+        )
     )
 
 
 def _timed_sound(seen: Timed, devices: int) -> bool:
     ordered = seen.low_seconds <= seen.step_seconds <= seen.high_seconds
-    return ordered and len(seen.memory_bytes) == len(seen.device_seconds) == devices and len(seen.work) in (0, devices)
+    return (
+        ordered
+        and len(seen.memory_bytes) == len(seen.device_seconds) == devices
+        and len(seen.work) in (0, devices)
+    )
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """The content of a plain file that isn't too large, and, unless `foreign`, is this user's to write alone."""
+    """The content of a plain file that isn't too large, and, unless `foreign`, is this user's to
+    write alone.
+    """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (
         as_request_error(f"The journal {path} can't be read", "List the runs with evener runs."),

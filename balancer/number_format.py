@@ -9,7 +9,9 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Samples/s with four significant digits at least, thousands set apart: 12.35, 684.2, 2 123, 158 012."""
+    """Samples/s with four significant digits at least, thousands set apart: 12.35, 684.2, 2 123,
+    158 012.
+    """
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
             return f"{samples_per_second:.{digits}f}"
@@ -42,11 +44,14 @@ def write_share(batch: int, micro: int) -> str:
     passes = Counter(split_passes(batch, micro or batch or 1))
     if passes.total() < 2:
         return str(batch)
-    return f"{batch} = {' + '.join(str(rows) if times == 1 else f'{times} × {rows}' for rows, times in passes.items())}"
+    parts = [str(rows) if times == 1 else f"{times} × {rows}" for rows, times in passes.items()]
+    return f"{batch} = {' + '.join(parts)}"
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Half of the figure's 95 % interval, relative to the figure; the upper half, as the lower one ends at 0."""
+    """Half of the figure's 95 % interval, relative to the figure; the upper half, as the lower one
+    ends at 0.
+    """
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
 

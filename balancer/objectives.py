@@ -18,8 +18,8 @@ from .types import Power, Timed
 class Objective(msgspec.Struct, frozen=True):
     """Something to have most of; where nothing is overridden, samples/s.
 
-    An objective that `trades_speed` chooses the layout of the most `value`, among those that are at most a given part
-    slower than the fastest. Others choose by speed.
+    An objective that `trades_speed` chooses the layout of the most `value`, among those that are at
+    most a given part slower than the fastest. Others choose by speed.
     """
 
     name: str  # on the command line, in journals and in JSON
@@ -31,11 +31,14 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # without the devices' power it can't be counted
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """The objective's value for a layout that trained at this rate in these measurements; 0 if it is unknown."""
+        """The objective's value for a layout that trained at this rate in these measurements; 0 if
+        it is unknown.
+        """
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """The cost of each device for a second that it trains and for one that only others do; empty if unknown.
+        """The cost of each device for a second that it trains and for one that only others do;
+        empty if unknown.
 
         The value of a split is predicted as its samples/s over the sum of these.
         """
@@ -47,7 +50,9 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """The power of all devices of the request over the turns in which every one reported it; None without any."""
+    """The power of all devices of the request over the turns in which every one reported it; None
+    without any.
+    """
     return Power.mean([power for seen in turns if (power := seen.power)])
 
 
@@ -60,7 +65,9 @@ class Energy(Objective, frozen=True):
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """The most watts that each device drew while it trained, and the least while others did; 0 where unknown."""
+        """The most watts that each device drew while it trained, and the least while others did; 0
+        where unknown.
+        """
         drawn = [(one.probe.layout, one.watts) for one in seen if one.watts]
         found = []
         for i in range(devices):
@@ -96,7 +103,9 @@ def add(objective: Objective) -> None:
 def find_objective(name: str) -> Objective:
     """An objective by its name; RequestError if there is none."""
     if name not in OBJECTIVES:
-        raise RequestError(f"There is no objective {name!r}.", f"Choose from {', '.join(OBJECTIVES)}.")
+        raise RequestError(
+            f"There is no objective {name!r}.", f"Choose from {', '.join(OBJECTIVES)}."
+        )
     return OBJECTIVES[name]
 
 

@@ -24,7 +24,9 @@ MICROS = ("auto", "off")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Devices, workload and bounds of a search; journalled whole, so a run can be resumed by its id."""
+    """Devices, workload and bounds of a search; journalled whole, so a run can be resumed by its
+    id.
+    """
 
     devices: str = "auto"
     ray_address: str = ""  # of the cluster for `ray`; empty: RAY_ADDRESS, else this machine's
@@ -35,9 +37,13 @@ class Request(msgspec.Struct, frozen=True):
     max_global_batch: int | None = None
     multiple_of: int = 1
     objective: str = SPEED.name  # the name of what to have most of
-    max_slowdown: float = 0.1  # that an objective which trades speed may cost: a part of the fastest layout's
+    max_slowdown: float = (
+        0.1  # that an objective which trades speed may cost: a part of the fastest layout's
+    )
     noise_scale: NoiseScale | None = None  # of the gradient, as a training has measured it
-    own_batch: int | None = None  # rows of a step that the training script takes, or that the noise scale is of
+    own_batch: int | None = (
+        None  # rows of a step that the training script takes, or that the noise scale is of
+    )
     budget_seconds: float | None = 120.0  # None: until the evidence is enough
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     seed: int = 0
@@ -45,14 +51,17 @@ class Request(msgspec.Struct, frozen=True):
     xla: bool = False
     input: str = "host"  # where each step's batch comes from
     engine: str = "auto"  # how TensorFlow keeps a split in step
-    micro: str = "auto"  # a share that doesn't fit at once is computed in passes; off: each share is one pass
+    # a share that doesn't fit at once is computed in passes; off: each share is one pass
+    micro: str = "auto"
     pace: float = 0.0  # simulated devices: 1 takes real time
     share: bool = False  # run even if another session is using the devices
     compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
 
 
 class Job(msgspec.Struct, frozen=True, dict=True):
-    """A request that was checked, with the devices, the workload and the framework that it means here."""
+    """A request that was checked, with the devices, the workload and the framework that it means
+    here.
+    """
 
     request: Request
     devices: tuple[Device, ...]
@@ -72,7 +81,10 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     def problem(self) -> Problem:
         """The problem that a search is to solve, for a new job as for one that a journal has."""
         request, devices = self.request, self.devices
-        micro, hosts = allows_passes(request, self.framework), _number(device.host for device in devices)
+        micro, hosts = (
+            allows_passes(request, self.framework),
+            _number(device.host for device in devices),
+        )
         return Problem(
             devices=len(devices),
             memory_bytes=tuple(device.usable_memory_bytes for device in devices),
@@ -98,12 +110,18 @@ def _number(values: Iterable[object]) -> tuple[int, ...]:
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """True if a share may be computed in passes: it is asked for, and the training's way of stepping can."""
+    """True if a share may be computed in passes: it is asked for, and the training's way of
+    stepping can.
+    """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)
 
 
 def deals_by_cost(request: Request, framework: str) -> bool:
-    """True if rows of unequal length are assigned by what they cost: that takes passes, and PyTorch's loader."""
-    possible = framework == "torch" and request.input == "host" and allows_passes(request, framework)
+    """True if rows of unequal length are assigned by what they cost: that takes passes, and
+    PyTorch's loader.
+    """
+    possible = (
+        framework == "torch" and request.input == "host" and allows_passes(request, framework)
+    )
     return possible and find_objective(request.objective).uses_lengths

@@ -1,4 +1,6 @@
-"""A run that goes on: a new one, or an old one that is taken up again, with its lock and its journal."""
+"""A run that goes on: a new one, or an old one that is taken up again, with its lock and its
+journal.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,19 @@ from .store import runs
 from .store.locks import lock_job, lock_run
 from .types import Failed, Finding, Timed
 
-CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
+CHANGEABLE = (
+    "budget_seconds",
+    "pace",
+    "share",
+    "compare",
+    "ray_address",
+)  # without effect on earlier measurements
 
 
 class Run(msgspec.Struct):
-    """A run's job and journal, what it has recorded so far, and the locks that keep others off it and its devices."""
+    """A run's job and journal, what it has recorded so far, and the locks that keep others off it
+    and its devices.
+    """
 
     job: Job
     record: Record
@@ -49,11 +59,14 @@ class Run(msgspec.Struct):
         self.locks.close()
 
 
-def open_run(request: Request, *, resume: str | None = None, extend_seconds: float | None = None) -> Run:
+def open_run(
+    request: Request, *, resume: str | None = None, extend_seconds: float | None = None
+) -> Run:
     """A new run for this request, or with `resume` the one of that name, taken up again.
 
-    A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best layouts are measured
-    again until that time is spent. RequestError or DeviceError if it can't begin.
+    A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best
+    layouts are measured again until that time is spent. RequestError or DeviceError if it can't
+    begin.
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)
@@ -87,9 +100,11 @@ def begin(job: Job) -> Run:
 
 
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> Run:
-    """Go on with a run; RequestError if it is going on, or was measured by another request or on other devices.
+    """Go on with a run; RequestError if it is going on, or was measured by another request or on
+    other devices.
 
-    Its own request counts, except for `pace`, `share` and a new budget. `extend_seconds` is a budget from here on.
+    Its own request counts, except for `pace`, `share` and a new budget. `extend_seconds` is a
+    budget from here on.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:
@@ -110,9 +125,13 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         found = take_in(wanted)
         _check_devices(header, found)
         locks.enter_context(lock_job(found, run=folder.name))
-        more = extend_seconds is not None or (before is not None and budget is not None and budget > before)
+        more = extend_seconds is not None or (
+            before is not None and budget is not None and budget > before
+        )
         return Run(
-            msgspec.structs.replace(found, devices=header.devices, largest_share=header.largest_share),
+            msgspec.structs.replace(
+                found, devices=header.devices, largest_share=header.largest_share
+            ),
             msgspec.structs.replace(record, header=msgspec.structs.replace(header, request=wanted)),
             opened,
             locks.pop_all(),
@@ -131,7 +150,9 @@ def _choose_budget(record: Record, request: Request, extend_seconds: float | Non
 
 
 def _read_budget(record: Record) -> float | None:
-    """The run's own budget: that of its last end if it was raised before that, else that of its request."""
+    """The run's own budget: that of its last end if it was raised before that, else that of its
+    request.
+    """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
     return record.header.request.budget_seconds if raised is None else raised
@@ -148,7 +169,9 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_hope(record: Record) -> None:
-    """RequestError for a run in which the workload's own code failed before anything ran: it has nothing to keep."""
+    """RequestError for a run in which the workload's own code failed before anything ran: it has
+    nothing to keep.
+    """
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
     if wrong is not None and not any(isinstance(one, Timed) for one in seen):
@@ -157,9 +180,15 @@ def _check_hope(record: Record) -> None:
 
 
 def _check_devices(header: Header, found: Job) -> None:
-    then, now = ([(each.host, each.id, each.cores) for each in devices] for devices in (header.devices, found.devices))
+    then, now = (
+        [(each.host, each.id, each.cores) for each in devices]
+        for devices in (header.devices, found.devices)
+    )
     if then != now:
-        before, here = (", ".join(f"{host}/{name}" if host else name for host, name, _ in each) for each in (then, now))
+        before, here = (
+            ", ".join(f"{host}/{name}" if host else name for host, name, _ in each)
+            for each in (then, now)
+        )
         where = "the cluster" if found.devices[0].host else "this machine"
         places = {"run": header.run, "before": before, "where": where, "here": here}
         raise refuse(Finding("request.other_devices", places))

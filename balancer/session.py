@@ -1,4 +1,6 @@
-"""A session: it asks the search for probes, journals them, measures them, journals what came, and tells the search."""
+"""A session: it asks the search for probes, journals them, measures them, journals what came, and
+tells the search.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends
 GRACE_SHARE = 0.1  # of the budget, if that is more and one of them makes steps
 STEPPING = ("warming up", "measuring")
 POLL_SECONDS = 0.1
-FIRST_SECONDS = {"starting": 60.0, "building": 3.0}  # beyond the budget: importing the framework, and build()
+FIRST_SECONDS = {
+    "starting": 60.0,
+    "building": 3.0,
+}  # beyond the budget: importing the framework, and build()
 
 
 class Session(EventThread):
-    """One run, new or resumed, driven by `events`; it closes the run. RequestError or DeviceError if it can't begin.
+    """One run, new or resumed, driven by `events`; it closes the run. RequestError or DeviceError
+    if it can't begin.
 
-    The last event is Finished; without a plan, NoLayoutError is raised instead, and RequestError if the journal can't
-    be written.
+    The last event is Finished; without a plan, NoLayoutError is raised instead, and RequestError if
+    the journal can't be written.
     """
 
     def __init__(self, run: Run) -> None:
@@ -64,7 +70,9 @@ class Session(EventThread):
         return self._search
 
     def stop(self) -> None:
-        """End with the best plan so far; Finished says that it was interrupted. From any thread or signal handler."""
+        """End with the best plan so far; Finished says that it was interrupted. From any thread or
+        signal handler.
+        """
         self._interrupted = True
         super().stop()
 
@@ -87,7 +95,14 @@ class Session(EventThread):
     def _start(self) -> None:
         job = self._job
         labels = tuple(device.label for device in job.devices)
-        started = Started(self.run_id, labels, job.workload, job.request.budget_seconds, self._run.replayed, job.notes)
+        started = Started(
+            self.run_id,
+            labels,
+            job.workload,
+            job.request.budget_seconds,
+            self._run.replayed,
+            job.notes,
+        )
         self._events.put(started)
 
     def _loop(self) -> None:
@@ -118,7 +133,9 @@ class Session(EventThread):
                 if self._hopeless(seen):
                     self._halt.set()
                     return
-            if measured < len(probes) and not self._halt.is_set():  # a simulated prober ended with the budget
+            if (
+                measured < len(probes) and not self._halt.is_set()
+            ):  # a simulated prober ended with the budget
                 self._late = True
                 self._halt.set()
         finally:
@@ -131,7 +148,9 @@ class Session(EventThread):
         self._events.put(progress)
 
     def _hopeless(self, seen: Observation) -> bool:
-        """True if the workload's own code failed before anything ran, as it would on every device."""
+        """True if the workload's own code failed before anything ran, as it would on every
+        device.
+        """
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._run.record.observations)
 
@@ -147,11 +166,17 @@ class Session(EventThread):
         self._running.pop(seen.probe, None)
         every = self._run.record.observations
         out_of_memory = sum(isinstance(one, OutOfMemory) for one in every)
-        self._events.put(Observed(seen, self._search.belief(), self._search.best(), len(every), out_of_memory, at))
+        self._events.put(
+            Observed(
+                seen, self._search.belief(), self._search.best(), len(every), out_of_memory, at
+            )
+        )
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""
-        if not find_objective(self._job.request.objective).needs_energy or not isinstance(seen, Timed):
+        if not find_objective(self._job.request.objective).needs_energy or not isinstance(
+            seen, Timed
+        ):
             return
         timed = [one for one in self._run.record.observations if isinstance(one, Timed)]
         for position in seen.probe.layout.active:
@@ -159,10 +184,14 @@ class Session(EventThread):
             if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
                 continue
             device = {"device": self._job.devices[position].label}
-            raise self._fail(at, Finding("fault.no_energy", device), Finding("remedy.other_devices"))
+            raise self._fail(
+                at, Finding("fault.no_energy", device), Finding("remedy.other_devices")
+            )
 
     def _learn(self, facts: Facts, at: float) -> None:
-        """Take the facts that children report; RequestError if tokens are to be counted and rows have none."""
+        """Take the facts that children report; RequestError if tokens are to be counted and rows
+        have none.
+        """
         self._run.write(FactsEntry(facts))
         self._search.learn_data(facts)
         if find_objective(self._job.request.objective).needs_lengths and not facts.lengths:
@@ -176,7 +205,9 @@ class Session(EventThread):
         return fault
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Set alarms that end running probes after the budget and its grace; a simulated prober ends them itself."""
+        """Set alarms that end running probes after the budget and its grace; a simulated prober
+        ends them itself.
+        """
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             return []
@@ -193,9 +224,12 @@ class Session(EventThread):
     def _ring(self, spared: tuple[str, ...] = ()) -> None:
         """The time is over, unless a probe is in one of the `spared` phases.
 
-        If nothing has ended yet, the workload is built first: the user should hear of an error there.
+        If nothing has ended yet, the workload is built first: the user should hear of an error
+        there.
         """
-        while not self._run.record.observations and any(map(_is_being_built, tuple(self._running.values()))):
+        while not self._run.record.observations and any(
+            map(_is_being_built, tuple(self._running.values()))
+        ):
             if self._halt.wait(POLL_SECONDS):
                 return
         if not any(one.phase in spared for one in tuple(self._running.values())):
@@ -213,7 +247,9 @@ class Session(EventThread):
 
     def _finish(self) -> Finished:
         """Journal the best plan so far; NoLayoutError if there is none."""
-        running = tuple(one for one in self._running.values() if one.phase_seconds >= 1 or self._interrupted)
+        running = tuple(
+            one for one in self._running.values() if one.phase_seconds >= 1 or self._interrupted
+        )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
         run, at = self._run, self._prober.now()
         end = RunEnd(self._why_stopped(), self._seconds(), self._interrupted, unfinished)
@@ -224,13 +260,17 @@ class Session(EventThread):
                 run.write(FailedEntry(fault.message, at, fault.findings))
             raise fault
         interrupted = self._interrupted and self._search.why_stopped() is None
-        ended = msgspec.structs.replace(found, interrupted=interrupted, at_seconds=at, budget_seconds=run.raised_budget)
+        ended = msgspec.structs.replace(
+            found, interrupted=interrupted, at_seconds=at, budget_seconds=run.raised_budget
+        )
         if ended != run.record.ended:
             run.write(ended)
         return ended
 
     def _seconds(self) -> float:
-        """Seconds that the search took, without pauses; a replayed run that is complete keeps its own."""
+        """Seconds that the search took, without pauses; a replayed run that is complete keeps its
+        own.
+        """
         record = self._run.record
         if len(record.seen) == self._run.replayed:
             return record.clock_seconds
@@ -244,8 +284,14 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Seconds after which a run's probes are stopped: the budget and its grace; infinite without one."""
-    return math.inf if budget_seconds is None else budget_seconds + max(GRACE_SECONDS, GRACE_SHARE * budget_seconds)
+    """Seconds after which a run's probes are stopped: the budget and its grace; infinite without
+    one.
+    """
+    return (
+        math.inf
+        if budget_seconds is None
+        else budget_seconds + max(GRACE_SECONDS, GRACE_SHARE * budget_seconds)
+    )
 
 
 def _is_being_built(progress: ProbeProgress) -> bool:

@@ -1,4 +1,6 @@
-"""A session's events folded into one frozen state, and the figures that follow from it: rivals, curves, time left."""
+"""A session's events folded into one frozen state, and the figures that follow from it: rivals,
+curves, time left.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from typing import NamedTuple
 import msgspec
 
 from evener.devices.types import Device
-from evener.plan.file import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
+from evener.plan.file import (
+    BEST_SINGLE,
+    BEST_SPLIT,
+    EVEN_SPLIT,
+    LARGER_BATCH,
+    SOLO_PREFIX,
+    Plan,
+    Throughput,
+)
 
 from .events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from .families import is_even
@@ -111,14 +121,18 @@ def timed(state: SessionState) -> list[Timed]:
 def best_solo(state: SessionState, device: int) -> Timed | None:
     """The fastest measurement of one device alone."""
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
-    return _fastest([each for each, layout in layouts if layout.traits.alone and layout.active == (device,)])
+    return _fastest(
+        [each for each, layout in layouts if layout.traits.alone and layout.active == (device,)]
+    )
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
     """The shares and passes of the plan, or of the best layout so far."""
     if state.finished is not None:
         shares = state.finished.plan.layout.share
-        return layout_of(tuple(share.batch for share in shares), tuple(share.micro for share in shares))
+        return layout_of(
+            tuple(share.batch for share in shares), tuple(share.micro for share in shares)
+        )
     return state.best.layout if state.best is not None else None
 
 
@@ -138,7 +152,9 @@ def largest_run(state: SessionState, device: int) -> int:
 
 
 class RivalRate(NamedTuple):
-    """One way to train, and its measured samples/s; `device` is its label if it is one device of several."""
+    """One way to train, and its measured samples/s; `device` is its label if it is one device of
+    several.
+    """
 
     name: str
     figure: Interval
@@ -148,10 +164,16 @@ class RivalRate(NamedTuple):
     paired: float | None = None  # the gain of the plan over it, where that is one measured in turn
 
     def gain_of(self, other: RivalRate) -> float | None:
-        """The gain of another layout by the printed rates, or as measured in turn; None if they can't be compared."""
+        """The gain of another layout by the printed rates, or as measured in turn; None if they
+        can't be compared.
+        """
         if not is_comparable(other.figure, other.batches, self.figure, self.batches):
             return None
-        return printed_gain(other.figure.value, self.figure.value) if self.paired is None else self.paired
+        return (
+            printed_gain(other.figure.value, self.figure.value)
+            if self.paired is None
+            else self.paired
+        )
 
     @property
     def where(self) -> str:
@@ -160,7 +182,9 @@ class RivalRate(NamedTuple):
         return f"{self.device} at {batches}" if self.device else batches
 
 
-def _rival(name: str, figure: Interval, batches: tuple[int, ...], labels: tuple[str, ...]) -> RivalRate:
+def _rival(
+    name: str, figure: Interval, batches: tuple[int, ...], labels: tuple[str, ...]
+) -> RivalRate:
     active = [label for label, batch in zip(labels, batches, strict=False) if batch]
     device = active[0] if len(active) == 1 < len(labels) else ""
     return RivalRate(name, figure, batches, device)
@@ -176,10 +200,18 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     found: list[RivalRate] = []
     if state.best is not None:
         found.append(_rival("best so far", state.best.throughput, state.best.layout.shares, labels))
-    evens = [each for each in timed(state) if is_even(each.probe.layout) and all(each.probe.layout.shares)]
-    solos = [each for device in range(len(labels)) if (each := best_solo(state, device)) is not None]
+    evens = [
+        each
+        for each in timed(state)
+        if is_even(each.probe.layout) and all(each.probe.layout.shares)
+    ]
+    solos = [
+        each for device in range(len(labels)) if (each := best_solo(state, device)) is not None
+    ]
     for name, each in ((EVEN_SPLIT, _fastest(evens)), (BEST_SINGLE, _fastest(solos))):
-        if each is not None and not (state.best and _same_way(each.probe.layout, state.best.layout)):
+        if each is not None and not (
+            state.best and _same_way(each.probe.layout, state.best.layout)
+        ):
             found.append(_rival(name, each.throughput, each.probe.layout.shares, labels))
     complete = len(solos) == len(labels)
     return (*found, *(_sum([each.throughput for each in solos]) if complete else ()))
@@ -198,7 +230,8 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
 def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
     """The rivals of a plan: even split, best single device, a larger batch, the sum of solos.
 
-    One device is compared with the faster of the even and the best split, and not with itself at another batch.
+    One device is compared with the faster of the even and the best split, and not with itself at
+    another batch.
     """
     named = {each.name: each for each in reversed(plan.evidence)}
     shown = [named.get(name) for name in (EVEN_SPLIT, BEST_SINGLE, LARGER_BATCH)]
@@ -206,7 +239,9 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
         splits = [each for name in (EVEN_SPLIT, BEST_SPLIT) if (each := named.get(name))]
         shown[0] = max(splits, key=lambda each: each.throughput.samples_per_second, default=None)
         single = shown[1]
-        if single and list(map(bool, single.layout.batches)) == list(map(bool, plan.layout.batches)):
+        if single and list(map(bool, single.layout.batches)) == list(
+            map(bool, plan.layout.batches)
+        ):
             shown[1] = None
     found = (
         _rival(each.name, figure_of(each.throughput), each.layout.batches, labels)._replace(
@@ -215,7 +250,16 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
         for each in shown
         if each
     )
-    return (*found, *_sum([figure_of(each.throughput) for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]))
+    return (
+        *found,
+        *_sum(
+            [
+                figure_of(each.throughput)
+                for each in plan.evidence
+                if each.name.startswith(SOLO_PREFIX)
+            ]
+        ),
+    )
 
 
 def _fastest(measurements: list[Timed]) -> Timed | None:
@@ -251,7 +295,11 @@ class CurvePoints(NamedTuple):
 
 def curves(state: SessionState) -> tuple[CurvePoints, ...]:
     """Each device's curve as throughput; devices without any data are left out."""
-    sketches = {sketch.device: sketch for sketch in state.belief.curves} if state.belief is not None else {}
+    sketches = (
+        {sketch.device: sketch for sketch in state.belief.curves}
+        if state.belief is not None
+        else {}
+    )
     found = []
     for device in range(len(state.devices)):
         sketch = sketches.get(device)

@@ -1,6 +1,7 @@
 """Intervals of step times, for probes and the search.
 
-Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term gives three digits.
+Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term
+gives three digits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Measurements outside a search: runs at batch sizes that a person chooses, and an outlook on a search.
+"""Measurements outside a search: runs at batch sizes that a person chooses, and an outlook on a
+search.
 
-Per-device figures of a run come from the step itself where a device's own work can be separated from waiting (CPU
-slices, simulated devices); elsewhere each device is timed alone at its share. An outlook comes from one build and the
-steps of two small batches on one device, of which nothing is kept.
+Per-device figures of a run come from the step itself where a device's own work can be separated
+from waiting (CPU slices, simulated devices); elsewhere each device is timed alone at its share. An
+outlook comes from one build and the steps of two small batches on one device, of which nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -48,26 +50,34 @@ ALONE_SECONDS = 3.0  # of each device by itself
 BATCHES = 2  # that a dry run steps: two points give a line
 PROBE_SECONDS = 0.5  # of each of them
 ADAMW_BYTES = 16  # of a parameter in float32: itself, its gradient and two averages
-TELLING = 0.02  # of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the rows'
+# of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the
+# rows'
+TELLING = 0.02
 Found = TypeVar("Found", Learned, Timed | None)
 
 
 class RunLength(msgspec.Struct, frozen=True):
-    """The length of each run without warm-up: seconds, or a number of optimizer steps if that isn't 0."""
+    """The length of each run without warm-up: seconds, or a number of optimizer steps if that isn't
+    0.
+    """
 
     seconds: float = DEFAULT_SECONDS
     steps: int = 0
 
 
 class TimedRun(msgspec.Struct, frozen=True):
-    """One run: samples and samples/s so far over all runs, and each device's own samples/s, None where unknown."""
+    """One run: samples and samples/s so far over all runs, and each device's own samples/s, None
+    where unknown.
+    """
 
     samples: int
     samples_per_second: float
     own: tuple[float | None, ...]
     alone: bool  # `own` was measured with each device by itself
     steps: int  # timed in this run
-    memory_bytes: tuple[int | None, ...]  # peak of each device in this run; None: unknown, or left out
+    memory_bytes: tuple[
+        int | None, ...
+    ]  # peak of each device in this run; None: unknown, or left out
     warnings: tuple[Warned, ...]  # doubts about this run
     this_run: Interval  # samples/s of this run alone
     power: Power | None = None  # of this run; None: one of the devices doesn't report it
@@ -77,35 +87,54 @@ class TimedRun(msgspec.Struct, frozen=True):
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
-    """One batch for each position, or for the first devices, in passes of up to `micro` rows where that is given.
+    """One batch for each position, or for the first devices, in passes of up to `micro` rows where
+    that is given.
 
     RequestError if they don't fit together.
     """
     if any(batch < 1 for batch in batches):
-        raise RequestError(f"A batch of {min(batches)} can't be trained.", "Give 1 or more for each device.")
+        raise RequestError(
+            f"A batch of {min(batches)} can't be trained.", "Give 1 or more for each device."
+        )
     if positions is None:
         positions = range(len(batches))
         if len(batches) > devices:
-            message = f"--batches gives {len(batches)} batches for {devices} device{'' if devices == 1 else 's'}."
+            message = (
+                f"--batches gives {len(batches)} batches for {devices} "
+                f"device{'' if devices == 1 else 's'}."
+            )
             raise RequestError(message, "Give at most one for each device, or more --devices.")
     if len(positions) != len(batches):
         names = f"--gpus names {len(positions)} device{'' if len(positions) == 1 else 's'}"
-        raise RequestError(f"{names}, and --batches gives {len(batches)}.", "Give one batch for each device.")
+        raise RequestError(
+            f"{names}, and --batches gives {len(batches)}.", "Give one batch for each device."
+        )
     if max(positions) >= devices:
-        there = f"There are {devices} devices, from 0 to {devices - 1}." if devices > 1 else "There is one device, 0."
+        there = (
+            f"There are {devices} devices, from 0 to {devices - 1}."
+            if devices > 1
+            else "There is one device, 0."
+        )
         raise RequestError(f"--gpus names {max(positions)}.", there)
     _check_micro(batches, micro)
-    shares, rows = (dict(zip(positions, sizes, strict=True)) for sizes in (batches, micro or batches))
+    shares, rows = (
+        dict(zip(positions, sizes, strict=True)) for sizes in (batches, micro or batches)
+    )
     return layout_of(*(tuple(sizes.get(i, 0) for i in range(devices)) for sizes in (shares, rows)))
 
 
 def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
     if micro and len(micro) != len(batches):
-        message = f"--micro gives {len(micro)} number{'' if len(micro) == 1 else 's'}, --batches {len(batches)}."
+        message = (
+            f"--micro gives {len(micro)} number{'' if len(micro) == 1 else 's'}, --batches "
+            f"{len(batches)}."
+        )
         raise RequestError(message, "Give the rows of one pass for each batch.")
     for rows, batch in zip(micro, batches, strict=False):
         if not 1 <= rows <= batch:
-            raise RequestError(f"--micro {rows} isn't a part of {batch} rows.", f"Give a number from 1 to {batch}.")
+            raise RequestError(
+                f"--micro {rows} isn't a part of {batch} rows.", f"Give a number from 1 to {batch}."
+            )
 
 
 @contextmanager
@@ -114,7 +143,8 @@ def timed_runs(
 ) -> Iterator[Iterator[TimedRun]]:
     """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
 
-    NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has a device.
+    NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has
+    a device.
     """
     with _lent_prober(resolved, layout.active) as prober:
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)
@@ -128,21 +158,34 @@ def _lent_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[P
 
 
 def learn(job: Job, seconds: float) -> Request:
-    """The job's request with the noise scale that its first device measures in a short training at the script's batch.
+    """The job's request with the noise scale that its first device measures in a short training at
+    the script's batch.
 
-    The search then starts anew. RequestError where there is none, NoLayoutError if the training fails.
+    The search then starts anew. RequestError where there is none, NoLayoutError if the training
+    fails.
     """
     if job.simulated or job.framework != "torch" or ":" not in job.workload:
         raise refuse(Finding("request.learn", {"workload": job.workload}))
     with _lent_prober(job, [0]) as prober:
-        found = _require(cast(ChildProber, prober).learn(seconds, job.request.own_batch), job.devices)
+        found = _require(
+            cast(ChildProber, prober).learn(seconds, job.request.own_batch), job.devices
+        )
     if found.scale is None:
-        raise refuse(Finding("request.learned" if found.batch else "request.learn_batch", {"seconds": seconds}))
+        raise refuse(
+            Finding(
+                "request.learned" if found.batch else "request.learn_batch", {"seconds": seconds}
+            )
+        )
     return msgspec.structs.replace(job.request, own_batch=found.batch, noise_scale=found.scale)
 
 
 def _runs(
-    prober: Prober, layout: Layout, devices: Sequence[Device], repeat: int, length: RunLength, stop: threading.Event
+    prober: Prober,
+    layout: Layout,
+    devices: Sequence[Device],
+    repeat: int,
+    length: RunLength,
+    stop: threading.Event,
 ) -> Iterator[TimedRun]:
     samples, spent = 0, 0.0
     stage: Stage = "split" if layout.traits.together else "solo"
@@ -159,7 +202,9 @@ def _runs(
             for share, part in zip(layout.shares, seen.device_seconds, strict=True)
         )
         if layout.traits.together and not any(own):
-            alone = own = alone or _measure_alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
+            alone = own = alone or _measure_alone(
+                prober, layout, min(length.seconds, ALONE_SECONDS), stop
+            )
         power = seen.power
         yield TimedRun(
             samples,
@@ -192,7 +237,9 @@ def _require(seen: Found | OutOfMemory | Failed, devices: Sequence[Device]) -> F
     return seen
 
 
-def _measure_alone(prober: Prober, layout: Layout, seconds: float, stop: threading.Event) -> tuple[float | None, ...]:
+def _measure_alone(
+    prober: Prober, layout: Layout, seconds: float, stop: threading.Event
+) -> tuple[float | None, ...]:
     """Each device by itself at its share."""
     figures: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -257,7 +304,9 @@ def _keep_first(job: Job) -> Job:
     """The job on its first device alone, with an even split's part of a fixed batch at the most."""
     machine, request = job.machine, job.request
     if machine is not None:
-        machine = msgspec.structs.replace(machine, devices=machine.devices[:1], limits=machine.limits[:1])
+        machine = msgspec.structs.replace(
+            machine, devices=machine.devices[:1], limits=machine.limits[:1]
+        )
     if request.global_batch is not None:
         most = max(1, request.global_batch // len(job.devices))
         request = msgspec.structs.replace(request, global_batch=None, max_global_batch=most)
@@ -267,7 +316,9 @@ def _keep_first(job: Job) -> Job:
 def _step(
     alone: Job, prober: Prober, report: Report, stop: threading.Event, largest: tuple[Finding, ...]
 ) -> list[Timed]:
-    """The first batches of a search on one device, as many as ran until `stop`; `largest` follows where none fits."""
+    """The first batches of a search on one device, as many as ran until `stop`; `largest` follows
+    where none fits.
+    """
     search, timed = make_search(alone), list[Timed]()
     running: dict[Probe, ProbeProgress] = {}
     over = threading.Event()
@@ -290,7 +341,9 @@ def _step(
             short = tuple(msgspec.structs.replace(probe, seconds=PROBE_SECONDS) for probe in probes)
             for seen in prober.measure(short, watch, stop):
                 if isinstance(seen, Failed):
-                    fails = Finding("fault.workload", {"cause": seen.cause, "why": seen.detail.rstrip(".")})
+                    fails = Finding(
+                        "fault.workload", {"cause": seen.cause, "why": seen.detail.rstrip(".")}
+                    )
                     raise make_fault(NoLayoutError, fails, remedy=Finding("remedy.again"))
                 search.tell(seen)
                 timed += [seen] if isinstance(seen, Timed) else []
@@ -303,7 +356,10 @@ def _step(
     if not timed and not stop.is_set():
         none = Finding("fault.no_sample", {"device": alone.devices[0].label})
         raise make_fault(
-            NoLayoutError, none, *largest, remedy=Finding("remedy.shards" if largest else "remedy.free_memory")
+            NoLayoutError,
+            none,
+            *largest,
+            remedy=Finding("remedy.shards" if largest else "remedy.free_memory"),
         )
     return timed
 
@@ -311,7 +367,9 @@ def _step(
 def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
     problem = resolved.problem
     steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
-    points = tuple((seen.probe.layout.global_batch, size) for seen in timed if (size := seen.memory_bytes[0]))
+    points = tuple(
+        (seen.probe.layout.global_batch, size) for seen in timed if (size := seen.memory_bytes[0])
+    )
     devices = tuple(
         DeviceOutlook(device.label, device.name, limit, _predict_largest(limit, points, problem))
         for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
@@ -330,7 +388,9 @@ def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
 
 
 def find_largest_model(job: Job) -> Iterator[Finding]:
-    """The most parameters that the devices hold whole and in shards, where the workload can be sharded."""
+    """The most parameters that the devices hold whole and in shards, where the workload can be
+    sharded.
+    """
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards
     if sharded and job.problem.devices > 1 and len(sizes) == job.problem.devices:
@@ -338,7 +398,9 @@ def find_largest_model(job: Job) -> Iterator[Finding]:
         yield Finding("outlook.largest_model", {"whole": whole, "sharded": shards})
 
 
-def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...], problem: Problem) -> int | None:
+def _predict_largest(
+    limit_bytes: int | None, points: tuple[tuple[int, int], ...], problem: Problem
+) -> int | None:
     rises = len(points) > 1 and points[-1][1] - points[0][1] >= TELLING * points[-1][1]
     guess = Memory(limit_bytes, points).predict_largest() if rises else None
     bounds = [bound for bound in (guess, problem.largest_share) if bound is not None]

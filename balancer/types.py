@@ -1,6 +1,8 @@
-"""The nouns of a session: what can be measured, and what came of it. Frozen data, no behaviour beyond arithmetic.
+"""The nouns of a session: what can be measured, and what came of it. Frozen data, no behaviour
+beyond arithmetic.
 
-Devices are positions in the request (0 .. K-1); the caller of a session knows which device a position is.
+Devices are positions in the request (0 .. K-1); the caller of a session knows which device a
+position is.
 """
 
 from __future__ import annotations
@@ -22,25 +24,38 @@ Count = Annotated[int, Meta(ge=0, le=10**15)]
 Position = Annotated[int, Meta(ge=0, lt=4096)]
 Stage = Literal[
     "solo", "rest", "split", "part", "shard", "pack", "race", "knobs", "check"
-]  # rest: alone, the others idle; part: alone, on its rows of a sharded model; shard: a whole step of one
+    # rest: alone, the others idle; part: alone, on its rows of a sharded model; shard: a whole step
+    # of
+    # one
+]
 Cause = Literal[
     "signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"
 ]  # device: it or its driver has gone
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """A way to lay the workload on the devices; `shares` are samples, 0 for a device that is left out."""
+    """A way to lay the workload on the devices; `shares` are samples, 0 for a device that is left
+    out.
+    """
 
     kind: Kind
     shares: tuple[Count, ...]
-    processes: Annotated[int, Meta(ge=1, le=4096)] = 1  # pack: trainings side by side, each with the whole share
+    processes: Annotated[int, Meta(ge=1, le=4096)] = (
+        1  # pack: trainings side by side, each with the whole share
+    )
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
     knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
-    micro: tuple[Count, ...] = ()  # rows of one pass, for each device; empty: every share is one pass
-    costs: tuple[Cost | None, ...] = ()  # by which rows are dealt by their length; `shares` are then mean numbers
+    micro: tuple[
+        Count, ...
+    ] = ()  # rows of one pass, for each device; empty: every share is one pass
+    costs: tuple[
+        Cost | None, ...
+    ] = ()  # by which rows are dealt by their length; `shares` are then mean numbers
     tokens: tuple[Count, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
     length: Count = 0  # of every row, where a probe is about one length
-    state: tuple[float, ...] = ()  # of a sharded training: the part of the model's state that each device holds
+    state: tuple[
+        float, ...
+    ] = ()  # of a sharded training: the part of the model's state that each device holds
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
@@ -69,7 +84,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def children(self) -> Layout:
         """The layout without its sizes: equal for all layouts that the same children can run."""
         shares = tuple(min(1, share) for share in self.shares)
-        return Layout(self.kind, shares, self.processes, self.placement, self.knobs, state=self.state)
+        return Layout(
+            self.kind, shares, self.processes, self.placement, self.knobs, state=self.state
+        )
 
     @property
     def in_passes(self) -> bool:
@@ -88,23 +105,32 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
-    """One of `devices` devices alone at `batch` samples, in passes of at most `micro` rows if it isn't 0."""
+    """One of `devices` devices alone at `batch` samples, in passes of at most `micro` rows if it
+    isn't 0.
+    """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
 
 
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
-    """Solo if one device has samples, else split; in passes of at most `micro` rows, each as many as its passes need.
+    """Solo if one device has samples, else split; in passes of at most `micro` rows, each as many
+    as its passes need.
 
     So of all `micro` that mean the same passes one is kept, and none where every share is one pass.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
-    rows = tuple(max(split_passes(b, m)) if b else 0 for b, m in zip(shares, micro, strict=True)) if micro else ()
+    rows = (
+        tuple(max(split_passes(b, m)) if b else 0 for b, m in zip(shares, micro, strict=True))
+        if micro
+        else ()
+    )
     return Layout(kind, shares, micro=() if rows == shares else rows)
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One measurement to make. Equal probes are the same measurement; `turn` tells repeats of a layout apart."""
+    """One measurement to make. Equal probes are the same measurement; `turn` tells repeats of a
+    layout apart.
+    """
 
     layout: Layout
     stage: Stage
@@ -115,12 +141,22 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 Doubt = Literal[  # in the order in which they are said
-    "not_finite", "disturbed", "throttled", "capped", "drift", "changed", "noisy", "slow_start", "stalled", "too_short"
-]  # fmt: skip
+    "not_finite",
+    "disturbed",
+    "throttled",
+    "capped",
+    "drift",
+    "changed",
+    "noisy",
+    "slow_start",
+    "stalled",
+    "too_short",
+]
 
 
 class Warned(msgspec.Struct, frozen=True):
-    """A doubt about a measurement, as a value; its text and remedy are made in `evener.balancer.result`.
+    """A doubt about a measurement, as a value; its text and remedy are made in
+    `evener.balancer.result`.
 
     "changed" is about several: those of one layout differ.
     """
@@ -148,7 +184,11 @@ class Power(msgspec.Struct, frozen=True):
     @classmethod
     def mean(cls, found: Sequence[Power]) -> Power | None:
         """The mean power of several measurements; None without any."""
-        return cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found)) if found else None
+        return (
+            cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found))
+            if found
+            else None
+        )
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
@@ -159,16 +199,26 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     low_seconds: Amount
     high_seconds: Amount
     steps: int  # timed, warm-up not counted
-    memory_bytes: tuple[Count | None, ...]  # peak of each device of the request; None: unknown, or left out
-    device_seconds: tuple[Amount | None, ...]  # own compute of each device in a step, without waiting; None: unknown
+    memory_bytes: tuple[
+        Count | None, ...
+    ]  # peak of each device of the request; None: unknown, or left out
+    device_seconds: tuple[
+        Amount | None, ...
+    ]  # own compute of each device in a step, without waiting; None: unknown
     first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
     elapsed_seconds: Amount  # of the whole probe, with its start and warm-up
     warnings: tuple[Warned, ...] = ()
-    start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
+    start_seconds: float = (
+        0.0  # part of it: starting and building new children, which later probes are spared
+    )
     import_seconds: float = 0.0  # part of that: imports, which all later children are spared
-    short_bytes: tuple[Count, ...] = ()  # of each device's memory, what others held as it began; empty: unknown
+    short_bytes: tuple[
+        Count, ...
+    ] = ()  # of each device's memory, what others held as it began; empty: unknown
     work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
-    watts: tuple[float | None, ...] = ()  # mean power of each device of the request, idle ones too; None: unknown
+    watts: tuple[
+        float | None, ...
+    ] = ()  # mean power of each device of the request, idle ones too; None: unknown
 
     @property
     def restart_seconds(self) -> float:
@@ -176,8 +226,12 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         return self.start_seconds - self.import_seconds
 
     def held_back(self, position: int = -1) -> bool:
-        """True if a device, or the one at `position`, is known to have been throttled during the measurement."""
-        slowed = [one.device for one in self.warnings if one.code == "throttled" and one.device >= 0]
+        """True if a device, or the one at `position`, is known to have been throttled during the
+        measurement.
+        """
+        slowed = [
+            one.device for one in self.warnings if one.code == "throttled" and one.device >= 0
+        ]
         return position in slowed or (position < 0 and bool(slowed))
 
     @property
@@ -214,13 +268,17 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
-    """A layout that does not fit. `devices` names those that ran out, empty if the framework did not say."""
+    """A layout that does not fit. `devices` names those that ran out, empty if the framework did
+    not say.
+    """
 
     probe: Probe
     devices: tuple[Position, ...]
     detail: str
     elapsed_seconds: Amount
-    short_bytes: tuple[Count, ...] = ()  # of each device's memory, what others held then; empty: unknown
+    short_bytes: tuple[
+        Count, ...
+    ] = ()  # of each device's memory, what others held then; empty: unknown
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
@@ -239,7 +297,9 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: turns of the race from here on were
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """A probe of a journal up to 0.1 in today's stages: "rest" was part of "split", "knobs" of "race"."""
+    """A probe of a journal up to 0.1 in today's stages: "rest" was part of "split", "knobs" of
+    "race".
+    """
     if probe.stage == "split" and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage="rest")
     if probe.stage == "race" and probe.turn >= KNOBS_BEGAN_AT:
@@ -273,7 +333,9 @@ class CurveSketch(msgspec.Struct, frozen=True):
     """One device as the search models it, to be drawn; batches in samples."""
 
     device: int
-    points: tuple[tuple[int, float], ...]  # (batch, seconds) believed for plotting, increasing in batch
+    points: tuple[
+        tuple[int, float], ...
+    ]  # (batch, seconds) believed for plotting, increasing in batch
     measured: tuple[tuple[int, float], ...]  # (batch, seconds) as observed alone
     largest_batch: int | None  # fits in memory: the largest that ran or is predicted to
     smallest_failed: int | None  # the smallest batch that ran out of memory
@@ -286,11 +348,15 @@ class Belief(msgspec.Struct, frozen=True):
     doing: str  # one sentence: what is measured now and why
 
 
-MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone: what else it takes shows beside it
+MEASURED_PART = (
+    1 / 64
+)  # of the state, that a device holds which is measured alone: what else it takes shows beside it
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """The bytes of a model that a sharded training divides, and of what each rank has beside its part."""
+    """The bytes of a model that a sharded training divides, and of what each rank has beside its
+    part.
+    """
 
     state_bytes: int  # parameters, gradients and the optimizer's state
     gathered_bytes: int  # the model's own parameters and two units, whole, with their gradients
@@ -298,7 +364,9 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem for a search. `memory_bytes` is what a training process can have on each device, if known."""
+    """A problem for a search. `memory_bytes` is what a training process can have on each device, if
+    known.
+    """
 
     devices: int
     memory_bytes: tuple[int | None, ...]
@@ -308,29 +376,45 @@ class Problem(msgspec.Struct, frozen=True):
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     budget_seconds: float | None = None  # of probing; None: until the evidence is enough
     largest_share: int | None = None  # the workload can't make a larger batch for one device
-    spend_all: bool = False  # the best layouts are measured until the budget is spent, however sure the plan is
+    spend_all: bool = (
+        False  # the best layouts are measured until the budget is spent, however sure the plan is
+    )
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
-    limits: tuple[int, ...] = ()  # a number for the part of each device that the training has; empty: equal parts
-    lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
+    limits: tuple[
+        int, ...
+    ] = ()  # a number for the part of each device that the training has; empty: equal parts
+    lengths: tuple[
+        int, ...
+    ] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     objective: str = "throughput"  # the name of what to have most of
-    max_slowdown: float = 0.0  # that an objective which trades speed may cost: a part of the fastest layout's
+    max_slowdown: float = (
+        0.0  # that an objective which trades speed may cost: a part of the fastest layout's
+    )
     shards: bool = False  # the workload can be trained in shards
     state: ModelState | None = None  # of the workload, once a sharded one was built
-    all_together: bool = False  # all devices take part in any layout, as each holds a part of the model
+    all_together: bool = (
+        False  # all devices take part in any layout, as each holds a part of the model
+    )
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The software and data that probes ran with, for the plan's fingerprint; it grows as probes run."""
+    """The software and data that probes ran with, for the plan's fingerprint; it grows as probes
+    run.
+    """
 
     versions: dict[str, str] = {}  # framework -> version
     driver: str = ""
     engine: str = ""  # how split layouts were kept in step: towers | multiworker | ddp | simulated
     workload_digest: str = ""
-    batch_statistics: str = ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
+    batch_statistics: str = (
+        ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
+    )
     rows: int = 0  # of the training data; 0: unknown, or made for the measurement
-    lengths: tuple[int, ...] = ()  # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
+    lengths: tuple[
+        int, ...
+    ] = ()  # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
     longest_row: int = -1  # the number of the longest row in the data; -1: unknown
     state: ModelState | None = None  # what a sharded training divides, once one was built
 
@@ -339,7 +423,10 @@ class Stop(StrEnum):
     """Why a search ended, or its run."""
 
     SETTLED = "Nothing left to measure is expected to change the plan by more than the tolerance."
-    UNSURE = "Nothing left to measure is expected to pay, but the plan may be off by more than the tolerance"
+    UNSURE = (
+        "Nothing left to measure is expected to pay, but the plan may be off by more than "
+        "the tolerance"
+    )
     TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
     ONLY_ONE = "There is one way to train on these devices, and it was measured."
     BUDGET = "The budget is spent."
@@ -360,7 +447,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """Everything that a result says: its verdict's parts, its warnings, the names of its evidence, and why it ended."""
+    """Everything that a result says: its verdict's parts, its warnings, the names of its evidence,
+    and why it ended.
+    """
 
     verdict: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()  # in their order

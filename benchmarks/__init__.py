@@ -1,1 +1,3 @@
-"""Measurements that take minutes and make the tables in docs/benchmarks; run as `python -m benchmarks.NAME`."""
+"""Measurements that take minutes and make the tables in docs/benchmarks; run as `python -m
+benchmarks.NAME`.
+"""

@@ -1,4 +1,6 @@
-"""Runs many trainings in a few processes: one that hangs or dies ends its processes, and the rest goes on in others."""
+"""Runs many trainings in a few processes: one that hangs or dies ends its processes, and the rest
+goes on in others.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ Found = dict[str, dict[str, Any]]
 
 
 class Chunks:
-    """Asks `server` for functions of `module`, which call `say` for each of the names that they get."""
+    """Asks `server` for functions of `module`, which call `say` for each of the names that they
+    get.
+    """
 
     def __init__(self, server: RankServer, folder: Path, module: str) -> None:
         self._server, self._folder, self._module = server, folder, module
 
     def run(self, function: str, names: Sequence[str], given: Any, world: int = 1) -> Found:
-        """What the first rank said of each name; "ended" is why its processes ended where it said nothing."""
+        """What the first rank said of each name; "ended" is why its processes ended where it said
+        nothing.
+        """
         found: Found = {}
         for path in self._folder.glob(f"{function}*.jsonl"):
             path.unlink()
@@ -34,7 +40,10 @@ class Chunks:
             found |= {each["name"]: each for each in _lines(path)}
             stuck = next((name for name in left if name not in found), "")
             if reason and stuck:
-                found[stuck] = {"name": stuck, "ended": (self._raised(function, stuck) or reason)[:300]}
+                found[stuck] = {
+                    "name": stuck,
+                    "ended": (self._raised(function, stuck) or reason)[:300],
+                }
         return found
 
     def _try(self, function: str, names: Sequence[str], given: Any, world: int) -> str:
@@ -50,23 +59,40 @@ class Chunks:
     def _raised(self, function: str, name: str) -> str:
         """What another rank than the first said of the name that ended them."""
         lines = _lines(self._folder / f"{function}1.jsonl")
-        return next((str(each["raised"]) for each in lines[::-1] if each["name"] == name and "raised" in each), "")
+        return next(
+            (
+                str(each["raised"])
+                for each in lines[::-1]
+                if each["name"] == name and "raised" in each
+            ),
+            "",
+        )
 
 
 def last_error(log: str) -> str:
     """The last line of a log that names one; a process that was ended by its alarm wrote none."""
-    lines = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b|terminate", line)]
+    lines = [
+        line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b|terminate", line)
+    ]
     return lines[-1] if lines else "it took too long"
 
 
 def say(path: Path, name: str, called: Callable[[], dict[str, Any]]) -> None:
-    """Append what `called` finds of this name; what it raises ends the process, once it is written down."""
+    """Append what `called` finds of this name; what it raises ends the process, once it is written
+    down.
+    """
     signal.alarm(SECONDS)
     began = time.monotonic()
     try:
         found = called()
     except BaseException as error:
-        _append(path, {"name": name, "raised": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+        _append(
+            path,
+            {
+                "name": name,
+                "raised": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            },
+        )
         raise
     finally:
         signal.alarm(0)

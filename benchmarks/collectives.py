@@ -1,9 +1,10 @@
-"""The time to sum gradients between TensorFlow's processes: `python -m benchmarks.collectives [--processes 2]`.
+"""The time to sum gradients between TensorFlow's processes: `python -m benchmarks.collectives
+[--processes 2]`.
 
-Each process has a GPU, or none at all where there are none, and sums tensors of the sizes asked for in a graph, as a
-training step does, each sum of what the one before gave. Rows: as evener does it, as MultiWorkerMirroredStrategy does
-with the same choice (NCCL between GPUs), and as it does when it chooses by itself (gRPC). Milliseconds a sum, the
-middle of several graphs.
+Each process has a GPU, or none at all where there are none, and sums tensors of the sizes asked for
+in a graph, as a training step does, each sum of what the one before gave. Rows: as evener does it,
+as MultiWorkerMirroredStrategy does with the same choice (NCCL between GPUs), and as it does when it
+chooses by itself (gRPC). Milliseconds a sum, the middle of several graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ SIZES = (1_000, 78_923_530)  # floats: the second are keras_maxer's gradients
 SUMS = {1_000: 100}  # in a graph; fewer for larger sizes
 FEW = 4
 GRAPHS, WARM_UPS = 5, 1  # run one after another; the first one allocates memory and loads kernels
-WAYS = {"evener": "evener", "strategy": "the strategy, by evener's choice", "itself": "the strategy, by its own choice"}
+WAYS = {
+    "evener": "evener",
+    "strategy": "the strategy, by evener's choice",
+    "itself": "the strategy, by its own choice",
+}
 
 
 def main() -> None:
@@ -55,10 +60,25 @@ def group(options: argparse.Namespace, way: str) -> list[float]:
     gpus = Path("/dev/nvidia0").exists()
     children = []
     for rank in range(options.processes):
-        words = ["--rank", str(rank), "--peers", *peers, "--sizes", *map(str, options.sizes), "--way", way]
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": str(rank) if gpus else "-1"}
+        words = [
+            "--rank",
+            str(rank),
+            "--peers",
+            *peers,
+            "--sizes",
+            *map(str, options.sizes),
+            "--way",
+            way,
+        ]
+        environment = {
+            **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "CUDA_VISIBLE_DEVICES": str(rank) if gpus else "-1",
+        }
         command = [sys.executable, "-m", "benchmarks.collectives", *words]
-        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        children.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        )
     answers = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):
         raise SystemExit("A process of the group failed; its message is above.")

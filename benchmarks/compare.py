@@ -1,4 +1,5 @@
-"""Does `evener compare` name the true winner? On simulated machines whose best layout is known, as a table.
+"""Does `evener compare` name the true winner? On simulated machines whose best layout is known, as
+a table.
 
 The cases and how they are scored are in tests/support/comparison_cases.py.
 """
@@ -19,7 +20,10 @@ ENOUGH = 0.97  # of the machines: named rightly
 def table(scores: list[Score]) -> list[str]:
     """The results as Markdown."""
     lines = [
-        "| best way | machines | named rightly | reached ≥ 99 % | median | worst | probes | virtual s |",
+        (
+            "| best way | machines | named rightly | reached ≥ 99 % | median | worst | probes | "
+            "virtual s |"
+        ),
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for kind in [*sorted({one.truth for one in scores}), "all"]:
@@ -28,7 +32,9 @@ def table(scores: list[Score]) -> list[str]:
         reached = sorted(one.reached_part for one in own)
         probes, seconds = median(one.probes for one in own), median(one.seconds for one in own)
         near = sum(part >= RIGHT for part in reached) / len(own)
-        figures = f"{near:.1%} | {median(reached):.1%} | {reached[0]:.1%} | {probes:.0f} | {seconds:.0f}"
+        figures = (
+            f"{near:.1%} | {median(reached):.1%} | {reached[0]:.1%} | {probes:.0f} | {seconds:.0f}"
+        )
         lines.append(f"| {kind} | {len(own)} | {right} ({right / len(own):.1%}) | {figures} |")
     return lines
 
@@ -40,12 +46,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first machine")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    scores = [score(make_case(seed)) for seed in range(options.first, options.first + options.machines)]
+    scores = [
+        score(make_case(seed)) for seed in range(options.first, options.first + options.machines)
+    ]
     lines = [*table(scores), ""]
     for one in scores:
         if one.reached_part < RIGHT:
-            words = f"best is {one.truth}, named {one.named}, which can have {one.named_part:.1%} of it"
-            lines.append(f"- seed {one.case.seed} ({one.case.name}): {words}; its batches reach {one.reached_part:.1%}")
+            words = (
+                f"best is {one.truth}, named {one.named}, which can have {one.named_part:.1%} of it"
+            )
+            lines.append(
+                f"- seed {one.case.seed} ({one.case.name}): {words}; its batches reach "
+                f"{one.reached_part:.1%}"
+            )
     print("\n".join(lines))
     if options.output:
         options.output.write_text("\n".join(lines) + "\n")

@@ -1,9 +1,11 @@
-"""How well rows of unequal length are dealt, and what dealing costs: `python -m benchmarks.dealing`.
+"""How well rows of unequal length are dealt, and what dealing costs: `python -m
+benchmarks.dealing`.
 
-Lognormal lengths on ranks up to four times as fast as each other. "over" is the latest predicted finish, less 1, over a
-bound that no way can beat: the larger of (the least cost of the batch on one device, in the best passes, / the sum of
-speeds) and (the longest row on the fastest rank). "over rows" has a bound that knows no padding, and one pass on each
-rank. "random rows" are dealt by row shares, in one pass each, as they are without lengths.
+Lognormal lengths on ranks up to four times as fast as each other. "over" is the latest predicted
+finish, less 1, over a bound that no way can beat: the larger of (the least cost of the batch on one
+device, in the best passes, / the sum of speeds) and (the longest row on the fastest rank). "over
+rows" has a bound that knows no padding, and one pass on each rank. "random rows" are dealt by row
+shares, in one pass each, as they are without lengths.
 """
 
 from __future__ import annotations
@@ -27,16 +29,24 @@ BEND = 1e-3  # per_token_length_s / per_token_s
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--sigma", type=float, default=1.0)
     options = parser.parse_args()
-    print("| ranks | a pass costs | passes | over: median | 95th | over rows: median | random rows: median |")
+    print(
+        "| ranks | a pass costs | passes | over: median | 95th | over rows: median | random "
+        "rows: median |"
+    )
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for ranks in RANKS:
         for fixed in FIXED:
             print(quality_row(ranks, fixed, options.sigma, options.batches), flush=True)
-    print("\n| ranks | rows | over: median | ms for a batch | s for 1,000 |\n| ---: | ---: | ---: | ---: | ---: |")
+    print(
+        "\n| ranks | rows | over: median | ms for a batch | s for 1,000 |\n| ---: | ---: | "
+        "---: | ---: | ---: |"
+    )
     for ranks in RANKS:
         print(time_row(ranks, 256, options.sigma, options.batches), flush=True)
 
@@ -50,8 +60,14 @@ def quality_row(ranks: int, fixed: float, sigma: float, batches: int) -> str:
         costs = dealer.ranks
         dealt = dealer.deal(lengths)
         least = least_seconds(lengths, costs)
-        alone = (sum(rank.cost.row_seconds(length) for length in lengths) + ranks * rank.cost.fixed_s for rank in costs)
-        rows_least = max(1 / sum(1 / each for each in alone), min(rank.cost.seconds(1, max(lengths)) for rank in costs))
+        alone = (
+            sum(rank.cost.row_seconds(length) for length in lengths) + ranks * rank.cost.fixed_s
+            for rank in costs
+        )
+        rows_least = max(
+            1 / sum(1 / each for each in alone),
+            min(rank.cost.seconds(1, max(lengths)) for rank in costs),
+        )
         over.append(max(dealt.seconds) / least - 1)
         over_rows.append(max(dealt.seconds) / rows_least - 1)
         over_random.append(random_finish(dealer, lengths) / least - 1)
@@ -69,7 +85,9 @@ def time_row(ranks: int, rows: int, sigma: float, batches: int) -> str:
 
 
 def time_deals(ranks: int, rows: int, sigma: float, batches: int) -> tuple[float, float]:
-    """The latest finish less 1 over the bound, the median of some batches; and the CPU seconds of dealing one."""
+    """The latest finish less 1 over the bound, the median of some batches; and the CPU seconds of
+    dealing one.
+    """
     draws = random.Random(ranks)
     drawn = [draw(draws, ranks, rows, 0.01, sigma) for _ in range(batches)]
     started = time.process_time()
@@ -82,17 +100,25 @@ def time_deals(ranks: int, rows: int, sigma: float, batches: int) -> tuple[float
     return over, each
 
 
-def draw(draws: random.Random, ranks: int, rows: int, fixed: float, sigma: float) -> tuple[list[int], Dealer]:
-    """Lengths of a batch, and ranks with speeds of 1 to 4 whose passes cost `fixed` of a rank's mean share."""
+def draw(
+    draws: random.Random, ranks: int, rows: int, fixed: float, sigma: float
+) -> tuple[list[int], Dealer]:
+    """Lengths of a batch, and ranks with speeds of 1 to 4 whose passes cost `fixed` of a rank's
+    mean share.
+    """
     lengths = [max(1, round(LENGTH * math.exp(draws.gauss(0, sigma)))) for _ in range(rows)]
     speeds = [1.0, *(draws.uniform(0.25, 1) for _ in range(ranks - 1))]
     share = sum(length * (1 + BEND * length) for length in lengths) / ranks
-    costs = tuple(RankCost(Cost(fixed * share / speed, 1 / speed, BEND / speed)) for speed in speeds)
+    costs = tuple(
+        RankCost(Cost(fixed * share / speed, 1 / speed, BEND / speed)) for speed in speeds
+    )
     return lengths, Dealer(costs, tuple(speeds))
 
 
 def random_finish(dealer: Dealer, lengths: list[int]) -> float:
-    """The last rank's finish where rows come as they are drawn, by row shares, and each rank takes one pass."""
+    """The last rank's finish where rows come as they are drawn, by row shares, and each rank takes
+    one pass.
+    """
     slices = bounds(apportion(len(lengths), dealer.ratios))
     return max(
         rank.cost.seconds(stop - start, max(lengths[start:stop]))

@@ -1,10 +1,12 @@
-"""What a step of TensorFlow's processes takes with each way to sum gradients: `python -m benchmarks.early_sums`.
+"""What a step of TensorFlow's processes takes with each way to sum gradients: `python -m
+benchmarks.early_sums`.
 
-Each process has a GPU, or one thread where there are none, and trains its share of each batch. The ways take turns:
-all gradients in one sum after the backward pass (`after`), most of them behind it (`behind`, as evener does it), in
-four equal sums behind it (`fourths`), or none at all, each process for itself (`alone`). Of the solos: the samples/s of
-all over the sum of what each does alone. On GPUs, `--percent 100,60` holds each process to so much of its GPU's
-multiprocessors (a running MPS daemon is needed).
+Each process has a GPU, or one thread where there are none, and trains its share of each batch. The
+ways take turns: all gradients in one sum after the backward pass (`after`), most of them behind it
+(`behind`, as evener does it), in four equal sums behind it (`fourths`), or none at all, each
+process for itself (`alone`). Of the solos: the samples/s of all over the sum of what each does
+alone. On GPUs, `--percent 100,60` holds each process to so much of its GPU's multiprocessors (a
+running MPS daemon is needed).
 """
 
 from __future__ import annotations
@@ -51,8 +53,12 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workload", default="keras_maxer")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of it, whole numbers")
-    parser.add_argument("--shares", type=int, nargs="+", default=[161, 95], help="rows of each process")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of it, whole numbers"
+    )
+    parser.add_argument(
+        "--shares", type=int, nargs="+", default=[161, 95], help="rows of each process"
+    )
     parser.add_argument("--percent", default="", help="of each GPU's multiprocessors: 100,60")
     parser.add_argument("--steps", type=int, default=20, help="of a turn")
     parser.add_argument("--turns", type=int, default=5)
@@ -72,8 +78,19 @@ def group(options: argparse.Namespace) -> list[dict[str, float]]:
         environment["CUDA_VISIBLE_DEVICES"] = str(rank) if gpus else "-1"
         if percents:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percents[rank]
-        command = [sys.executable, "-m", "benchmarks.early_sums", *sys.argv[1:], "--rank", str(rank), "--peers", *peers]
-        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.early_sums",
+            *sys.argv[1:],
+            "--rank",
+            str(rank),
+            "--peers",
+            *peers,
+        ]
+        children.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        )
     answers = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):
         raise SystemExit("A process of the group failed; its message is above.")
@@ -85,9 +102,13 @@ def timed(options: argparse.Namespace) -> dict[str, float]:
     from evener.workloads.protocol import Place
     from evener.workloads.registry import build
 
-    device, threads = ("GPU:0", None) if os.environ["CUDA_VISIBLE_DEVICES"] != "-1" else ("CPU:0", 1)
+    device, threads = (
+        ("GPU:0", None) if os.environ["CUDA_VISIBLE_DEVICES"] != "-1" else ("CPU:0", 1)
+    )
     place = Place((device,), rank=options.rank, peers=tuple(options.peers), threads=threads)
-    settings = {name: int(value) for name, _, value in (each.partition("=") for each in options.set)}
+    settings = {
+        name: int(value) for name, _, value in (each.partition("=") for each in options.set)
+    }
     workload: Any = build(options.workload, place, settings)
     workload.prepare(options.shares)
     functions = {}
@@ -120,7 +141,10 @@ def summed(workload: Any, way: str) -> Iterator[None]:
     from evener.keras_split import group
     from evener.shares import divisions
 
-    divide: dict[str, Divide] = {"after": lambda tensors, _: [list(range(len(tensors)))], "fourths": fourths}
+    divide: dict[str, Divide] = {
+        "after": lambda tensors, _: [list(range(len(tensors)))],
+        "fourths": fourths,
+    }
     with ExitStack() as stack:
         chosen = divide.get(way, divisions.divide_sums)
         stack.enter_context(patch(f"{group.__name__}.divide_sums", chosen))
@@ -135,7 +159,9 @@ def keep(tensors: list[Any], **_: int) -> list[Any]:
 
 
 def fourths(tensors: Sequence[tuple[int, Any]], apart: int) -> list[list[int]]:
-    """Four sums of about the same number of bytes, and what is apart; all tensors are of one type."""
+    """Four sums of about the same number of bytes, and what is apart; all tensors are of one
+    type.
+    """
     total, before, last = sum(size for size, _ in tensors), 0, len(tensors) - apart
     sums: dict[int, list[int]] = {}
     for place, (size, _) in enumerate(tensors):

@@ -1,4 +1,6 @@
-"""Does a search by samples per joule take the most efficient layout? `python -m benchmarks.efficiency [MACHINES]`."""
+"""Does a search by samples per joule take the most efficient layout? `python -m
+benchmarks.efficiency [MACHINES]`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     missed = [seed for seed in range(count) if not is_efficient(seed)]
     print(
-        f"{count - len(missed)} of {count} machines: a layout within the slow-down with at least {ENOUGH:.0%} of the"
+        f"{count - len(missed)} of {count} machines: a layout within the slow-down with at "
+        f"least {ENOUGH:.0%} of the"
         f" most samples per joule; missed: {', '.join(map(str, missed)) or 'none'}."
     )
 

@@ -1,8 +1,10 @@
-"""Fuzz everything that evener parses: `python -m benchmarks.fuzz [--minutes 5] [--target plan] [--output fuzz.md]`.
+"""Fuzz everything that evener parses: `python -m benchmarks.fuzz [--minutes 5] [--target plan]
+[--output fuzz.md]`.
 
-Each input must end in a value or in one sentence, never in a traceback. Guided by coverage where atheris is installed
-(`pip install atheris`), each target in its own process; otherwise hypothesis mutates the same seeds. What atheris finds
-is written to fuzz-TARGET-*; `--target TARGET --replay FILE` runs such a file again.
+Each input must end in a value or in one sentence, never in a traceback. Guided by coverage where
+atheris is installed (`pip install atheris`), each target in its own process; otherwise hypothesis
+mutates the same seeds. What atheris finds is written to fuzz-TARGET-*; `--target TARGET --replay
+FILE` runs such a file again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ def main() -> int:
     if options.target is not None:
         return fuzz_one(options.target, options.minutes * 60, options.engine)
     rows = [_in_a_process(name, options.minutes / len(TARGETS), options.engine) for name in TARGETS]
-    text = "\n".join(["| target | inputs | seconds | found |", "| --- | ---: | ---: | --- |", *rows]) + "\n"
+    text = (
+        "\n".join(["| target | inputs | seconds | found |", "| --- | ---: | ---: | --- |", *rows])
+        + "\n"
+    )
     print(text)
     if options.output is not None:
         options.output.write_text(text)
@@ -47,25 +52,36 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="for all targets together")
     parser.add_argument("--target", choices=tuple(TARGETS), help="this one alone, in this process")
-    parser.add_argument("--engine", choices=("atheris", "hypothesis"), help="atheris unless it is missing")
-    parser.add_argument("--replay", type=Path, help="give this file to the target and let the error through")
+    parser.add_argument(
+        "--engine", choices=("atheris", "hypothesis"), help="atheris unless it is missing"
+    )
+    parser.add_argument(
+        "--replay", type=Path, help="give this file to the target and let the error through"
+    )
     parser.add_argument("--output", type=Path, help="write the table here")
     options: argparse.Namespace = parser.parse_args()
     return options
 
 
 def _in_a_process(name: str, minutes: float, engine: str | None) -> str:
-    """A row of the table: atheris can fuzz one thing in a process, and what it finds ends the process."""
+    """A row of the table: atheris can fuzz one thing in a process, and what it finds ends the
+    process.
+    """
     started = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.fuzz", "--target", name, "--minutes", str(minutes)]
     command += ["--engine", engine] if engine else []
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     text = done.stdout.decode(errors="replace")
-    counted = [line.split()[1] for line in text.splitlines() if line.startswith(("Done ", "inputs "))]
+    counted = [
+        line.split()[1] for line in text.splitlines() if line.startswith(("Done ", "inputs "))
+    ]
     if done.returncode:
         sys.stderr.write(text[-4000:])
     found = "nothing" if done.returncode == 0 else f"exit code {done.returncode}"
-    return f"| {name} | {counted[-1] if counted else '?'} | {time.monotonic() - started:.0f} | {found} |"
+    return (
+        f"| {name} | {counted[-1] if counted else '?'} | {time.monotonic() - started:.0f} "
+        f"| {found} |"
+    )
 
 
 def fuzz_one(name: str, seconds: float, engine: str | None = None) -> int:
@@ -81,7 +97,9 @@ def fuzz_one(name: str, seconds: float, engine: str | None = None) -> int:
         return _with_hypothesis(target, first, seconds)
 
 
-def _with_atheris(name: str, target: Target, first: tuple[bytes, ...], seconds: float, home: str) -> None:
+def _with_atheris(
+    name: str, target: Target, first: tuple[bytes, ...], seconds: float, home: str
+) -> None:
     import atheris
 
     corpus = Path(home) / "corpus"
@@ -90,8 +108,16 @@ def _with_atheris(name: str, target: Target, first: tuple[bytes, ...], seconds: 
         (corpus / str(number)).write_bytes(data)
     for function in _own_functions():
         atheris.instrument_func(function)
-    arguments = [f"-max_total_time={max(1, round(seconds))}", f"-max_len={LONGEST_INPUT_BYTES}", "-close_fd_mask=1"]
-    arguments += [f"-timeout={SLOWEST_SECONDS}", "-rss_limit_mb=2048", f"-artifact_prefix=fuzz-{name}-"]
+    arguments = [
+        f"-max_total_time={max(1, round(seconds))}",
+        f"-max_len={LONGEST_INPUT_BYTES}",
+        "-close_fd_mask=1",
+    ]
+    arguments += [
+        f"-timeout={SLOWEST_SECONDS}",
+        "-rss_limit_mb=2048",
+        f"-artifact_prefix=fuzz-{name}-",
+    ]
     atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: call(target, data))
     atheris.Fuzz()
 
@@ -99,8 +125,16 @@ def _with_atheris(name: str, target: Target, first: tuple[bytes, ...], seconds: 
 def _own_functions() -> Iterator[FunctionType]:
     """Every function and method of evener that is loaded: what coverage is counted in."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "evener"]
-    owners = [*modules, *(kind for module in modules for kind in vars(module).values() if isinstance(kind, type))]
-    found = {id(one): one for owner in owners for one in vars(owner).values() if isinstance(one, FunctionType)}
+    owners = [
+        *modules,
+        *(kind for module in modules for kind in vars(module).values() if isinstance(kind, type)),
+    ]
+    found = {
+        id(one): one
+        for owner in owners
+        for one in vars(owner).values()
+        if isinstance(one, FunctionType)
+    }
     return (one for one in found.values() if one.__module__.partition(".")[0] == "evener")
 
 
@@ -108,7 +142,9 @@ def _with_hypothesis(target: Target, first: tuple[bytes, ...], seconds: float) -
     """Mutations of the seeds, and anything at all, in rounds until the time is over."""
     until, count = time.monotonic() + seconds, 0
 
-    @settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(mutations(first))
     def attempt(data: bytes) -> None:
         nonlocal count

@@ -1,8 +1,10 @@
-"""Measure evener on NVIDIA GPUs: `python -m benchmarks.gpu --out DIR --framework torch [--gpus 0,1] SECTION...`.
+"""Measure evener on NVIDIA GPUs: `python -m benchmarks.gpu --out DIR --framework torch [--gpus 0,1]
+SECTION...`.
 
-Limits make equal GPUs unequal: a percentage of the multiprocessors, under an MPS daemon that this command starts and
-ends, and the framework's memory limit. `python -m benchmarks.gpu_table JOURNAL...` makes the tables of
-docs/benchmarks/gpu_runs.md. Two of these can run at the same time on four GPUs, with different `--gpus` and `--out`.
+Limits make equal GPUs unequal: a percentage of the multiprocessors, under an MPS daemon that this
+command starts and ends, and the framework's memory limit. `python -m benchmarks.gpu_table
+JOURNAL...` makes the tables of docs/benchmarks/gpu_runs.md. Two of these can run at the same time
+on four GPUs, with different `--gpus` and `--out`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_bench import WORKLOADS, GpuBench
-from benchmarks.gpu_exchanges import exchange, failures, memory_neighbour, one_gpu_caps, plans, tests, trusted
+from benchmarks.gpu_exchanges import (
+    exchange,
+    failures,
+    memory_neighbour,
+    one_gpu_caps,
+    plans,
+    tests,
+    trusted,
+)
 from benchmarks.gpu_hosts import hosts
 from benchmarks.gpu_keras import keras_passes, keras_training, sums
 from benchmarks.gpu_layouts import layouts, scaling
@@ -44,7 +54,9 @@ def watch(bench: GpuBench) -> None:
     """1. evener's monitor and others under load, and the time of a tick."""
     with loaded(bench.gpus, 90.0):
         bench.keep("watch", compare_monitors(30.0, bench.environment))
-        bench.script("sampling", "benchmarks.sampling", "--devices", "gpu", "--seconds", "20", seconds=60)
+        bench.script(
+            "sampling", "benchmarks.sampling", "--devices", "gpu", "--seconds", "20", seconds=60
+        )
 
 
 def screen(bench: GpuBench) -> None:
@@ -104,12 +116,18 @@ def main() -> None:
     )
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--budget", default="90s", help="for each search")
-    parser.add_argument("--small", action="store_true", help="try the commands with small models on slices of the CPU")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="try the commands with small models on slices of the CPU",
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the MPS daemon ends then, too
     gpus = tuple(int(gpu) for gpu in arguments.gpus.split(","))
-    bench = GpuBench(arguments.out, arguments.framework, gpus, arguments.match, arguments.budget, arguments.small)
+    bench = GpuBench(
+        arguments.out, arguments.framework, gpus, arguments.match, arguments.budget, arguments.small
+    )
     chosen = list(SECTIONS) if "all" in arguments.sections else arguments.sections
     try:
         for section in chosen:

@@ -1,4 +1,5 @@
-"""Run evener's commands on GPUs and keep their answers; the MPS daemon that makes equal GPUs unequal.
+"""Run evener's commands on GPUs and keep their answers; the MPS daemon that makes equal GPUs
+unequal.
 
 Every figure comes from the command that a user would type. GPU settings are never touched.
 """
@@ -24,9 +25,21 @@ class GpuBench:
     """Runs commands, each with its own time limit, and keeps their answers by name."""
 
     def __init__(
-        self, out: Path, framework: str, gpus: tuple[int, ...], match: str, budget: str, small: bool = False
+        self,
+        out: Path,
+        framework: str,
+        gpus: tuple[int, ...],
+        match: str,
+        budget: str,
+        small: bool = False,
     ) -> None:
-        self.out, self.framework, self.gpus, self.match, self.budget = out, framework, gpus, match, budget
+        self.out, self.framework, self.gpus, self.match, self.budget = (
+            out,
+            framework,
+            gpus,
+            match,
+            budget,
+        )
         self.small = small  # slices of the CPU and small models, to try the commands
         self.kind = "cpu" if small else "gpu"
         self.answers: dict[str, Any] = {}
@@ -47,36 +60,61 @@ class GpuBench:
     def limited(self, first: str, second: str) -> str:
         """The first two GPUs, each with a limit; an empty text is none."""
         pairs = zip(self.gpus[:2], (first, second), strict=True)
-        return ",".join(f"{self.kind}:{gpu}" + (f"@{limit}" if limit else "") for gpu, limit in pairs)
+        return ",".join(
+            f"{self.kind}:{gpu}" + (f"@{limit}" if limit else "") for gpu, limit in pairs
+        )
 
     def mps(self) -> contextlib.AbstractContextManager[dict[str, str]]:
         """An MPS daemon for percentages of GPUs: the variables that reach it."""
         return contextlib.nullcontext({}) if self.small else mps_daemon(self.out / "mps")
 
-    def run(self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None) -> Any:
-        """Run one command of evener, if `name` is wanted, and keep its JSON answer, or its error, by that name."""
+    def run(
+        self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None
+    ) -> Any:
+        """Run one command of evener, if `name` is wanted, and keep its JSON answer, or its error,
+        by that name.
+        """
         if self.match not in name:
             return {}
-        code, out, err, took = self._execute([sys.executable, "-m", "evener", *arguments], seconds, env)
+        code, out, err, took = self._execute(
+            [sys.executable, "-m", "evener", *arguments], seconds, env
+        )
         answer = _parse(out)
         self._record(name, ["evener", *arguments], code, took, answer, err)
         print(f"{took:7.1f} s  exit {code}  {name}: {_headline(answer)}", flush=True)
         return answer
 
-    def script(self, name: str, module: str, *arguments: str, seconds: float, env: dict[str, str] | None = None) -> str:
-        """Run another benchmark, if `name` is wanted; keep and print what it writes. Returns its standard output."""
+    def script(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        seconds: float,
+        env: dict[str, str] | None = None,
+    ) -> str:
+        """Run another benchmark, if `name` is wanted; keep and print what it writes. Returns its
+        standard output.
+        """
         if self.match not in name:
             return ""
-        code, out, err, took = self._execute([sys.executable, "-m", module, *arguments], seconds, env)
+        code, out, err, took = self._execute(
+            [sys.executable, "-m", module, *arguments], seconds, env
+        )
         self._record(name, [module, *arguments], code, took, out, err)
         print(f"{took:7.1f} s  exit {code}  {name}\n{out[-4000:]}{err[-1500:]}", flush=True)
         return out
 
-    def _execute(self, command: list[str], seconds: float, env: dict[str, str] | None) -> tuple[int, str, str, float]:
-        """Exit code (-1: over the time), output, errors, seconds; the command's children end with it."""
+    def _execute(
+        self, command: list[str], seconds: float, env: dict[str, str] | None
+    ) -> tuple[int, str, str, float]:
+        """Exit code (-1: over the time), output, errors, seconds; the command's children end with
+        it.
+        """
         began = time.monotonic()
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        child = subprocess.Popen(command, env={**self.environment, **(env or {})}, start_new_session=True, **pipes)
+        child = subprocess.Popen(
+            command, env={**self.environment, **(env or {})}, start_new_session=True, **pipes
+        )
         try:
             out, err = child.communicate(timeout=seconds)
             code = child.returncode
@@ -88,7 +126,9 @@ class GpuBench:
             raise
         return code, out, err, time.monotonic() - began
 
-    def _record(self, name: str, command: list[str], code: int, took: float, answer: Any, err: str) -> None:
+    def _record(
+        self, name: str, command: list[str], code: int, took: float, answer: Any, err: str
+    ) -> None:
         seen = {"command": command, "exit_code": code, "seconds": round(took, 2), "answer": answer}
         self.keep(name, {**seen, "stderr": err[-6000:]})
 
@@ -108,7 +148,9 @@ class GpuBench:
             for journal in sorted(self.state.glob("evener/runs/*/journal.jsonl")):
                 archive.add(journal, journal.relative_to(self.state / "evener" / "runs"))
 
-    def balance(self, name: str, devices: str, workload: str, *more: str, budget: str = "", **options: Any) -> Any:
+    def balance(
+        self, name: str, devices: str, workload: str, *more: str, budget: str = "", **options: Any
+    ) -> Any:
         """`evener balance --json` with a time for probing."""
         return self.run(
             name,
@@ -147,7 +189,10 @@ def _parse(out: str) -> Any:
 def _headline(answer: Any) -> str:
     if isinstance(answer, dict) and "throughput" in answer:
         batches = "+".join(str(share["batch"]) for share in answer["layout"]["share"])
-        return f"{answer['throughput']['samples_per_second']:.0f} samples/s at {batches}: {answer.get('verdict', '')}"
+        return (
+            f"{answer['throughput']['samples_per_second']:.0f} samples/s at {batches}: "
+            f"{answer.get('verdict', '')}"
+        )
     if isinstance(answer, dict) and "error" in answer:
         return str(answer["error"]["message"])
     return f"{len(answer)} readings" if isinstance(answer, list) else str(answer)[:100]
@@ -155,8 +200,13 @@ def _headline(answer: Any) -> str:
 
 @contextlib.contextmanager
 def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
-    """An MPS daemon in a folder of its own, ended whatever happens. Yields the variables that reach it."""
-    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
+    """An MPS daemon in a folder of its own, ended whatever happens. Yields the variables that reach
+    it.
+    """
+    variables = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+    }
     for path in variables.values():
         Path(path).mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **variables}
@@ -164,4 +214,6 @@ def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
     try:
         yield variables
     finally:
-        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, timeout=60)
+        subprocess.run(
+            ["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, timeout=60
+        )

@@ -1,7 +1,8 @@
-"""The driver's counter of energy against power that is added up, GPU by GPU: `python -m benchmarks.gpu_energy`.
+"""The driver's counter of energy against power that is added up, GPU by GPU: `python -m
+benchmarks.gpu_energy`.
 
-Added up are the readings of `evener monitor --json`, one a second, and those by which a probe counts energy on chips
-without the counter. Prints JSON; run it beside something that computes.
+Added up are the readings of `evener monitor --json`, one a second, and those by which a probe
+counts energy on chips without the counter. Prints JSON; run it beside something that computes.
 """
 
 from __future__ import annotations
@@ -40,9 +41,16 @@ def integrate(readings: Sequence[tuple[float, float]], start: float, end: float)
 def compare_energy(devices: str, seconds: float) -> list[dict[str, Any]]:
     """For each GPU: joules by the counter, by the monitor's readings and by a probe's."""
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    probes = [GpuReader(pynvml, handle, describe(pynvml, handle, i)) for i, handle in enumerate(handles)]
-    with tempfile.TemporaryFile("w+") as lines, subprocess.Popen((*MONITOR, devices), stdout=lines) as monitor:
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
+    probes = [
+        GpuReader(pynvml, handle, describe(pynvml, handle, i)) for i, handle in enumerate(handles)
+    ]
+    with (
+        tempfile.TemporaryFile("w+") as lines,
+        subprocess.Popen((*MONITOR, devices), stdout=lines) as monitor,
+    ):
         time.sleep(SETTLE_SECONDS)
         start = time.time()
         counted = [pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3 for handle in handles]
@@ -94,7 +102,9 @@ def main() -> None:
     given = parser.parse_args()
     for found in compare_energy(given.devices, given.seconds):
         off = {
-            f"{name}_off_percent": round(100 * (found[f"{name}_joules"] / found["counter_joules"] - 1), 2)
+            f"{name}_off_percent": round(
+                100 * (found[f"{name}_joules"] / found["counter_joules"] - 1), 2
+            )
             for name in ("monitor", "probe")
         }
         print(json.dumps({**found, **off}))

@@ -1,12 +1,13 @@
 """Trainings that really run out of memory, or whose rank ends: `python -m benchmarks.gpu_exchange`.
 
-    python -m benchmarks.gpu_exchange [caps] [neighbour] [kill] [interrupt] [overflow] [--ranks 2] [--json FILE]
+    python -m benchmarks.gpu_exchange [caps] [neighbour] [kill] [interrupt] [overflow] [--ranks 2]
+    [--json FILE]
 
-`caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, beside one process.
-`neighbour`: another program takes most of the last rank's GPU in the middle of a training. `kill`, `interrupt`: by
-torchrun, a rank is killed, or Ctrl-C comes, while another computes its pass again. `overflow`: one of two ranks
-overflows in float16, and both leave that step out. Steps beside DistributedDataParallel's are in
-benchmarks/gpu_steps.py.
+`caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, beside one
+process. `neighbour`: another program takes most of the last rank's GPU in the middle of a training.
+`kill`, `interrupt`: by torchrun, a rank is killed, or Ctrl-C comes, while another computes its pass
+again. `overflow`: one of two ranks overflows in float16, and both leave that step out. Steps beside
+DistributedDataParallel's are in benchmarks/gpu_steps.py.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ def train_capped(cap: float) -> dict[str, Any]:
     width = 2048 if GPU else 64
     split = Split(ratios=SHARES, global_batch=sum(SHARES), backend="gloo")
     if split.rank and split.device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(
+            cap * 2**30 / torch.cuda.get_device_properties(0).total_memory
+        )
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(2 * sum(SHARES), width, generator=generator, dtype=torch.float64)
-    data = torch.utils.data.TensorDataset(rows, torch.randint(0, 16, (len(rows),), generator=generator))
+    data = torch.utils.data.TensorDataset(
+        rows, torch.randint(0, 16, (len(rows),), generator=generator)
+    )
     net = _make_net(width).to(split.device)
     model, loss = split.wrap(net), nn.CrossEntropyLoss()
     optimizer, times = torch.optim.AdamW(model.parameters(), 1e-3), []
@@ -84,15 +89,19 @@ def train_capped(cap: float) -> dict[str, Any]:
 
 def _make_net(width: int) -> nn.Module:
     torch.manual_seed(0)
-    layers = [each for _ in range(8) for each in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))]
+    layers = [
+        each for _ in range(8) for each in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+    ]
     made: nn.Module = nn.Sequential(*layers, nn.Linear(width, 16)).double()
     return made
 
 
 def meet_neighbour(_: float) -> dict[str, Any]:
-    """A program takes most of the last rank's GPU in the middle of a training; on two GPUs it also leaves again.
+    """A program takes most of the last rank's GPU in the middle of a training; on two GPUs it also
+    leaves again.
 
-    One rank: 12 GiB are left to it from step 8 on. Two: 2 GiB from step 150 to step 450, and shares follow own work.
+    One rank: 12 GiB are left to it from step 8 on. Two: 2 GiB from step 150 to step 450, and shares
+    follow own work.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     rows, steps, comes, leaves = (1024, 24, 8, 24) if alone else (256, 1050, 150, 450)
@@ -107,7 +116,9 @@ def meet_neighbour(_: float) -> dict[str, Any]:
         if number == leaves and other is not None:
             other.leave()
         started = time.perf_counter()
-        split.step(batch, lambda part: loss(model(part.batch[0]).flatten(0, 1), part.batch[0].flatten()))
+        split.step(
+            batch, lambda part: loss(model(part.batch[0]).flatten(0, 1), part.batch[0].flatten())
+        )
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -118,7 +129,10 @@ def meet_neighbour(_: float) -> dict[str, Any]:
     if other is not None:
         other.leave()
     changes = [step for step in range(1, len(shares)) if shares[step] != shares[step - 1]]
-    marks = sorted({comes - 1, comes, comes + 1, comes + 60, leaves - 1, leaves + 60, steps - 1} & set(range(steps)))
+    marks = sorted(
+        {comes - 1, comes, comes + 1, comes + 60, leaves - 1, leaves + 60, steps - 1}
+        & set(range(steps))
+    )
     return {
         "rank": split.rank,
         "ooms": split.reporter.retreats,
@@ -135,19 +149,24 @@ def meet_neighbour(_: float) -> dict[str, Any]:
 
 
 class Neighbour:
-    """A process that comes to this rank's GPU; it starts at once, and takes memory when it is asked to.
+    """A process that comes to this rank's GPU; it starts at once, and takes memory when it is asked
+    to.
 
     To start takes it seconds, in which the training goes on.
     """
 
     def __init__(self) -> None:
         code = (
-            f"import torch; torch.cuda.set_device({torch.cuda.current_device()}); left = int(input());"
-            " free, _ = torch.cuda.mem_get_info(); held = torch.empty(free - left, dtype=torch.uint8, device='cuda');"
+            f"import torch; torch.cuda.set_device({torch.cuda.current_device()}); left = "
+            f"int(input());"
+            " free, _ = torch.cuda.mem_get_info(); held = torch.empty(free - left, "
+            "dtype=torch.uint8, device='cuda');"
             " print(len(held), flush=True); input()"
         )
         command = [sys.executable, "-c", code]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def take(self, left: float) -> None:
         """Have it hold all but `left` GiB of what is free."""
@@ -166,7 +185,9 @@ class Neighbour:
 
 
 def overflow_on_one(_: float) -> dict[str, Any]:
-    """Eight steps with a GradScaler; in the fourth the last rank's scaled loss is above what float16 holds."""
+    """Eight steps with a GradScaler; in the fourth the last rank's scaled loss is above what
+    float16 holds.
+    """
     split = Split(ratios=[3, 1], global_batch=32)
     model, loss = split.wrap(Decoder(64, 2)), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -195,7 +216,9 @@ def overflow_on_one(_: float) -> dict[str, Any]:
 
 
 def retry_for_ever(_: float) -> None:
-    """The second rank computes its pass again and again; the first one ends meanwhile, if that is its part."""
+    """The second rank computes its pass again and again; the first one ends meanwhile, if that is
+    its part.
+    """
     torch.set_num_threads(1)
     split = Split(ratios=[1, 1], global_batch=16)
     model = split.wrap(nn.Linear(8, 8).double())
@@ -221,15 +244,28 @@ def retry_for_ever(_: float) -> None:
 
 
 def end_beside_a_retry(how: str) -> dict[str, Any]:
-    """What torchrun does as a rank is killed, or as Ctrl-C comes, while the second rank computes its pass again."""
+    """What torchrun does as a rank is killed, or as Ctrl-C comes, while the second rank computes
+    its pass again.
+    """
     with tempfile.TemporaryDirectory() as folder:
         mark, log = Path(folder, "mark"), Path(folder, "log")
         more = {"BENCHMARK_MARK": str(mark), "BENCHMARK_ENDS": how}
-        words = ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", MODULE, "--rank", "retry"]
+        words = [
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            str(free_port()),
+            "-m",
+            MODULE,
+            "--rank",
+            "retry",
+        ]
         command = [sys.executable, "-m", "torch.distributed.run", *words]
         environment = {**os.environ, **rank_environment(GPU), **more}
         with log.open("w") as lines:
-            launcher = subprocess.Popen(command, env=environment, stderr=lines, stdout=lines, start_new_session=True)
+            launcher = subprocess.Popen(
+                command, env=environment, stderr=lines, stdout=lines, start_new_session=True
+            )
         try:
             if how == "interrupt":
                 while not mark.exists() and launcher.poll() is None:
@@ -241,11 +277,21 @@ def end_beside_a_retry(how: str) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             code = None
         seconds = time.time() - float(mark.read_text() or "nan")
-        left = subprocess.run(["pgrep", "-g", str(launcher.pid)], capture_output=True, text=True, check=False).stdout
+        left = subprocess.run(
+            ["pgrep", "-g", str(launcher.pid)], capture_output=True, text=True, check=False
+        ).stdout
         with suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
-        said = [line for line in log.read_text().splitlines() if "evener" in line or "Error" in line]
-    return {"how": how, "exit code": code, "seconds": round(seconds, 2), "left": left.split(), "said": said[-6:]}
+        said = [
+            line for line in log.read_text().splitlines() if "evener" in line or "Error" in line
+        ]
+    return {
+        "how": how,
+        "exit code": code,
+        "seconds": round(seconds, 2),
+        "left": left.split(),
+        "said": said[-6:],
+    }
 
 
 RANKS: dict[str, Callable[[float], Any]] = {
@@ -267,10 +313,14 @@ def run(name: str, world: int, *words: str) -> list[Any]:
 
 def main() -> None:
     """Print what was found, each part as soon as it is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="*", default=["caps", "neighbour"])
     parser.add_argument("--ranks", type=int, default=1, help="of `neighbour`, a GPU each")
-    parser.add_argument("--caps", type=float, nargs="+", default=list(CAPS), help="GiB of the second rank")
+    parser.add_argument(
+        "--caps", type=float, nargs="+", default=list(CAPS), help="GiB of the second rank"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--cap", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -286,7 +336,9 @@ def main() -> None:
             found[name] = run("neighbour", options.ranks)
         elif name == "overflow":
             found[name] = run("overflow", 2)
-            assert len({json.dumps({**each, "rank": 0}) for each in found[name]}) == 1, "the ranks differ"
+            assert len({json.dumps({**each, "rank": 0}) for each in found[name]}) == 1, (
+                "the ranks differ"
+            )
         else:
             found[name] = end_beside_a_retry(name)
         print(json.dumps({name: found[name]}), flush=True)

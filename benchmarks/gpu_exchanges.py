@@ -1,4 +1,5 @@
-"""Sections of benchmarks.gpu: the exchange beside DistributedDataParallel's, out-of-memory, the tests that need GPUs.
+"""Sections of benchmarks.gpu: the exchange beside DistributedDataParallel's, out-of-memory, the
+tests that need GPUs.
 
 They take as many GPUs as `--gpus` names, one or two.
 """
@@ -11,7 +12,11 @@ from benchmarks.gpu_bench import GpuBench
 from benchmarks.trainer_processes import name_build
 
 TESTS = (  # those that train on two GPUs, by what runs beside what: the last looks at times
-    ("tests/evener/test_torch_exact.py", "tests/evener/test_torch_rebalance.py", "tests/evener/test_torch_oom.py"),
+    (
+        "tests/evener/test_torch_exact.py",
+        "tests/evener/test_torch_rebalance.py",
+        "tests/evener/test_torch_oom.py",
+    ),
     ("tests/evener/test_huggingface.py",),
     ("tests/evener/test_torch_own_work.py", "tests/evener/test_lightning.py"),
 )
@@ -30,7 +35,9 @@ TRAINERS = {  # size, rows of a batch on two GPUs
 
 
 def exchange(bench: GpuBench) -> None:
-    """9. Steps of the exchange beside DistributedDataParallel's, in turns; those first that were above the bar."""
+    """9. Steps of the exchange beside DistributedDataParallel's, in turns; those first that were
+    above the bar.
+    """
     pair = ("--ways", "ddp", "exchange")
     if len(bench.gpus) > 1:
         _steps(bench, "exchange", (*pair, "--turns", "5", *ORDER), 150)
@@ -47,13 +54,24 @@ def _steps(bench: GpuBench, name: str, words: tuple[str, ...], seconds: float) -
     file = bench.out / f"{name.replace(' ', '-')}.json"
     ranks = ("--ranks", str(2 if bench.small else len(bench.gpus)))
     chosen = ("--models", "0", "--rounds", "1") if bench.small else ()
-    bench.script(name, "benchmarks.gpu_steps", *ranks, *words, *chosen, "--json", str(file), seconds=seconds)
+    bench.script(
+        name, "benchmarks.gpu_steps", *ranks, *words, *chosen, "--json", str(file), seconds=seconds
+    )
 
 
 def failures(bench: GpuBench) -> None:
-    """10. Injected out-of-memory on two ranks, a rank that is killed, and Ctrl-C, while the other computes again."""
-    wanted = ("--failures", "100" if bench.small else "1000", "--at-once", "1" if bench.small else "3")
-    bench.script("failures", "benchmarks.oom", *wanted, "--out", str(bench.out / "oom"), seconds=140)
+    """10. Injected out-of-memory on two ranks, a rank that is killed, and Ctrl-C, while the other
+    computes again.
+    """
+    wanted = (
+        "--failures",
+        "100" if bench.small else "1000",
+        "--at-once",
+        "1" if bench.small else "3",
+    )
+    bench.script(
+        "failures", "benchmarks.oom", *wanted, "--out", str(bench.out / "oom"), seconds=140
+    )
     ends = ("kill", "interrupt", "--json", str(bench.out / "ends.json"))
     bench.script("ends", "benchmarks.gpu_exchange", *ends, seconds=90)
 
@@ -62,11 +80,15 @@ def memory_neighbour(bench: GpuBench) -> None:
     """10. A program takes most of the last GPU in the middle of a training, and leaves again."""
     words = ("--ranks", str(len(bench.gpus)), "--json", str(bench.out / "neighbour.json"))
     if not bench.small:
-        bench.script("a neighbour's memory", "benchmarks.gpu_exchange", "neighbour", *words, seconds=110)
+        bench.script(
+            "a neighbour's memory", "benchmarks.gpu_exchange", "neighbour", *words, seconds=110
+        )
 
 
 def one_gpu_caps(bench: GpuBench) -> None:
-    """10. Two ranks on one GPU over gloo, the second with little memory; trainings whose memory is short."""
+    """10. Two ranks on one GPU over gloo, the second with little memory; trainings whose memory is
+    short.
+    """
     words = ("caps", "--caps", "1.8", "1.45", "--json", str(bench.out / "caps.json"))
     bench.script("caps of two ranks", "benchmarks.gpu_exchange", *words, seconds=60)
     for way, cases in SHORT.items():
@@ -82,20 +104,29 @@ def tests(bench: GpuBench) -> None:
 
 
 def plans(bench: GpuBench) -> None:
-    """3. Plans with the second GPU at 60 %, to compare with those in docs/benchmarks/gpu_runs.md."""
+    """3. Plans with the second GPU at 60 %, to compare with those in
+    docs/benchmarks/gpu_runs.md.
+    """
     size = ("--set", "size=small") if bench.small else ("--set", "size=large", "--set", "bf16=true")
     trainer = (name_build("huggingface"), *size, "--global-batch", "8" if bench.small else "192")
     maxer = ("torch_maxer", "--global-batch")
-    cases = {"torch_maxer 256": (*maxer, "256"), "torch_maxer 4096": (*maxer, "4096"), "huggingface 192": trainer}
+    cases = {
+        "torch_maxer 256": (*maxer, "256"),
+        "torch_maxer 4096": (*maxer, "4096"),
+        "huggingface 192": trainer,
+    }
     with bench.mps() as variables:
         for name, (workload, *words) in cases.items():
-            bench.balance(f"plans {name}", bench.limited("", "60%"), workload, *words, env=variables)
+            bench.balance(
+                f"plans {name}", bench.limited("", "60%"), workload, *words, env=variables
+            )
 
 
 def trusted(bench: GpuBench) -> None:
     """12. Plans against trainings by them in turns; of two GPUs the second one at 60 %.
 
-    A training and the probe beside it both need their memory: 80 GB do for 80 rows of the large model each.
+    A training and the probe beside it both need their memory: 80 GB do for 80 rows of the large
+    model each.
     """
     pair = len(bench.gpus) > 1
     where = bench.limited("", "60%") if pair else f"{bench.kind}:{bench.gpus[0]}"
@@ -104,5 +135,16 @@ def trusted(bench: GpuBench) -> None:
         for trainer, (size, rows) in TRAINERS.items():
             batch = 8 if bench.small else rows if pair else rows // 2
             sizes = ("--size", "small") if bench.small else ("--size", size, "--bf16")
-            words = ("plan", "--trainers", trainer, *length, *sizes, "--balance", "global-batch", str(batch))
-            bench.script(f"trusted {trainer}", "benchmarks.trainers", *words, seconds=200, env=variables)
+            words = (
+                "plan",
+                "--trainers",
+                trainer,
+                *length,
+                *sizes,
+                "--balance",
+                "global-batch",
+                str(batch),
+            )
+            bench.script(
+                f"trusted {trainer}", "benchmarks.trainers", *words, seconds=200, env=variables
+            )

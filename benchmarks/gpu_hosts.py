@@ -1,4 +1,6 @@
-"""Section of benchmarks.gpu: two hosts that are one machine, by Ray nodes on two loopback addresses with a GPU each."""
+"""Section of benchmarks.gpu: two hosts that are one machine, by Ray nodes on two loopback addresses
+with a GPU each.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def hosts(bench: GpuBench) -> None:
         bench.balance("hosts", devices, "torch_mnist", *fixed, *there)
         found = load_plan(plan)
         script = str(SCRIPTS / "examples" / "torch_train.py")
-        trained = ("--rows", "4096", "--seconds", "5") if bench.small else ("--rows", "1048576", "--seconds", "30")
+        trained = (
+            ("--rows", "4096", "--seconds", "5")
+            if bench.small
+            else ("--rows", "1048576", "--seconds", "30")
+        )
         launch = ("evener", "launch", "--ray", *there)
         bench.script("hosts, trained", *launch, str(plan), script, *trained, seconds=120)
         layout = make_layout("split", found.layout.share, SHARES)
@@ -48,13 +54,24 @@ def running_nodes(bench: GpuBench) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     def options(address: str) -> dict[str, Any]:
-        return {**NODE, "num_cpus": 8, "num_gpus": 0 if bench.small else 1, "node_ip_address": address}
+        return {
+            **NODE,
+            "num_cpus": 8,
+            "num_gpus": 0 if bench.small else 1,
+            "node_ip_address": address,
+        }
 
     def showing(gpu: int) -> dict[str, str]:
-        return {**bench.environment, "RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": str(gpu)}
+        return {
+            **bench.environment,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "CUDA_VISIBLE_DEVICES": str(gpu),
+        }
 
     with mock.patch.dict(os.environ, showing(bench.gpus[0])):
-        cluster = Cluster(initialize_head=True, head_node_args={**options(FIRST), "include_dashboard": False})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**options(FIRST), "include_dashboard": False}
+        )
     try:
         with mock.patch.dict(os.environ, showing(bench.gpus[1])):
             cluster.add_node(**options(SECOND))
@@ -72,8 +89,14 @@ def compare_ranks(folder: Path) -> dict[str, float]:
 
     weights, losses = torch_ranks.reference(torch_ranks.CASES[NAME], sum(SHARES))
     ranks = [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(len(SHARES))]
-    pairs = [(mine, its) for rank in ranks for mine, its in zip(rank["weights"], weights, strict=True)]
+    pairs = [
+        (mine, its) for rank in ranks for mine, its in zip(rank["weights"], weights, strict=True)
+    ]
     return {
         "weights": max(float((mine - its).abs().max()) for mine, its in pairs),
-        "losses": max(abs(mine - its) for rank in ranks for mine, its in zip(rank["losses"], losses, strict=True)),
+        "losses": max(
+            abs(mine - its)
+            for rank in ranks
+            for mine, its in zip(rank["losses"], losses, strict=True)
+        ),
     }

@@ -25,12 +25,24 @@ def layouts(bench: GpuBench) -> None:
     for workload in PLACED[bench.framework]:
         compare(workload, bench.pair, workload, "--global-batch", "512")
     knobs = "xla,mixed" if bench.framework == "tensorflow" else "mixed"
-    compare(f"{large} knobs", alone, large, "--global-batch", "512", "--layouts", "solo", "--try", knobs)
+    compare(
+        f"{large} knobs", alone, large, "--global-batch", "512", "--layouts", "solo", "--try", knobs
+    )
 
 
 def scaling(bench: GpuBench) -> None:
     """7. One, two, four GPUs at even shares."""
     devices = "gpu:" + ",".join(map(str, bench.gpus))
-    common = ("--framework", bench.framework, "--budget", bench.budget, "--json", "--layouts", "solo,even")
+    common = (
+        "--framework",
+        bench.framework,
+        "--budget",
+        bench.budget,
+        "--json",
+        "--layouts",
+        "solo,even",
+    )
     for workload in WORKLOADS[bench.framework]:
-        bench.run(f"scaling {workload}", "compare", "--devices", devices, "--workload", workload, *common)
+        bench.run(
+            f"scaling {workload}", "compare", "--devices", devices, "--workload", workload, *common
+        )

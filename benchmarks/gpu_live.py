@@ -1,4 +1,6 @@
-"""Section of benchmarks.gpu: a training that follows a neighbour, and what evener says of it meanwhile."""
+"""Section of benchmarks.gpu: a training that follows a neighbour, and what evener says of it
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,25 @@ BETWEEN_SECONDS = 6.0
 
 
 def rebalance(bench: GpuBench) -> None:
-    """6., 8. Shares that follow a neighbour on the second GPU; beside it energy, the monitor and its rivals."""
+    """6., 8. Shares that follow a neighbour on the second GPU; beside it energy, the monitor and
+    its rivals.
+    """
     steps = TINY_STEPS if bench.small else STEPS
-    command = [sys.executable, "-m", "benchmarks.rebalance", "gpus", "--json", str(bench.out / "rebalance.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.rebalance",
+        "gpus",
+        "--json",
+        str(bench.out / "rebalance.json"),
+    ]
     log = bench.out / "rebalance.txt"
     with log.open("w") as lines:
         training = subprocess.Popen(
-            [*command, "--steps", *steps], stdout=lines, stderr=subprocess.STDOUT, env=bench.environment
+            [*command, "--steps", *steps],
+            stdout=lines,
+            stderr=subprocess.STDOUT,
+            env=bench.environment,
         )
         try:
             _watch(bench, training, log)
@@ -35,19 +49,34 @@ def rebalance(bench: GpuBench) -> None:
 
 
 def _watch(bench: GpuBench, training: subprocess.Popen[bytes], log: Path) -> None:
-    """Energy and what the monitor says while the rule trains, a picture, and the monitors' cost when it has."""
+    """Energy and what the monitor says while the rule trains, a picture, and the monitors' cost
+    when it has.
+    """
     _wait_for("nothing disturbs", training, log)
     devices = ["--devices", bench.pair]
     energy = None
     if not bench.small:
         module = [sys.executable, "-m", "benchmarks.gpu_energy", "--seconds", "60", *devices]
         energy = subprocess.Popen(module, stdout=subprocess.PIPE, text=True, env=bench.environment)
-    picture = [sys.executable, "-m", "benchmarks.gpu_screen", str(bench.out / "trainings.svg"), *devices]
+    picture = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_screen",
+        str(bench.out / "trainings.svg"),
+        *devices,
+    ]
     drawing = subprocess.Popen(picture, env=bench.environment)
     for number in range(40):
         if training.poll() is not None or "by the rule" in log.read_text():
             break
-        bench.run(f"live {number} at {time.time():.0f}", "monitor", "--once", *devices, "--json", seconds=30)
+        bench.run(
+            f"live {number} at {time.time():.0f}",
+            "monitor",
+            "--once",
+            *devices,
+            "--json",
+            seconds=30,
+        )
         time.sleep(BETWEEN_SECONDS)
     bench.keep("monitors", compare_monitors(20.0, bench.environment, bench.pair))
     drawing.wait(60)

@@ -1,10 +1,11 @@
-"""Plans for loops of one's own beside trainings by them: `python -m benchmarks.gpu_loops --devices gpu:0,gpu:1@60%`.
+"""Plans for loops of one's own beside trainings by them: `python -m benchmarks.gpu_loops --devices
+gpu:0,gpu:1@60%`.
 
     python -m benchmarks.gpu_loops [--kinds decoder] [--devices cpu/2 --small] [--rounds 2]
 
-For each model, `evener balance` finds a plan at its global batch, and `evener launch` trains this file by it with
-`split.step`, as the README's script does. A percentage of the second GPU needs a running MPS daemon, and holds for the
-training, too (benchmarks/slowed).
+For each model, `evener balance` finds a plan at its global batch, and `evener launch` trains this
+file by it with `split.step`, as the README's script does. A percentage of the second GPU needs a
+running MPS daemon, and holds for the training, too (benchmarks/slowed).
 """
 
 from __future__ import annotations
@@ -53,7 +54,12 @@ def build_decoder() -> Any:
     """A decoder of width 512 with eight layers on rows of 256 words; of 64 with two on CPUs."""
     model = Decoder(512, 8) if torch.cuda.is_available() else Decoder(64, 2)
     words = torch.randint(0, WORDS, (16_384, LENGTH), generator=torch.Generator().manual_seed(0))
-    return model, torch.optim.AdamW(model.parameters(), 1e-4), next_word, TensorDataset(words, words)
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-4),
+        next_word,
+        TensorDataset(words, words),
+    )
 
 
 def build_maxer() -> Any:
@@ -79,7 +85,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each training")
     parser.add_argument("--rounds", type=int, default=1, help="trainings by each plan")
     parser.add_argument("--small", action="store_true", help="small batches, to try it on CPUs")
-    parser.add_argument("--train", choices=list(KINDS), help="train this one as a rank of evener launch")
+    parser.add_argument(
+        "--train", choices=list(KINDS), help="train this one as a rank of evener launch"
+    )
     options = parser.parse_args()
     if options.train:
         train(KINDS[options.train], options.seconds)
@@ -95,7 +103,14 @@ def compare(name: str, path: Path, options: argparse.Namespace) -> None:
     """A search, and trainings by its plan."""
     kind, evener = KINDS[name], (sys.executable, "-m", "evener")
     batch = str(kind.small if options.small else kind.batch)
-    where = ("--devices", options.devices, "--workload", f"{__file__}:{kind.build.__name__}", "--framework", "torch")
+    where = (
+        "--devices",
+        options.devices,
+        "--workload",
+        f"{__file__}:{kind.build.__name__}",
+        "--framework",
+        "torch",
+    )
     how = ("--global-batch", batch, "--precision", kind.precision, "--budget", options.budget)
     run(*evener, "balance", *where, *how, "--export", str(path))
     plan = load_plan(path)
@@ -103,16 +118,24 @@ def compare(name: str, path: Path, options: argparse.Namespace) -> None:
     wide = (said.high - said.low) / 2 / said.samples_per_second
     words = ("-m", "benchmarks.gpu_loops", "--train", name, "--seconds", f"{options.seconds:g}")
     for _ in range(options.rounds):
-        rate = float(RATE.findall(run(*evener, "launch", str(path), *words, **slow(plan, path.parent)))[-1])
+        rate = float(
+            RATE.findall(run(*evener, "launch", str(path), *words, **slow(plan, path.parent)))[-1]
+        )
         row = (name, shares, f"{said.samples_per_second:,.0f}", f"{wide:.1%}", f"{rate:,.0f}")
         print(f"| {' | '.join(row)} | {rate / said.samples_per_second:.3f} |", flush=True)
 
 
 def slow(plan: Plan, folder: Path) -> dict[str, str]:
     """Variables that hold the second rank to the percentage of its device."""
-    percent = parse_limit(plan.layout.active[-1].limit).percent if plan.layout.active[-1].limit else None
+    percent = (
+        parse_limit(plan.layout.active[-1].limit).percent if plan.layout.active[-1].limit else None
+    )
     paths = (str(Path(__file__).with_name("slowed")), os.environ.get("PYTHONPATH", ""))
-    variables = {"SLOWED": f"{percent:g} gpu", "STEPS": str(folder / "steps"), "PYTHONPATH": os.pathsep.join(paths)}
+    variables = {
+        "SLOWED": f"{percent:g} gpu",
+        "STEPS": str(folder / "steps"),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     return variables if percent and len(plan.layout.active) > 1 else {}
 
 
@@ -121,7 +144,9 @@ def run(*command: str, **variables: str) -> str:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, env={**os.environ, **variables}, **pipes)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}"
+        )
     return str(done.stdout)
 
 

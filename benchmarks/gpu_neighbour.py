@@ -1,6 +1,8 @@
-"""Another program on a GPU, or on the CPU where somebody tries a benchmark: it multiplies matrices whenever it is let.
+"""Another program on a GPU, or on the CPU where somebody tries a benchmark: it multiplies matrices
+whenever it is let.
 
-It is a process of its own, as two programs of two users are, and is stopped and let go on by signals.
+It is a process of its own, as two programs of two users are, and is stopped and let go on by
+signals.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ class Neighbour:
         """Begin, or stop; within some 30 ms."""
         self._child.send_signal(signal.SIGCONT if works else signal.SIGSTOP)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._child.kill()
         self._child.wait()

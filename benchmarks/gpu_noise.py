@@ -1,12 +1,14 @@
-"""What measuring the noise scale costs a step: turns with and without it, one after the other, in one training.
+"""What measuring the noise scale costs a step: turns with and without it, one after the other, in
+one training.
 
     python -m benchmarks.gpu_noise [--turns 24] [--every 8 1] [--rows 32] [--passes 1] [--json FILE]
 
-A decoder-only model of 100 million parameters, in float32 under bfloat16 autocast, over NCCL on one GPU; where there is
-none, one of 2 million on one core, over gloo. A turn is 16 steps (or as many as have one that is looked at), and each
-figure the median of the ratios of a turn to the mean of its two neighbours. `--every`: of how many steps one is looked
-at; with 1 it is each, and its cost divided by 8, 16 or 32 says what theirs is with less noise. `--passes 4`: what it
-costs one process whose steps take four passes of these rows.
+A decoder-only model of 100 million parameters, in float32 under bfloat16 autocast, over NCCL on one
+GPU; where there is none, one of 2 million on one core, over gloo. A turn is 16 steps (or as many as
+have one that is looked at), and each figure the median of the ratios of a turn to the mean of its
+two neighbours. `--every`: of how many steps one is looked at; with 1 it is each, and its cost
+divided by 8, 16 or 32 says what theirs is with less noise. `--passes 4`: what it costs one process
+whose steps take four passes of these rows.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from evener.training.noise_scale import EVERY
 from tests.support.torch_start import free_port
 
 STEPS = 16
-SIZE = (768, 13, 32, 256) if torch.cuda.is_available() else (128, 8, 16, 32)  # width, layers, rows, tokens
+SIZE = (
+    (768, 13, 32, 256) if torch.cuda.is_available() else (128, 8, 16, 32)
+)  # width, layers, rows, tokens
 
 
 class Training:
@@ -49,7 +53,9 @@ class Training:
             self.model = wrap_module(self.model, device)
             self.exchange = self.model.exchange
         self.words = torch.randint(0, WORDS, (rows, tokens), device=device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), 1e-5, fused=device.type == "cuda"
+        )
         self.steps = 0
 
     def sampler(self, every: int) -> NoiseSampler:
@@ -83,8 +89,14 @@ class Training:
         for _ in range(self.passes):
             if noise is not None:  # as if another rank had as many rows, where it is one pass
                 noise.begin((self.rows,) * (2 if self.passes == 1 else 1), self.steps)
-            with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext():
-                loss = nn.functional.cross_entropy(self.model(self.words).flatten(0, 1), self.words.flatten())
+            with (
+                torch.autocast("cuda", torch.bfloat16)
+                if self.device.type == "cuda"
+                else nullcontext()
+            ):
+                loss = nn.functional.cross_entropy(
+                    self.model(self.words).flatten(0, 1), self.words.flatten()
+                )
             (loss / self.passes).backward()
         self.optimizer.step()
 
@@ -107,7 +119,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1"
+    )
     device = torch.device("cuda:0" if gpu else "cpu")
     if not gpu:
         torch.set_num_threads(1)
@@ -123,7 +137,8 @@ def main() -> None:
         low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
         found[way] = {"median": statistics.median(ratios), "middle half": (low, high)}
         print(
-            f"{millions:.0f} M parameters, {step_ms:.1f} ms a step, {way}: {statistics.median(ratios) - 1:+.2%}"
+            f"{millions:.0f} M parameters, {step_ms:.1f} ms a step, {way}: "
+            f"{statistics.median(ratios) - 1:+.2%}"
             f" ({low - 1:+.2%} to {high - 1:+.2%})",
             file=sys.stderr,
             flush=True,

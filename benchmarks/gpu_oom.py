@@ -1,13 +1,16 @@
-"""Trainings on one GPU whose memory isn't enough, or is taken away, each beside the same training undisturbed.
+"""Trainings on one GPU whose memory isn't enough, or is taken away, each beside the same training
+undisturbed.
 
-    python -m benchmarks.gpu_oom [step] [transformers] [lightning] [--only cap8 long ...] [--json FILE]
+    python -m benchmarks.gpu_oom [step] [transformers] [lightning] [--only cap8 long ...] [--json
+    FILE]
 
-A decoder-only model in float64 by `split.step`, transformers' Trainer and Lightning, also with expandable segments.
-`cap8`, `cap12`, `cap20`: GiB that the process may have, a quarter to two thirds of what the batch takes. `long`: one
-batch of rows four times as long, in 12 GiB. `neighbour`: another process takes all but 1 GiB at step 40 and leaves at
-step 80. `libraries`: one takes all but 64 MiB from convolutions and an LSTM, whose workspaces cuDNN and cuBLAS want.
-Prints, for each, how often memory ran out, seconds and step times beside the undisturbed training's, and the largest
-difference of a weight from its.
+A decoder-only model in float64 by `split.step`, transformers' Trainer and Lightning, also with
+expandable segments. `cap8`, `cap12`, `cap20`: GiB that the process may have, a quarter to two
+thirds of what the batch takes. `long`: one batch of rows four times as long, in 12 GiB.
+`neighbour`: another process takes all but 1 GiB at step 40 and leaves at step 80. `libraries`: one
+takes all but 64 MiB from convolutions and an LSTM, whose workspaces cuDNN and cuBLAS want. Prints,
+for each, how often memory ran out, seconds and step times beside the undisturbed training's, and
+the largest difference of a weight from its.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ CASES = {
     "cap12": Case(cap=12),
     "cap8": Case(cap=8),
     "long": Case(cap=12, long_at=5, rows=32 if GPU else 8),
-    "neighbour": Case(comes=40, leaves=80, left=1, steps=340, rows=32 if GPU else 8, layers=4 if GPU else 1),
+    "neighbour": Case(
+        comes=40, leaves=80, left=1, steps=340, rows=32 if GPU else 8, layers=4 if GPU else 1
+    ),
     "libraries": Case(comes=5, left=1 / 16, steps=12, rows=512 if GPU else 8, conv=True),
 }
 
@@ -90,7 +95,9 @@ class Net(nn.Module):  # type: ignore[misc]  # torch isn't followed
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 64)
-        self.convolutions = nn.Sequential(nn.Conv1d(64, 128, 5, padding=2), nn.GELU(), nn.Conv1d(128, 64, 3, padding=1))
+        self.convolutions = nn.Sequential(
+            nn.Conv1d(64, 128, 5, padding=2), nn.GELU(), nn.Conv1d(128, 64, 3, padding=1)
+        )
         self.lstm = nn.LSTM(64, 128, 2, batch_first=True)
         self.last = nn.Linear(128, WORDS)
 
@@ -108,11 +115,17 @@ class WithLoss(nn.Module):  # type: ignore[misc]
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": nn.functional.cross_entropy(self.model(input_ids).flatten(0, 1), labels.flatten())}
+        return {
+            "loss": nn.functional.cross_entropy(
+                self.model(input_ids).flatten(0, 1), labels.flatten()
+            )
+        }
 
 
 def make_model(case: Case) -> Any:
-    """In float64, the same each time. (transformers' own models compute norms and losses in float32.)"""
+    """In float64, the same each time. (transformers' own models compute norms and losses in
+    float32.)
+    """
     torch.manual_seed(0)
     return WithLoss(Net() if case.conv else Decoder(512 if GPU else 16, case.layers)).double()
 
@@ -122,7 +135,12 @@ def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     longest = max(len(row["labels"]) for row in rows)
     fill = {"input_ids": 0, "labels": -100}
     return {
-        name: torch.stack([nn.functional.pad(row[name], (0, longest - len(row[name])), value=value) for row in rows])
+        name: torch.stack(
+            [
+                nn.functional.pad(row[name], (0, longest - len(row[name])), value=value)
+                for row in rows
+            ]
+        )
         for name, value in fill.items()
     }
 
@@ -148,9 +166,19 @@ def by_transformers(case: Case, model: Any, folder: str) -> None:
         def _get_train_sampler(self, *_: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
-    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    quiet = {
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
     arguments = TrainingArguments(
-        folder, max_steps=case.steps, learning_rate=1e-4, lr_scheduler_type="constant", optim="adamw_torch", **quiet
+        folder,
+        max_steps=case.steps,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        **quiet,
     )
     kind = with_plan(Ordered, ratios=[1], global_batch=case.rows)
     kind(model=model, args=arguments, train_dataset=Rows(case), data_collator=pad).train()
@@ -195,7 +223,9 @@ TRAIN: dict[str, Callable[[Case, Any, str], None]] = {
 
 
 class Watch:
-    """Notes the time of each optimizer step and each failure, and lets the neighbour come and go."""
+    """Notes the time of each optimizer step and each failure, and lets the neighbour come and
+    go.
+    """
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -236,13 +266,17 @@ def train(way: str, case: Case) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap * 2**30 / total) if case.cap else 1.0)
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, case.cap * 2**30 / total) if case.cap else 1.0
+        )
     watch, model, error = Watch(case), make_model(case), ""
     handle = register_optimizer_step_post_hook(watch.note_step)
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
-            patch.object(PassLimit, "shrink", lambda limit, rows, least: watch.shrink(limit, rows, least)),
+            patch.object(
+                PassLimit, "shrink", lambda limit, rows, least: watch.shrink(limit, rows, least)
+            ),
         ):
             TRAIN[way](case, model, folder)
     except Exception as failure:  # what it says is the finding
@@ -269,14 +303,22 @@ def compare(way: str, name: str, calm: dict[str, Any]) -> dict[str, Any]:
         "ended": found["error"] or f"{len(found['times']) + 1} of {case.steps} steps",
         "seconds lost": round(sum(found["times"]) - sum(calm["times"]), 2),
         "slowest step, ms": round(1e3 * max(found["times"], default=0.0)),
-        "last steps, ms": [round(1e3 * statistics.median(each["times"][-5:] or [0.0]), 1) for each in (calm, found)],
+        "last steps, ms": [
+            round(1e3 * statistics.median(each["times"][-5:] or [0.0]), 1) for each in (calm, found)
+        ],
         "peak, GiB": [round(each["gib"], 1) for each in (calm, found)],
         "difference": max(float((mine - its).abs().max()) for mine, its in pairs),
     }
     if case.comes >= 0:
         marks = {"before": case.comes - 10, "beside": case.leaves - 10, "after": case.leaves + 10}
-        spans = {word: found["times"][mark : mark + 8] for word, mark in marks.items() if mark < len(found["times"])}
-        row["ms"] = {word: round(1e3 * statistics.median(span), 1) for word, span in spans.items() if span}
+        spans = {
+            word: found["times"][mark : mark + 8]
+            for word, mark in marks.items()
+            if mark < len(found["times"])
+        }
+        row["ms"] = {
+            word: round(1e3 * statistics.median(span), 1) for word, span in spans.items() if span
+        }
     return row
 
 
@@ -296,7 +338,9 @@ def run_here(way: str, only: list[str]) -> None:
 
 def main() -> None:
     """Print a line for each training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ways", nargs="*", default=list(WAYS))
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--json", type=Path)
@@ -308,15 +352,25 @@ def main() -> None:
     rows = []
     for way in options.ways:
         for expandable in (False, True):
-            only = options.only if not expandable else [name for name in options.only if name in ("cap8", "long")]
+            only = (
+                options.only
+                if not expandable
+                else [name for name in options.only if name in ("cap8", "long")]
+            )
             setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
             if GPU:  # transformers' Trainer refuses more in one process
-                setting["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+                setting["CUDA_VISIBLE_DEVICES"] = os.environ.get(
+                    "CUDA_VISIBLE_DEVICES", "0"
+                ).partition(",")[0]
             command = [sys.executable, "-m", "benchmarks.gpu_oom", "--here", way, "--only", *only]
             if not only:
                 continue
             made = subprocess.run(
-                command, env={**os.environ, **setting}, stdout=subprocess.PIPE, text=True, check=False
+                command,
+                env={**os.environ, **setting},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
             )
             print(made.stdout, end="", flush=True)
             rows += [json.loads(line) for line in made.stdout.splitlines() if line.startswith('{"')]

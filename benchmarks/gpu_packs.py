@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_packs [decoder] [mnist] [maxer] [--budget 90s] [--json FILE]
 
-By hand: twelve processes of one model have begun and trained a little; then 1, 2, 4, 6, 8 and 12 of them train for some
-seconds at a time, in turns, and the samples of all are added up. The choice should be within 2 % of the best number,
-and no more than 1.5 times the fewest trainings that are.
+By hand: twelve processes of one model have begun and trained a little; then 1, 2, 4, 6, 8 and 12 of
+them train for some seconds at a time, in turns, and the samples of all are added up. The choice
+should be within 2 % of the best number, and no more than 1.5 times the fewest trainings that are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(256, 64)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(2)
+        )
         self.last = nn.Linear(64, 256)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -62,34 +64,66 @@ def build_decoder() -> Any:
     """Rows of 128 words."""
     model = Decoder()
     words = torch.randint(0, 256, (4096, 128), generator=torch.Generator().manual_seed(0))
-    return model, torch.optim.AdamW(model.parameters(), 1e-3), next_word, TensorDataset(words, words)
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-3),
+        next_word,
+        TensorDataset(words, words),
+    )
 
 
 def build_mnist() -> Any:
     """A small convolutional network."""
-    layers = (nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten())
-    return pictures(nn.Sequential(*layers, nn.LazyLinear(64), nn.ReLU(), nn.Linear(64, 10)), (1, 28, 28))
+    layers = (
+        nn.Conv2d(1, 16, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+    )
+    return pictures(
+        nn.Sequential(*layers, nn.LazyLinear(64), nn.ReLU(), nn.Linear(64, 10)), (1, 28, 28)
+    )
 
 
 def build_maxer() -> Any:
     """A wider one, which fills more of the GPU."""
-    layers = (nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten())
-    return pictures(nn.Sequential(*layers, nn.LazyLinear(256), nn.ReLU(), nn.Linear(256, 10)), (3, 32, 32))
+    layers = (
+        nn.Conv2d(3, 128, 3),
+        nn.ReLU(),
+        nn.Conv2d(128, 128, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(4),
+        nn.Flatten(),
+    )
+    return pictures(
+        nn.Sequential(*layers, nn.LazyLinear(256), nn.ReLU(), nn.Linear(256, 10)), (3, 32, 32)
+    )
 
 
 def pictures(model: nn.Module, shape: tuple[int, int, int]) -> Any:
     """What build() returns for a network of pictures."""
     numbers = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(8192, *shape, generator=numbers), torch.randint(0, 10, (8192,), generator=numbers))
+    data = TensorDataset(
+        torch.randn(8192, *shape, generator=numbers),
+        torch.randint(0, 10, (8192,), generator=numbers),
+    )
     model(data.tensors[0][:1])  # sizes of the lazy layer
     return model, torch.optim.Adam(model.parameters(), 1e-3), nn.CrossEntropyLoss(), data
 
 
-KINDS = {"decoder": Kind(8, "build_decoder"), "mnist": Kind(256, "build_mnist"), "maxer": Kind(64, "build_maxer")}
+KINDS = {
+    "decoder": Kind(8, "build_decoder"),
+    "mnist": Kind(256, "build_mnist"),
+    "maxer": Kind(64, "build_maxer"),
+}
 
 
 def train_by_hand(name: str) -> None:
-    """One training: for each line with an end (in the clock's seconds), the steps it takes until then."""
+    """One training: for each line with an end (in the clock's seconds), the steps it takes until
+    then.
+    """
     kind = KINDS[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
@@ -165,8 +199,22 @@ def choose(name: str, budget: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.toml"
         command = [
-            *(sys.executable, "-m", "evener", "compare", "--devices", "gpu" if torch.cuda.is_available() else "cpu"),
-            *("--workload", f"{__file__}:{kind.build}", "--global-batch", str(kind.batch), "--layouts", "solo,pack"),
+            *(
+                sys.executable,
+                "-m",
+                "evener",
+                "compare",
+                "--devices",
+                "gpu" if torch.cuda.is_available() else "cpu",
+            ),
+            *(
+                "--workload",
+                f"{__file__}:{kind.build}",
+                "--global-batch",
+                str(kind.batch),
+                "--layouts",
+                "solo,pack",
+            ),
             *("--budget", budget, "--json", "--export", str(plan)),
         ]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -177,7 +225,9 @@ def choose(name: str, budget: str) -> dict[str, Any]:
 
 def main() -> None:
     """Print both for each model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=list(KINDS))
     parser.add_argument("--budget", default="90s", help="of evener compare")
     parser.add_argument("--json", type=Path)
@@ -195,7 +245,9 @@ def main() -> None:
             options.json.write_text(json.dumps(found, indent=1))
         found[name]["evener"] = choose(name, options.budget)
         print(
-            json.dumps({key: found[name]["evener"].get(key) for key in ("verdict", "rows", "layouts")})[:1500],
+            json.dumps(
+                {key: found[name]["evener"].get(key) for key in ("verdict", "rows", "layouts")}
+            )[:1500],
             flush=True,
         )
         if options.json:

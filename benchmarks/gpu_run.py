@@ -1,11 +1,14 @@
-"""`evener run` against the program's own launcher: `python -m benchmarks.gpu_run --out FOLDER [--kind cpu]`.
+"""`evener run` against the program's own launcher: `python -m benchmarks.gpu_run --out FOLDER
+[--kind cpu]`.
 
-The programs of benchmarks/run_jobs, as they are, on two devices: equal (overhead), and with the second one at 60 %
-(gain without a plan). Each is also trained by the shares that both devices' own work at even shares asks for, which is
-what a plan of `evener balance` has. Times are those of optimizer steps; own launcher and evener run take turns
-(`--turns`), and ratios are those of neighbours. Cases run in the order of their value; what doesn't begin within
-`--seconds` is left out. With `--ahead`, the next program imports its libraries while one trains, and then waits. With
-`--kind cpu`, ranks have half of this process's cores each, by either launcher, and one thread, or `--threads`.
+The programs of benchmarks/run_jobs, as they are, on two devices: equal (overhead), and with the
+second one at 60 % (gain without a plan). Each is also trained by the shares that both devices' own
+work at even shares asks for, which is what a plan of `evener balance` has. Times are those of
+optimizer steps; own launcher and evener run take turns (`--turns`), and ratios are those of
+neighbours. Cases run in the order of their value; what doesn't begin within `--seconds` is left
+out. With `--ahead`, the next program imports its libraries while one trains, and then waits. With
+`--kind cpu`, ranks have half of this process's cores each, by either launcher, and one thread, or
+`--threads`.
 """
 
 from __future__ import annotations
@@ -43,13 +46,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", default="gpu", choices=("gpu", "cpu"))
     parser.add_argument("--seconds", type=float, default=190.0)
-    parser.add_argument("--cases", default=CASES, help="programs, and the percentage of the second device")
+    parser.add_argument(
+        "--cases", default=CASES, help="programs, and the percentage of the second device"
+    )
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--plans", type=int, default=99, help="turns with a run by a plan; else its last one counts")
+    parser.add_argument(
+        "--plans", type=int, default=99, help="turns with a run by a plan; else its last one counts"
+    )
     parser.add_argument("--count", default="", help="steps of a program")
     parser.add_argument("--length", default="", help="tokens of a row")
     parser.add_argument("--width", default="", help="of the model")
-    parser.add_argument("--ahead", action="store_true", help="start the next program while one trains")
+    parser.add_argument(
+        "--ahead", action="store_true", help="start the next program while one trains"
+    )
     parser.add_argument("--threads", default="1", help="of a rank")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -63,7 +72,9 @@ def main() -> None:
 
 
 class Job(NamedTuple):
-    """A training: its program, the second device's percentage, how it starts (own, run, plan), and the turn."""
+    """A training: its program, the second device's percentage, how it starts (own, run, plan), and
+    the turn.
+    """
 
     name: str
     percent: str
@@ -94,18 +105,29 @@ class Bench:
         self._pairs: list[dict[str, Any]] = []
         self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}  # of each case and way
         self._running: list[subprocess.Popen[bytes]] = []
-        self._devices, self._cores = "gpu:0,gpu:1", ""  # of ranks that the program's own launcher starts
+        self._devices, self._cores = (
+            "gpu:0,gpu:1",
+            "",
+        )  # of ranks that the program's own launcher starts
         if options.kind == "cpu":
             allowed = os.sched_getaffinity(0)
             self._devices = "cpu/2"
-            self._cores = ";".join(",".join(map(str, slice_cores(f"cpu-{i}-of-2", allowed))) for i in range(2))
+            self._cores = ";".join(
+                ",".join(map(str, slice_cores(f"cpu-{i}-of-2", allowed))) for i in range(2)
+            )
 
     def limits(self) -> contextlib.AbstractContextManager[dict[str, str]]:
         """What holds a GPU to a percentage."""
-        return contextlib.nullcontext({}) if self._options.kind == "cpu" else mps_daemon(self._options.out / "mps")
+        return (
+            contextlib.nullcontext({})
+            if self._options.kind == "cpu"
+            else mps_daemon(self._options.out / "mps")
+        )
 
     def measure(self, variables: dict[str, str]) -> None:
-        """Each program by evener run, by its own launcher, and by the shares that its even steps ask for."""
+        """Each program by evener run, by its own launcher, and by the shares that its even steps
+        ask for.
+        """
         jobs = self._jobs()
         ahead = self._start(jobs[0], variables)
         for job, following in zip(jobs, [*jobs[1:], None], strict=True):
@@ -128,7 +150,9 @@ class Bench:
             process.wait(30)
 
     def _jobs(self) -> list[Job]:
-        """All trainings in order; a plan, which asks for what evener run has seen, isn't next to it."""
+        """All trainings in order; a plan, which asks for what evener run has seen, isn't next to
+        it.
+        """
         jobs = []
         for turn in range(self._options.turns):
             for case in self._options.cases.split(","):
@@ -141,8 +165,16 @@ class Bench:
     def _compare(self, job: Job) -> None:
         """Keep the ratios of a turn's trainings."""
         own, ours, plan = (self._newest.get((*job.case, way), {}) for way in ("own", "run", "plan"))
-        if {own.get("turn"), ours.get("turn")} == {job.turn} and own.get("last_ms") and ours.get("last_ms"):
-            line = {"program": job.name, "percent": job.percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
+        if (
+            {own.get("turn"), ours.get("turn")} == {job.turn}
+            and own.get("last_ms")
+            and ours.get("last_ms")
+        ):
+            line = {
+                "program": job.name,
+                "percent": job.percent,
+                "gain": own["last_ms"] / ours["last_ms"] - 1,
+            }
             line["cpu"] = ours["cpu_ms"] / own["cpu_ms"] - 1
             if plan.get("last_ms"):
                 line["of_plan"] = plan["last_ms"] / ours["last_ms"]
@@ -155,8 +187,14 @@ class Bench:
         for case in dict.fromkeys((each["program"], each["percent"]) for each in self._pairs):
             pairs = [each for each in self._pairs if (each["program"], each["percent"]) == case]
             names = [name for name in ("gain", "of_plan", "steps_to_95", "cpu") if name in pairs[0]]
-            found = {name: [round(each[name], 4) for each in pairs if name in each] for name in names}
-            print(*case, {name: (round(statistics.median(each), 4), each) for name, each in found.items()}, flush=True)
+            found = {
+                name: [round(each[name], 4) for each in pairs if name in each] for name in names
+            }
+            print(
+                *case,
+                {name: (round(statistics.median(each), 4), each) for name, each in found.items()},
+                flush=True,
+            )
 
     def _plan(self, said: str) -> str:
         """A plan by own work at even shares, from evener's table."""
@@ -189,11 +227,16 @@ class Bench:
             "GATE": folder / "gate",
         }
         own = {name: str(place) for name, place in places.items()}
-        own |= {"SLOWED": f"{job.percent} {self._options.kind}", "CORES": self._cores if job.way == "own" else ""}
+        own |= {
+            "SLOWED": f"{job.percent} {self._options.kind}",
+            "CORES": self._cores if job.way == "own" else "",
+        }
         with (folder / "log.txt").open("w") as output:
             pipes: Any = {"stdout": output, "stderr": output, "start_new_session": True}
             command = [sys.executable, "-m", *words]
-            process = subprocess.Popen(command, env={**self._environment(), **own, **variables}, **pipes)
+            process = subprocess.Popen(
+                command, env={**self._environment(), **own, **variables}, **pipes
+            )
         self._running.append(process)
         return Started(job, process, folder, plan)
 
@@ -217,29 +260,44 @@ class Bench:
             process.wait(30)
         self._running.remove(process)
         ends, processor = (
-            [float(each) for each in line.split()] for line in (_text(folder / "steps") or "\n").split("\n")
+            [float(each) for each in line.split()]
+            for line in (_text(folder / "steps") or "\n").split("\n")
         )
         steps, work = ([1e3 * (b - a) for a, b in pairwise(each)] for each in (ends, processor))
         found = {"program": job.name, "percent": job.percent, "way": job.way, "turn": job.turn}
         found |= {"code": code, "took_s": time.monotonic() - began}
         if len(steps) > WINDOW:
-            found |= {"first_ms": statistics.median(steps[5:25]), "last_ms": statistics.median(steps[-WINDOW:])}
+            found |= {
+                "first_ms": statistics.median(steps[5:25]),
+                "last_ms": statistics.median(steps[-WINDOW:]),
+            }
             found["cpu_ms"] = statistics.median(work[-WINDOW:])
         lines = _text(folder / "log.txt").splitlines()
-        said = "\n".join(line for line in lines if "evener" in line or "rows" in line or "Error" in line)
-        found |= {"said": said[-2500:], "plan": plan, "steps_ms": [round(each, 2) for each in steps]}
+        said = "\n".join(
+            line for line in lines if "evener" in line or "rows" in line or "Error" in line
+        )
+        found |= {
+            "said": said[-2500:],
+            "plan": plan,
+            "steps_ms": [round(each, 2) for each in steps],
+        }
         self._keep(found)
         return found
 
     def _keep(self, found: dict[str, Any]) -> None:
         self._found.append(found)
         (self._options.out / "gpu_run.json").write_text(json.dumps(self._found, indent=1))
-        print({name: each for name, each in found.items() if name not in ("steps_ms", "plan")}, flush=True)
+        print(
+            {name: each for name, each in found.items() if name not in ("steps_ms", "plan")},
+            flush=True,
+        )
 
 
 def _steps_to(steps: list[float], most_ms: float) -> int:
     """The step from which on the median of ten steps is at most this."""
-    windows: Iterator[int] = (n for n in range(len(steps) - 9) if statistics.median(steps[n : n + 10]) <= most_ms)
+    windows: Iterator[int] = (
+        n for n in range(len(steps) - 9) if statistics.median(steps[n : n + 10]) <= most_ms
+    )
     return next(windows, -1)
 
 

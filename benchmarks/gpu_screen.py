@@ -1,6 +1,7 @@
 """The app on a pseudo-terminal with real GPUs: after each key, what it has written so far, as ANSI.
 
-`python -m benchmarks.gpu_screen FILE.svg --devices gpu` draws the Trainings screen of what trains now.
+`python -m benchmarks.gpu_screen FILE.svg --devices gpu` draws the Trainings screen of what trains
+now.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SCRIPT = (
 
 
 def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Drive the app through its screens and write what it drew after each key to NAME-SCREEN.ansi in `folder`."""
+    """Drive the app through its screens and write what it drew after each key to NAME-SCREEN.ansi
+    in `folder`.
+    """
     screen = Screen(APP.format(devices=devices), environment, kept_bytes=1 << 24)
     try:
         for keys, seconds, called in SCRIPT:

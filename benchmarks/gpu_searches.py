@@ -24,12 +24,22 @@ def unequal(bench: GpuBench) -> None:
     with bench.mps() as variables:
         for workload in WORKLOADS[bench.framework]:
             for name, fixed in BATCHES.items():
-                bench.balance(f"60 % {workload} {name}", bench.limited("", "60%"), workload, *fixed, env=variables)
-            bench.balance(f"30 % {workload} free", bench.limited("", "30%"), workload, env=variables)
+                bench.balance(
+                    f"60 % {workload} {name}",
+                    bench.limited("", "60%"),
+                    workload,
+                    *fixed,
+                    env=variables,
+                )
+            bench.balance(
+                f"30 % {workload} free", bench.limited("", "30%"), workload, env=variables
+            )
 
 
 def neighbour(bench: GpuBench) -> None:
-    """3. The second GPU shared with another process, which runs matrix products; the driver shares the time."""
+    """3. The second GPU shared with another process, which runs matrix products; the driver shares
+    the time.
+    """
     for workload in WORKLOADS[bench.framework]:
         for name, fixed in BATCHES.items():
             if bench.match in f"neighbour {workload} {name}":
@@ -42,19 +52,41 @@ def engines(bench: GpuBench) -> None:
     for workload in WORKLOADS["tensorflow"] if bench.framework == "tensorflow" else ():
         for engine in ("towers", "multiworker"):
             where = ("--devices", bench.pair, "--workload", workload, "--engine", engine)
-            shares = ("--gpus", "0", "1", "--batches", "1024", "1024", "--repeat", "2", "--seconds", "5s")
+            shares = (
+                "--gpus",
+                "0",
+                "1",
+                "--batches",
+                "1024",
+                "1024",
+                "--repeat",
+                "2",
+                "--seconds",
+                "5s",
+            )
             bench.run(f"engine {engine} {workload}", "probe", *where, *shares, "--json")
 
 
 def caps(bench: GpuBench) -> None:
-    """4. 8 GiB and 5 GiB: real out-of-memory errors, how the search avoids them, and 500 steps of its plan."""
+    """4. 8 GiB and 5 GiB: real out-of-memory errors, how the search avoids them, and 500 steps of
+    its plan.
+    """
     devices = bench.limited("8GiB", "5GiB")
     for workload in WORKLOADS[bench.framework]:
         found = bench.balance(f"caps {workload}", devices, workload, "--tolerance", "0")
         if "layout" not in found:
             continue
-        active = [(i, share["batch"]) for i, share in enumerate(found["layout"]["share"]) if share["batch"]]
-        gpus = ("--gpus", *(str(i) for i, _ in active), "--batches", *(str(batch) for _, batch in active))
+        active = [
+            (i, share["batch"])
+            for i, share in enumerate(found["layout"]["share"])
+            if share["batch"]
+        ]
+        gpus = (
+            "--gpus",
+            *(str(i) for i, _ in active),
+            "--batches",
+            *(str(batch) for _, batch in active),
+        )
         where = ("--devices", devices, "--framework", bench.framework, "--workload", workload)
         steps = ("--repeat", "1", "--steps", str(STEPS_WITHOUT_FAILURE), "--json")
         bench.run(f"500 steps {workload}", "probe", *where, *gpus, *steps)
@@ -71,4 +103,6 @@ def regret(bench: GpuBench) -> None:
             if not plan.exists():
                 continue
             where = ("--devices", devices, "--workload", workload, "--framework", bench.framework)
-            bench.script(f"grid {workload}", "benchmarks.grid", str(plan), *where, seconds=300, env=variables)
+            bench.script(
+                f"grid {workload}", "benchmarks.grid", str(plan), *where, seconds=300, env=variables
+            )

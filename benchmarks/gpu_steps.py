@@ -1,12 +1,14 @@
 """Steps with evener's exchange beside DistributedDataParallel's: `python -m benchmarks.gpu_steps`.
 
-    python -m benchmarks.gpu_steps [--ranks 2] [--models 0 5] [--passes 2] [--float32] [--profile DIR] [--json FILE]
+    python -m benchmarks.gpu_steps [--ranks 2] [--models 0 5] [--passes 2] [--float32] [--profile
+    DIR] [--json FILE]
 
-Decoder-only models over NCCL, a GPU for each rank, or two ranks on CPUs over gloo where there is no GPU. The last model
-is transformers' Llama of 100 M parameters in float32 under autocast, the others are in bfloat16. The ways of a model
-live in the same processes and take turns of a few steps; each round makes them anew. What counts is the median ratio of
-turns next to each other: a machine's own speed changes from one second to the next. Each way also has this process's
-CPU time of a step and its peak memory, and with `--profile` the time of its kernels on the GPU.
+Decoder-only models over NCCL, a GPU for each rank, or two ranks on CPUs over gloo where there is no
+GPU. The last model is transformers' Llama of 100 M parameters in float32 under autocast, the others
+are in bfloat16. The ways of a model live in the same processes and take turns of a few steps; each
+round makes them anew. What counts is the median ratio of turns next to each other: a machine's own
+speed changes from one second to the next. Each way also has this process's CPU time of a step and
+its peak memory, and with `--profile` the time of its kernels on the GPU.
 """
 
 from __future__ import annotations
@@ -57,13 +59,17 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, 0.0, "gelu", batch_first=True)
+            nn.TransformerEncoderLayer(
+                width, max(1, width // 64), 4 * width, 0.0, "gelu", batch_first=True
+            )
             for _ in range(layers)
         )
         self.last = nn.Linear(width, WORDS)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(rows.shape[1], rows.device, self.last.weight.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            rows.shape[1], rows.device, self.last.weight.dtype
+        )
         hidden = self.words(rows)
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask, is_causal=True)
@@ -89,7 +95,9 @@ class Llama(nn.Module):  # type: ignore[misc]
 class Way:
     """A model with an optimizer, and one way to sum its gradients."""
 
-    def __init__(self, name: str, size: Size, device: torch.device, options: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, size: Size, device: torch.device, options: argparse.Namespace
+    ) -> None:
         self._held = torch.cuda.memory_allocated() if GPU else 0
         width, layers, rows = size
         plain = options.float32 or not GPU or width == LLAMA
@@ -109,7 +117,9 @@ class Way:
     @staticmethod
     def _wrap(name: str, model: Any, device: torch.device) -> Any:
         if name.startswith("ddp"):
-            model = DistributedDataParallel(model, device_ids=[device] if GPU else None, gradient_as_bucket_view=True)
+            model = DistributedDataParallel(
+                model, device_ids=[device] if GPU else None, gradient_as_bucket_view=True
+            )
         if name == "ddp with a hook":
             model.register_comm_hook(None, _weigh)
         if name == "exchange":
@@ -145,9 +155,13 @@ class Way:
         self.cpu.append(cpu / steps * 1e3)
 
     def profile(self) -> tuple[float, str]:
-        """Milliseconds of a step's kernels on the GPU, added up; and what the host spent its time on."""
+        """Milliseconds of a step's kernels on the GPU, added up; and what the host spent its time
+        on.
+        """
         kinds = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if GPU else [kinds.CPU]) as seen:
+        with torch.profiler.profile(
+            activities=[kinds.CPU, kinds.CUDA] if GPU else [kinds.CPU]
+        ) as seen:
             for _ in range(PROFILED):
                 self.step()
             if GPU:
@@ -157,12 +171,18 @@ class Way:
             for each in seen.events()
             if each.device_type.name == "CUDA" and not each.is_user_annotation
         )
-        table = seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)
+        table = seen.key_averages().table(
+            sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60
+        )
         return float(kernels / PROFILED / 1e3), str(table)
 
 
 def _weigh(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-    return dist.all_reduce(bucket.buffer().mul_(0.5), async_op=True).get_future().then(lambda done: done.value()[0])
+    return (
+        dist.all_reduce(bucket.buffer().mul_(0.5), async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0])
+    )
 
 
 def measure(size: Size, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
@@ -189,22 +209,46 @@ def measure(size: Size, device: torch.device, options: argparse.Namespace) -> di
         "size": size,
         "passes": options.passes,
         "float32": options.float32,
-        "ms": {name: _median([each for ways in every for each in ways[name].wall]) for name in options.ways},
-        "cpu ms": {name: _median([each for ways in every for each in ways[name].cpu]) for name in options.ways},
+        "ms": {
+            name: _median([each for ways in every for each in ways[name].wall])
+            for name in options.ways
+        },
+        "cpu ms": {
+            name: _median([each for ways in every for each in ways[name].cpu])
+            for name in options.ways
+        },
         "kernels ms": {name: round(kernels, 3) for name, (kernels, _) in profiles.items()},
         "gib": {name: round(max(ways[name].gib for ways in every), 2) for name in options.ways},
-        "to ddp": {name: compare(every, name) for name in options.ways if name != "ddp" and "ddp" in options.ways},
+        "to ddp": {
+            name: compare(every, name)
+            for name in options.ways
+            if name != "ddp" and "ddp" in options.ways
+        },
     }
 
 
 def compare(every: Sequence[dict[str, Way]], name: str) -> dict[str, Any]:
-    """Each turn's ratio to DistributedDataParallel's turn beside it: median, middle half, of CPU time, by rounds."""
-    pairs = [[own / its for own, its in zip(ways[name].wall, ways["ddp"].wall, strict=True)] for ways in every]
-    used = [own / its for ways in every for own, its in zip(ways[name].cpu, ways["ddp"].cpu, strict=True)]
+    """Each turn's ratio to DistributedDataParallel's turn beside it: median, middle half, of CPU
+    time, by rounds.
+    """
+    pairs = [
+        [own / its for own, its in zip(ways[name].wall, ways["ddp"].wall, strict=True)]
+        for ways in every
+    ]
+    used = [
+        own / its
+        for ways in every
+        for own, its in zip(ways[name].cpu, ways["ddp"].cpu, strict=True)
+    ]
     every_turn = [each for ratios in pairs for each in ratios]
     low, _, high = statistics.quantiles(every_turn * 2 if len(every_turn) < 2 else every_turn, n=4)
     rounds = [_median(ratios) for ratios in pairs]
-    return {"wall": _median(every_turn), "middle half": (low, high), "rounds": rounds, "cpu": _median(used)}
+    return {
+        "wall": _median(every_turn),
+        "middle half": (low, high),
+        "rounds": rounds,
+        "cpu": _median(used),
+    }
 
 
 def _median(figures: Sequence[float]) -> float:
@@ -214,10 +258,12 @@ def _median(figures: Sequence[float]) -> float:
 def say(row: dict[str, Any]) -> None:
     """One line for a model."""
     shown = ", ".join(
-        f"{way} {wall:.2f} ms (CPU {row['cpu ms'][way]:.2f}), {row['gib'][way]} GiB" for way, wall in row["ms"].items()
+        f"{way} {wall:.2f} ms (CPU {row['cpu ms'][way]:.2f}), {row['gib'][way]} GiB"
+        for way, wall in row["ms"].items()
     )
     ratios = ", ".join(
-        f"{way} / ddp {each['wall']:.3f} [{each['middle half'][0]:.3f} to {each['middle half'][1]:.3f}], rounds"
+        f"{way} / ddp {each['wall']:.3f} [{each['middle half'][0]:.3f} to "
+        f"{each['middle half'][1]:.3f}], rounds"
         f" {each['rounds']}, CPU {each['cpu']:.3f}"
         for way, each in row["to ddp"].items()
     )
@@ -225,7 +271,9 @@ def say(row: dict[str, Any]) -> None:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """The steps of one rank, on its GPU or a CPU; the first one writes what it found after each model."""
+    """The steps of one rank, on its GPU or a CPU; the first one writes what it found after each
+    model.
+    """
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
     if GPU:
@@ -246,12 +294,24 @@ def run_rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def start(module: str, world: int, *words: str, more: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+def start(
+    module: str, world: int, *words: str, more: dict[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     """The processes of a benchmark's ranks."""
     port, ranks = free_port(), []
     for rank in range(world):
-        place = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-        environment = {**os.environ, **rank_environment(GPU), "MASTER_PORT": str(port), **place, **(more or {})}
+        place = (
+            {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if world > 1
+            else {}
+        )
+        environment = {
+            **os.environ,
+            **rank_environment(GPU),
+            "MASTER_PORT": str(port),
+            **place,
+            **(more or {}),
+        }
         command = [sys.executable, "-m", module, *words]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     return ranks
@@ -259,16 +319,26 @@ def start(module: str, world: int, *words: str, more: dict[str, str] | None = No
 
 def main() -> None:
     """Start the ranks, and show what the first one prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1 if GPU else 2, help="GPUs, or processes on CPUs")
-    parser.add_argument("--models", type=int, nargs="+", default=list(range(len(MODELS if GPU else SMALL))))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1 if GPU else 2, help="GPUs, or processes on CPUs"
+    )
+    parser.add_argument(
+        "--models", type=int, nargs="+", default=list(range(len(MODELS if GPU else SMALL)))
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=2, help="each with new models")
     parser.add_argument("--turns", type=int, default=6, help="of each round")
-    parser.add_argument("--steps", type=int, default=16, help="of each turn; where the host is uneven, few")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="of each turn; where the host is uneven, few"
+    )
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--float32", action="store_true")
-    parser.add_argument("--profile", type=Path, help="a folder, for what host and GPU spend their time on")
+    parser.add_argument(
+        "--profile", type=Path, help="a folder, for what host and GPU spend their time on"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

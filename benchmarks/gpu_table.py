@@ -1,7 +1,8 @@
-"""Tables of the runs on real GPUs, from their journals: `python -m benchmarks.gpu_table [JOURNAL...]`.
+"""Tables of the runs on real GPUs, from their journals: `python -m benchmarks.gpu_table
+[JOURNAL...]`.
 
-With `--compare`, the layouts of the comparisons instead of the searches; with `--memory`, the memory predicted for each
-batch before it ran and the peak measured then.
+With `--compare`, the layouts of the comparisons instead of the searches; with `--memory`, the
+memory predicted for each batch before it ran and the peak measured then.
 """
 
 from __future__ import annotations
@@ -23,11 +24,35 @@ from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, Plan
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
-HEADS = ("run", "devices", "global batch", "chosen shares", "samples/s", "even split", "best alone", "of the solos",
-         "probes", "out of memory", "seconds")  # fmt: skip
+HEADS = (
+    "run",
+    "devices",
+    "global batch",
+    "chosen shares",
+    "samples/s",
+    "even split",
+    "best alone",
+    "of the solos",
+    "probes",
+    "out of memory",
+    "seconds",
+)
 COMPARED = ("workload", "layout", "global batch", "samples/s", "±", "of the best alone")
-MEMORY_HEADS = ("run", "layout", "device", "samples", "line from", "predicted, MiB", "measured, MiB", "ratio")
-WORDS = {"neighbour": "other work on the second", "strategy": "the strategy's sums", "grpc": "sums over gRPC"}
+MEMORY_HEADS = (
+    "run",
+    "layout",
+    "device",
+    "samples",
+    "line from",
+    "predicted, MiB",
+    "measured, MiB",
+    "ratio",
+)
+WORDS = {
+    "neighbour": "other work on the second",
+    "strategy": "the strategy's sums",
+    "grpc": "sums over gRPC",
+}
 MIB = 1 << 20
 
 
@@ -35,8 +60,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("journals", nargs="*", type=Path)
-    parser.add_argument("--compare", action="store_const", dest="table", const=(COMPARED, _compared))
-    parser.add_argument("--memory", action="store_const", dest="table", const=(MEMORY_HEADS, _memory_rows))
+    parser.add_argument(
+        "--compare", action="store_const", dest="table", const=(COMPARED, _compared)
+    )
+    parser.add_argument(
+        "--memory", action="store_const", dest="table", const=(MEMORY_HEADS, _memory_rows)
+    )
     options = parser.parse_args()
     heads, rows_of = options.table or (HEADS, _searched)
     print(f"| {' | '.join(heads)} |")
@@ -64,7 +93,9 @@ def _compared(path: Path) -> Iterator[list[str]]:
         if one.candidate.layout.traits.alone and not one.candidate.layout.knobs
     ]
     for one, words in zip(
-        standings, say_all(describe_all([each.candidate for each in standings], found.problem.devices)), strict=True
+        standings,
+        say_all(describe_all([each.candidate for each in standings], found.problem.devices)),
+        strict=True,
     ):
         rate = one.throughput.value
         against = f"{rate / max(alone):.2f}" if alone else ""
@@ -109,17 +140,27 @@ def _memory_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
-    """The predicted memory of a batch; empty without a prediction, or if the batch had run already."""
+    """The predicted memory of a batch; empty without a prediction, or if the batch had run
+    already.
+    """
     share, peak = seen.probe.layout.shares[position], seen.memory_bytes[position]
     if memory.line is None or peak is None or share in dict(memory.points):
         return []
     predicted = memory.line[0] + memory.line[1] * share
     points = " and ".join(str(batch) for batch, _ in memory.apart[-2:])
-    return [str(share), points, f"{predicted / MIB:,.0f}", f"{peak / MIB:,.0f}", f"{predicted / peak:.3f}"]
+    return [
+        str(share),
+        points,
+        f"{predicted / MIB:,.0f}",
+        f"{peak / MIB:,.0f}",
+        f"{predicted / peak:.3f}",
+    ]
 
 
 def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:
-    """The sum of the devices' samples/s alone at their shares, by curves of their solo probes; None for one device."""
+    """The sum of the devices' samples/s alone at their shares, by curves of their solo probes; None
+    for one device.
+    """
     if len(plan.layout.active) < 2:
         return None
     total = 0.0
@@ -129,14 +170,19 @@ def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:
             for seen in record.seen
             if isinstance(seen.seen, Timed) and seen.seen.probe.layout.active == (position,)
         ]
-        curve = fit_curve(Point(one.probe.layout.global_batch, one.step_seconds, relative_error(one)) for one in alone)
+        curve = fit_curve(
+            Point(one.probe.layout.global_batch, one.step_seconds, relative_error(one))
+            for one in alone
+        )
         if share and curve is not None:
             total += share / curve.seconds(share)
     return total
 
 
 def _gain(plan: Plan, name: str) -> str:
-    """The plan's gain over a rival; empty where the rival wasn't measured, or is the plan itself."""
+    """The plan's gain over a rival; empty where the rival wasn't measured, or is the plan
+    itself.
+    """
     rival = next((rival for rival in plan.evidence if rival.name == name), None)
     if rival is None or rival.layout.batches == plan.batches:
         return ""

@@ -15,44 +15,93 @@ START_SECONDS = 60.0  # of a search or of several trainings, at most
 
 
 def training(bench: GpuBench) -> None:
-    """6. The example scripts with their plan: samples/s of the plan, of the training, and in the monitor."""
-    common = ("--framework", bench.framework, "--devices", bench.pair, "--budget", bench.budget, "--repeat", "1")
+    """6. The example scripts with their plan: samples/s of the plan, of the training, and in the
+    monitor.
+    """
+    common = (
+        "--framework",
+        bench.framework,
+        "--devices",
+        bench.pair,
+        "--budget",
+        bench.budget,
+        "--repeat",
+        "1",
+    )
     for batch, seconds in ((32768, 60), (4096, 60)):
         if bench.match not in f"training at {batch}":
             continue
-        more = ("--rows", "1048576", "--seconds", str(seconds), "--balance", "global-batch", str(batch))
+        more = (
+            "--rows",
+            "1048576",
+            "--seconds",
+            str(seconds),
+            "--balance",
+            "global-batch",
+            str(batch),
+        )
         command = [sys.executable, "-m", "benchmarks.training", *common, *more]
         live: list[Any] = []
         child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=bench.environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=bench.environment,
         )
         while child.poll() is None:
             time.sleep(5.0)
-            seen = bench.run(f"live of training at {batch}", "monitor", "--once", "--devices", "gpu", "--json")
-            live.append([device["samples_per_second"]["value"] for device in seen.get("devices", [])])
+            seen = bench.run(
+                f"live of training at {batch}", "monitor", "--once", "--devices", "gpu", "--json"
+            )
+            live.append(
+                [device["samples_per_second"]["value"] for device in seen.get("devices", [])]
+            )
         out, _ = child.communicate()
         bench.keep(
             f"training at {batch}",
-            {"command": command[1:], "exit_code": child.returncode, "output": out[-8000:], "live": live},
+            {
+                "command": command[1:],
+                "exit_code": child.returncode,
+                "output": out[-8000:],
+                "live": live,
+            },
         )
         print(out[-2000:], live[-2:], flush=True)
 
 
 def trainers(bench: GpuBench) -> None:
-    """transformers' Trainer with the second GPU at 60 %: by a plan, by even shares, on each GPU alone."""
+    """transformers' Trainer with the second GPU at 60 %: by a plan, by even shares, on each GPU
+    alone.
+    """
     with bench.mps() as variables:
-        train(bench, "trainers", bench.limited("", "60%"), 192, "plan,even,alone", 30, env=variables)
+        train(
+            bench, "trainers", bench.limited("", "60%"), 192, "plan,even,alone", 30, env=variables
+        )
 
 
 def adapters(bench: GpuBench) -> None:
-    """Lightning and accelerate by the plan of `trainers`, which is searched for if it isn't in the folder."""
+    """Lightning and accelerate by the plan of `trainers`, which is searched for if it isn't in the
+    folder.
+    """
     others = ("--trainers", "lightning", "accelerate")
     with bench.mps() as variables:
-        train(bench, "trainers", bench.limited("", "60%"), 192, "plan,even,alone", 10, *others, env=variables)
+        train(
+            bench,
+            "trainers",
+            bench.limited("", "60%"),
+            192,
+            "plan,even,alone",
+            10,
+            *others,
+            env=variables,
+        )
 
 
 def texts(bench: GpuBench) -> None:
-    """Texts of unequal length, the second GPU at 60 %: by a plan, and by transformers' own samplings at even shares."""
+    """Texts of unequal length, the second GPU at 60 %: by a plan, and by transformers' own
+    samplings at even shares.
+    """
     with bench.mps() as variables:
         variants = "plan,balanced,grouped,even"
         train(bench, "texts", bench.limited("", "60%"), 256, variants, 15, "--texts", env=variables)
@@ -64,22 +113,49 @@ def texts_on_equal(bench: GpuBench) -> None:
 
 
 def memory(bench: GpuBench) -> None:
-    """The second GPU with a quarter of the memory: 500 steps in passes, without passes, and two full GPUs."""
+    """The second GPU with a quarter of the memory: 500 steps in passes, without passes, and two
+    full GPUs.
+    """
     train(bench, "memory", _quarter(bench), 96, "plan,once,whole", 55)
 
 
 def memory_grid(bench: GpuBench) -> None:
     """The plan of `memory` among other shares and passes, in turns."""
-    plan, steps = bench.out / "memory.toml", ("--steps", "2", "--width", "0.05", "--turns", "2", "--pairs", "2")
-    where = ("--devices", _quarter(bench), "--workload", name_build("huggingface"), "--framework", "torch")
+    plan, steps = (
+        bench.out / "memory.toml",
+        ("--steps", "2", "--width", "0.05", "--turns", "2", "--pairs", "2"),
+    )
+    where = (
+        "--devices",
+        _quarter(bench),
+        "--workload",
+        name_build("huggingface"),
+        "--framework",
+        "torch",
+    )
     settings = ("--set", *_settings(bench, texts=False), "--seconds", "1.5")
     if plan.exists():
-        bench.script("memory, grid", "benchmarks.grid", str(plan), *where, *settings, *steps, seconds=3 * START_SECONDS)
+        bench.script(
+            "memory, grid",
+            "benchmarks.grid",
+            str(plan),
+            *where,
+            *settings,
+            *steps,
+            seconds=3 * START_SECONDS,
+        )
 
 
 def sharded(bench: GpuBench) -> None:
     """FSDP2 at uneven shares, of a model that is larger than what the second GPU may use."""
-    devices = ("--devices", bench.limited("", "8GiB"), "--rows", "2", "--size", _size(bench, "huge"))
+    devices = (
+        "--devices",
+        bench.limited("", "8GiB"),
+        "--rows",
+        "2",
+        "--size",
+        _size(bench, "huge"),
+    )
     bench.script("sharded", "benchmarks.trainers", "sharded", *devices, seconds=2 * START_SECONDS)
 
 
@@ -100,19 +176,41 @@ def train(
     *more: str,
     env: dict[str, str] | None = None,
 ) -> None:
-    """Find a plan for transformers' Trainer, unless there is one of this name, and train by it and otherwise."""
+    """Find a plan for transformers' Trainer, unless there is one of this name, and train by it and
+    otherwise.
+    """
     plan = bench.out / f"{name.replace(' ', '-')}.toml"
     if not plan.exists():
-        settings = [word for each in _settings(bench, "--texts" in more) for word in ("--set", each)]
+        settings = [
+            word for each in _settings(bench, "--texts" in more) for word in ("--set", each)
+        ]
         fixed = ("--global-batch", str(batch), "--export", str(plan))
         bench.balance(name, devices, name_build("huggingface"), *settings, *fixed, env=env)
     if plan.exists():
         lengths = ("--seconds", str(seconds), "--beside", str(min(seconds, 8)), "--repeat", "1")
-        words = ("variants", "--plan", str(plan), "--size", _size(bench, "large"), "--variants", variants, *lengths)
+        words = (
+            "variants",
+            "--plan",
+            str(plan),
+            "--size",
+            _size(bench, "large"),
+            "--variants",
+            variants,
+            *lengths,
+        )
         trainer = () if "--trainers" in more else ("--trainers", "huggingface")
         limit = 4 * START_SECONDS + 2 * seconds
         title = f"{name}, {' '.join(more) or 'trained'}"
-        bench.script(title, "benchmarks.trainers", *words, *trainer, *_half(bench), *more, seconds=limit, env=env)
+        bench.script(
+            title,
+            "benchmarks.trainers",
+            *words,
+            *trainer,
+            *_half(bench),
+            *more,
+            seconds=limit,
+            env=env,
+        )
 
 
 def _quarter(bench: GpuBench) -> str:
@@ -120,7 +218,11 @@ def _quarter(bench: GpuBench) -> str:
 
 
 def _settings(bench: GpuBench, texts: bool) -> Sequence[str]:
-    return f"size={_size(bench, 'large')}", f"bf16={not bench.small}".lower(), f"texts={texts}".lower()
+    return (
+        f"size={_size(bench, 'large')}",
+        f"bf16={not bench.small}".lower(),
+        f"texts={texts}".lower(),
+    )
 
 
 def _size(bench: GpuBench, size: str) -> str:

@@ -1,7 +1,8 @@
-"""Monitors at the same time on loaded GPUs: the cost of each, and evener's figures against nvidia-smi's.
+"""Monitors at the same time on loaded GPUs: the cost of each, and evener's figures against
+nvidia-smi's.
 
-Each monitor has a pseudo-terminal of its own and its default interval of about a second. CPU is user plus system time
-of the process, in a window that begins after all have started.
+Each monitor has a pseudo-terminal of its own and its default interval of about a second. CPU is
+user plus system time of the process, in a window that begins after all have started.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from evener.__main__ import main
 main()
 """,
     "nvitop": "from nvitop.cli import main; main()",
-    "gpustat": "import sys; sys.argv = ['gpustat', '-i', '1']; from gpustat.cli import main; main()",
+    "gpustat": (
+        "import sys; sys.argv = ['gpustat', '-i', '1']; from gpustat.cli import main; main()"
+    ),
     "nvtop": "import os; os.execvp('nvtop', ['nvtop'])",
 }
 EVENER_JSON = (sys.executable, "-m", "evener", "monitor", "--json", "-i", "1", "--devices")
@@ -71,21 +74,33 @@ def installed() -> list[str]:
     return ["evener", "evener --metrics", *modules, *(["nvtop"] if shutil.which("nvtop") else [])]
 
 
-def compare_monitors(seconds: float, environment: dict[str, str], devices: str = "gpu") -> dict[str, Any]:
+def compare_monitors(
+    seconds: float, environment: dict[str, str], devices: str = "gpu"
+) -> dict[str, Any]:
     """CPU, memory and output of all monitors over the same seconds, and evener's readings as JSON.
 
     Metrics are fetched once a second where they are served.
     """
     with ExitStack() as stack:
-        screens = {name: Screen(SCREENS[name].format(devices=devices), environment) for name in installed()}
+        screens = {
+            name: Screen(SCREENS[name].format(devices=devices), environment) for name in installed()
+        }
         for screen in screens.values():
             stack.callback(screen.close)
-        lines = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe that nobody reads fills up
+        lines = stack.enter_context(
+            tempfile.TemporaryFile("w+")
+        )  # a pipe that nobody reads fills up
         command = (*EVENER_JSON, devices)
-        reader = stack.enter_context(subprocess.Popen(command, stdout=lines, text=True, env=environment))
+        reader = stack.enter_context(
+            subprocess.Popen(command, stdout=lines, text=True, env=environment)
+        )
         stack.callback(reader.terminate)
         time.sleep(2 * SETTLE_SECONDS)
-        alive = {name: screen for name, screen in screens.items() if screen.process.status() != psutil.STATUS_ZOMBIE}
+        alive = {
+            name: screen
+            for name, screen in screens.items()
+            if screen.process.status() != psutil.STATUS_ZOMBIE
+        }
         before = {name: _spent(screen) for name, screen in alive.items()}
         plain = psutil.Process(reader.pid)
         plain_before, parts_before = _cpu_seconds(plain), _threads(alive["evener"])
@@ -98,16 +113,24 @@ def compare_monitors(seconds: float, environment: dict[str, str], devices: str =
             time.sleep(max(0.0, began + second + 1 - time.perf_counter()))
         took = time.perf_counter() - began
         costs = {name: _cost(before[name], screen, took) for name, screen in alive.items()}
-        parts = {thread: spent - parts_before.get(thread, 0.0) for thread, spent in _threads(alive["evener"]).items()}
-        costs["evener"]["cpu_percent_by_thread"] = sorted((100 * part / took for part in parts.values()), reverse=True)
+        parts = {
+            thread: spent - parts_before.get(thread, 0.0)
+            for thread, spent in _threads(alive["evener"]).items()
+        }
+        costs["evener"]["cpu_percent_by_thread"] = sorted(
+            (100 * part / took for part in parts.values()), reverse=True
+        )
         costs["evener --json"] = {"cpu_percent": 100 * (_cpu_seconds(plain) - plain_before) / took}
         reader.terminate()
         reader.wait(timeout=10)
         lines.seek(0)
         out = lines.read()
-    readings = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    readings = [
+        json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")
+    ]
     missing = {
-        name: bytes(screens[name].seen[-300:]).decode(errors="replace") for name in screens.keys() - alive.keys()
+        name: bytes(screens[name].seen[-300:]).decode(errors="replace")
+        for name in screens.keys() - alive.keys()
     }
     found = {"seconds": took, "costs": costs, "did_not_run": missing, "metrics": metrics}
     return {**found, "nvidia_smi": witness, "readings": readings}
@@ -115,13 +138,18 @@ def compare_monitors(seconds: float, environment: dict[str, str], devices: str =
 
 def fetch_metrics() -> str:
     """What Prometheus would get; empty if nobody serves it."""
-    with suppress(OSError), urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5) as answer:
+    with (
+        suppress(OSError),
+        urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5) as answer,
+    ):
         return str(answer.read().decode())
     return ""
 
 
 def smi() -> list[list[str]]:
-    """nvidia-smi's rows: GPU, utilisation, MiB in use, watts, °C, clocks of multiprocessors and memory."""
+    """nvidia-smi's rows: GPU, utilisation, MiB in use, watts, °C, clocks of multiprocessors and
+    memory.
+    """
     if not shutil.which(SMI[0]):
         return []
     done = subprocess.run(SMI, capture_output=True, text=True, timeout=20)

@@ -1,7 +1,9 @@
-"""Is a plan the best of its neighbourhood? `python -m benchmarks.grid PLAN --devices D [--workload W]`.
+"""Is a plan the best of its neighbourhood? `python -m benchmarks.grid PLAN --devices D [--workload
+W]`.
 
-A grid of shares around the plan is timed in turns by probes. The winner of a grid is also the luckiest of many, so it
-is timed once more in pairs with the plan, and the regret comes from these pairs alone.
+A grid of shares around the plan is timed in turns by probes. The winner of a grid is also the
+luckiest of many, so it is timed once more in pairs with the plan, and the regret comes from these
+pairs alone.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Grid:
         return None
 
     def all_in_turns(self, layouts: Sequence[Layout], turns: int) -> None:
-        """Each layout once per turn; every second turn in reverse order, so that a drift affects all equally."""
+        """Each layout once per turn; every second turn in reverse order, so that a drift affects
+        all equally.
+        """
         for turn in range(turns):
             for layout in layouts if turn % 2 == 0 else reversed(layouts):
                 if layout not in self.failed:
@@ -69,9 +73,11 @@ class Grid:
 
 
 def around(plan: Plan, steps: int, width: float) -> list[Layout]:
-    """The plan's layout, its shares moved both ways in steps of `width` of the batch, the even split, and solos.
+    """The plan's layout, its shares moved both ways in steps of `width` of the batch, the even
+    split, and solos.
 
-    Each in the fewest passes that fit; where that is several, the plan's shares also in one pass more.
+    Each in the fewest passes that fit; where that is several, the plan's shares also in one pass
+    more.
     """
     batches, total = plan.batches, plan.layout.global_batch
     first, second = _largest_two(batches)
@@ -82,8 +88,13 @@ def around(plan: Plan, steps: int, width: float) -> list[Layout]:
         moved[first], moved[second] = moved[first] + change, moved[second] - change
         if step and min(moved[first], moved[second]) > 0:
             layouts.append(lay(plan, tuple(moved)))
-    even = tuple(total * (i + 1) // len(batches) - total * i // len(batches) for i in range(len(batches)))
-    alone = (tuple(total * (i == position) for i in range(len(batches))) for position in range(len(batches)))
+    even = tuple(
+        total * (i + 1) // len(batches) - total * i // len(batches) for i in range(len(batches))
+    )
+    alone = (
+        tuple(total * (i == position) for i in range(len(batches)))
+        for position in range(len(batches))
+    )
     layouts += [lay(plan, shares) for shares in (even, *alone)]
     return list(dict.fromkeys(layouts))
 
@@ -94,7 +105,9 @@ def chosen(plan: Plan) -> Layout:
 
 
 def lay(plan: Plan, batches: tuple[int, ...], more: int = 0) -> Layout:
-    """These shares in the fewest passes that the plan knows to fit, or in so many more where that is several."""
+    """These shares in the fewest passes that the plan knows to fit, or in so many more where that
+    is several.
+    """
     micro = []
     for batch, share in zip(batches, plan.layout.share, strict=True):
         passes = -(-batch // (share.most or batch or 1))
@@ -122,11 +135,17 @@ def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, 
     return {
         "plan": {"batches": plan.batches, "samples_per_second": plan.throughput.samples_per_second},
         "grid": [
-            {"batches": layout.shares, "micro": layout.micro, "median": statistics.median(rates), "rates": rates}
+            {
+                "batches": layout.shares,
+                "micro": layout.micro,
+                "median": statistics.median(rates),
+                "rates": rates,
+            }
             for layout, rates in grid.rates.items()
         ],
         "failed": [
-            {"batches": layout.shares, "micro": layout.micro, "why": why} for layout, why in grid.failed.items()
+            {"batches": layout.shares, "micro": layout.micro, "why": why}
+            for layout, why in grid.failed.items()
         ],
         "winner": {"batches": winner.shares, "micro": winner.micro},
         "plan_over_winner": statistics.median(ratios) if ratios else None,
@@ -137,28 +156,45 @@ def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, 
 
 def main() -> None:
     """Measure, and print the document; a summary goes to stderr."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("plan", type=Path)
     parser.add_argument("--devices", required=True)
     parser.add_argument("--workload")
     parser.add_argument("--framework", default="tensorflow")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the workload")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the workload"
+    )
     parser.add_argument("--steps", type=int, default=4, help="each way")
-    parser.add_argument("--width", type=float, default=0.02, help="of a step, as a part of the global batch")
+    parser.add_argument(
+        "--width", type=float, default=0.02, help="of a step, as a part of the global batch"
+    )
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=4, help="of measurements of the plan and the winner")
+    parser.add_argument(
+        "--pairs", type=int, default=4, help="of measurements of the plan and the winner"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     options = parser.parse_args()
     settings = dict(each.split("=", 1) for each in options.set)
     request = Request(
-        devices=options.devices, workload=options.workload, framework=options.framework, settings=settings
+        devices=options.devices,
+        workload=options.workload,
+        framework=options.framework,
+        settings=settings,
     )
     found = run(load_plan(options.plan), request, options)
     print(json.dumps(found))
     for row in sorted(found["grid"], key=lambda row: -row["median"]):
         passes = f" in passes of {', '.join(map(str, row['micro']))}" if row["micro"] else ""
-        print(f"{' + '.join(map(str, row['batches'])):>24}  {row['median']:14,.0f} samples/s{passes}", file=sys.stderr)
-    print(f"the plan / the winner of the grid, in pairs: {found['plan_over_winner']:.4f}", file=sys.stderr)
+        print(
+            f"{' + '.join(map(str, row['batches'])):>24}  {row['median']:14,.0f} samples/s{passes}",
+            file=sys.stderr,
+        )
+    print(
+        f"the plan / the winner of the grid, in pairs: {found['plan_over_winner']:.4f}",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

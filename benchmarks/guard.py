@@ -1,7 +1,9 @@
-"""The cost of watching a probe for interference on a real GPU: `python -m benchmarks.guard [--device gpu:0]`.
+"""The cost of watching a probe for interference on a real GPU: `python -m benchmarks.guard
+[--device gpu:0]`.
 
-Readings are timed as a probe takes them, between blocks. Then another process takes a part of the GPU's memory (with
-torch). It counts as a child of the session first, by its pid, then as somebody else's process.
+Readings are timed as a probe takes them, between blocks. Then another process takes a part of the
+GPU's memory (with torch). It counts as a child of the session first, by its pid, then as somebody
+else's process.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def main() -> None:
     """Print the figures as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="gpu:0", help="one GPU, as in --devices")
-    parser.add_argument("--share", type=float, default=0.3, help="part of its memory that the other process takes")
+    parser.add_argument(
+        "--share", type=float, default=0.3, help="part of its memory that the other process takes"
+    )
     options = parser.parse_args()
     device = discover(options.device).devices[0]
     print(f"# Watching probes on {device.name}\n")
@@ -59,7 +63,8 @@ def _costs(device: Device) -> str:
     monitor.close()
     slow = statistics.quantiles(times, n=100)[98]
     return (
-        f"A reading between two blocks: median {statistics.median(times) * 1e6:.0f} us, 99 % within {slow * 1e6:.0f} us"
+        f"A reading between two blocks: median {statistics.median(times) * 1e6:.0f} us, 99 % "
+        f"within {slow * 1e6:.0f} us"
         f" (1000 are allowed). A reading of memory and processes: {full * 1e6:.0f} us."
     )
 
@@ -70,8 +75,10 @@ def _driver_counters(device: Device) -> str:
     seen = watch.answer(time.monotonic() + 10.0)
     watch.close()
     return (
-        f"The driver counts: held back {seen.held_seconds} s, at its power limit {seen.capped_seconds} s, in use"
-        f" {(seen.used_bytes or 0) / 2**20:.0f} MiB by {len(seen.processes)} named processes. {seen.trouble}"
+        f"The driver counts: held back {seen.held_seconds} s, at its power limit "
+        f"{seen.capped_seconds} s, in use"
+        f" {(seen.used_bytes or 0) / 2**20:.0f} MiB by {len(seen.processes)} named processes. "
+        f"{seen.trouble}"
     )
 
 
@@ -87,7 +94,11 @@ def _taken(device: Device, share: float) -> str:
         somebodys = monitor.measure_short((0,), (), (0,)).get(0, 0)
         other.kill()
     monitor.close()
-    rows = (("nobody", before), ("a child of the session, by its pid", own), ("somebody else", somebodys))
+    rows = (
+        ("nobody", before),
+        ("a child of the session, by its pid", own),
+        ("somebody else", somebodys),
+    )
     lines = [f"| {size / 2**20:.0f} MiB held by | reported as missing |", "| --- | ---: |"]
     return "\n".join((*lines, *(f"| {who} | {short / 2**20:.0f} MiB |" for who, short in rows)))
 

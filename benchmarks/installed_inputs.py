@@ -1,4 +1,5 @@
-"""Tiny models and data for benchmarks.installed_programs: `python benchmarks/installed_inputs.py FOLDER`.
+"""Tiny models and data for benchmarks.installed_programs: `python benchmarks/installed_inputs.py
+FOLDER`.
 
 It runs in the environment of a program that has transformers, and needs no network.
 """
@@ -23,7 +24,10 @@ from transformers import (
     set_seed,
 )
 
-WORDS = """the a cat dog bird sees likes has red blue small large house tree and or not with of in on is was""".split()  # noqa: SIM905
+WORDS = [
+    *("the", "a", "cat", "dog", "bird", "sees", "likes", "has", "red", "blue", "small", "large"),
+    *("house", "tree", "and", "or", "not", "with", "of", "in", "on", "is", "was"),
+]
 CHAT = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ' ' + m['content'] + '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant ' }}{% endif %}"
@@ -40,7 +44,7 @@ class Accuracy(evaluate.Metric):
 
     def _compute(self, predictions, references):
         return {"accuracy": sum(p == r for p, r in zip(predictions, references)) / len(predictions)}
-"""
+"""  # noqa: E501
 
 
 def main() -> None:
@@ -49,19 +53,42 @@ def main() -> None:
     draw = random.Random(3)
     tokenizer = make_tokenizer()
     set_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     marks = {"vocab_size": len(tokenizer), "pad_token_id": 0}
     llama = LlamaForCausalLM(
         LlamaConfig(
-            **sizes, **marks, num_key_value_heads=4, bos_token_id=1, eos_token_id=2, max_position_embeddings=128
+            **sizes,
+            **marks,
+            num_key_value_heads=4,
+            bos_token_id=1,
+            eos_token_id=2,
+            max_position_embeddings=128,
         )
     )
     save(llama, tokenizer, folder / "llama")
     save(llama.double(), tokenizer, folder / "llama64")
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128}
-    save(BertForSequenceClassification(BertConfig(**sizes, **marks, **still)), tokenizer, folder / "bert-base-cased")
+    still = {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 128,
+    }
+    save(
+        BertForSequenceClassification(BertConfig(**sizes, **marks, **still)),
+        tokenizer,
+        folder / "bert-base-cased",
+    )
     turns = [
-        {"messages": [{"role": "user", "content": say(draw)}, {"role": "assistant", "content": say(draw)}]}
+        {
+            "messages": [
+                {"role": "user", "content": say(draw)},
+                {"role": "assistant", "content": say(draw)},
+            ]
+        }
         for _ in range(128)
     ]
     (folder / "chat").mkdir(exist_ok=True)
@@ -84,7 +111,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     marks = ["<pad>", "<s>", "</s>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
     letters = [*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ:,.#'-0123456789"]
     made.train_from_iterator(
-        WORDS * 10, trainers.BpeTrainer(vocab_size=300, special_tokens=marks, initial_alphabet=letters)
+        WORDS * 10,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=marks, initial_alphabet=letters),
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=made,
@@ -119,10 +147,17 @@ def write_pairs(folder: Path, draw: random.Random) -> None:
     home = folder / "nyu-mll" / "glue"
     home.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", 350), ("validation", 60)):
-        rows = [{"sentence1": say(draw), "sentence2": say(draw), "label": i % 2, "idx": i} for i in range(count)]
+        rows = [
+            {"sentence1": say(draw), "sentence2": say(draw), "label": i % 2, "idx": i}
+            for i in range(count)
+        ]
         write_lines(home / f"{split}.jsonl", rows)
-    splits = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation"))
-    (home / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{splits}---\n")
+    splits = "".join(
+        f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation")
+    )
+    (home / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{splits}---\n"
+    )
 
 
 def write_images(folder: Path, draw: random.Random) -> None:
@@ -131,7 +166,9 @@ def write_images(folder: Path, draw: random.Random) -> None:
         (folder / kind).mkdir(parents=True, exist_ok=True)
         for number in range(48):
             level = draw.randint(0, 120) + 120 * (kind == "light")
-            Image.new("RGB", (32, 32), (level, draw.randint(0, 255), level)).save(folder / kind / f"{number}.png")
+            Image.new("RGB", (32, 32), (level, draw.randint(0, 255), level)).save(
+                folder / kind / f"{number}.png"
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Runs published training programs as they are: by their own launcher, by shares 3:1, and by shares that move.
+"""Runs published training programs as they are: by their own launcher, by shares 3:1, and by shares
+that move.
 
-`python -m benchmarks.installed_programs --environments FOLDER --inputs FOLDER NAME...` wants each program's environment
-(with evener beside it) as FOLDER/ENVIRONMENT, its script as FOLDER/src/..., and what benchmarks/installed_inputs.py has
-written. It prints a row of docs/run.md for each: versions, evener's first words, and how far the weights are from those
-of the program's own launcher, in parts of the norm of their change. Two CPU slices train, without a network.
+`python -m benchmarks.installed_programs --environments FOLDER --inputs FOLDER NAME...` wants each
+program's environment (with evener beside it) as FOLDER/ENVIRONMENT, its script as FOLDER/src/...,
+and what benchmarks/installed_inputs.py has written. It prints a row of docs/run.md for each:
+versions, evener's first words, and how far the weights are from those of the program's own
+launcher, in parts of the norm of their change. Two CPU slices train, without a network.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ device = "cpu-1-of-2"
 batch = 1
 """
 TRAINING = (
-    "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_train_epochs 3 --report_to none"
+    "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_train_epochs 3 "
+    "--report_to none"
     " --logging_steps 5 --save_strategy no --output_dir out --seed 7"
 )
 SFT = (
-    "--model_name_or_path {inputs}/llama --dataset_name {inputs}/chat --max_length 64 --use_cpu --bf16 False"
+    "--model_name_or_path {inputs}/llama --dataset_name {inputs}/chat --max_length 64 "
+    "--use_cpu --bf16 False"
     " --lr_scheduler_type linear"
 )
 FACTORY = """
@@ -82,7 +86,9 @@ use_cpu: true
 
 
 class Program(msgspec.Struct, frozen=True):
-    """A program: its environment, what is run there, the packages whose versions count, and how it starts itself."""
+    """A program: its environment, what is run there, the packages whose versions count, and how it
+    starts itself.
+    """
 
     environment: str
     words: str  # after python; {inputs}, {src}, {rate} and {optimizer} are filled in
@@ -96,27 +102,38 @@ class Program(msgspec.Struct, frozen=True):
 TRAINERS = ("transformers", "accelerate")
 PROGRAMS = {
     "trl": Program(
-        "hf", f"-m trl.scripts.sft {SFT} {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}", ("trl", *TRAINERS)
+        "hf",
+        f"-m trl.scripts.sft {SFT} {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
+        ("trl", *TRAINERS),
     ),
     "run_clm": Program(
         "hf",
-        "{src}/run_clm.py --model_name_or_path {inputs}/llama --train_file {inputs}/text.txt --do_train"
+        "{src}/run_clm.py --model_name_or_path {inputs}/llama --train_file {inputs}/text.txt "
+        "--do_train"
         " --block_size 32 --max_train_samples 128"
         f" --use_cpu {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
         TRAINERS,
     ),
     "run_clm64": Program(
         "hf",
-        "{src}/run_clm.py --model_name_or_path {inputs}/llama64 --dtype auto --train_file {inputs}/text.txt --do_train"
-        f" --block_size 32 --max_train_samples 128 --use_cpu {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
+        "{src}/run_clm.py --model_name_or_path {inputs}/llama64 --dtype auto --train_file "
+        "{inputs}/text.txt --do_train"
+        f" --block_size 32 --max_train_samples 128 --use_cpu {TRAINING} --optim {{optimizer}} "
+        f"--learning_rate {{rate}}",
         TRAINERS,
     ),
     "nlp_example": Program(
-        "hf", "{src}/accelerate/examples/nlp_example.py --cpu", ("accelerate",), optimizers=(("adamw", ""),)
+        "hf",
+        "{src}/accelerate/examples/nlp_example.py --cpu",
+        ("accelerate",),
+        optimizers=(("adamw", ""),),
     ),
     "complete_nlp_example": Program(
         "hf",
-        "{src}/accelerate/examples/complete_nlp_example.py --cpu --checkpointing_steps epoch --output_dir out",
+        (
+            "{src}/accelerate/examples/complete_nlp_example.py --cpu --checkpointing_steps epoch "
+            "--output_dir out"
+        ),
         ("accelerate",),
         optimizers=(("adamw", ""),),
     ),
@@ -130,8 +147,10 @@ PROGRAMS = {
     ),
     "swift": Program(
         "swift",
-        "swift sft --model {inputs}/llama --model_type llama --template default --dataset {inputs}/chat/train.jsonl"
-        " --tuner_type full --torch_dtype float32 --max_length 64 --use_cpu true --gradient_checkpointing false"
+        "swift sft --model {inputs}/llama --model_type llama --template default --dataset "
+        "{inputs}/chat/train.jsonl"
+        " --tuner_type full --torch_dtype float32 --max_length 64 --use_cpu true "
+        "--gradient_checkpointing false"
         f" --split_dataset_ratio 0 {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
         ("ms_swift", *TRAINERS),
         own="{words}",
@@ -145,9 +164,12 @@ PROGRAMS = {
     ),
     "timm": Program(
         "hf",
-        "{src}/timm/train.py --data-dir {inputs}/images --val-split train --device cpu --model vit_tiny_patch16_224"
-        " --input-size 3 32 32 --gp avg --model-kwargs img_size=32 patch_size=8 depth=2 embed_dim=48 num_heads=3"
-        " class_token=False --num-classes 2 -b 4 --epochs 1 --warmup-epochs 0 --sched step --decay-epochs 100"
+        "{src}/timm/train.py --data-dir {inputs}/images --val-split train --device cpu "
+        "--model vit_tiny_patch16_224"
+        " --input-size 3 32 32 --gp avg --model-kwargs img_size=32 patch_size=8 depth=2 "
+        "embed_dim=48 num_heads=3"
+        " class_token=False --num-classes 2 -b 4 --epochs 1 --warmup-epochs 0 --sched step "
+        "--decay-epochs 100"
         " --lr {rate} --opt {optimizer} --no-aug --workers 1 --output out",
         ("timm",),
         optimizers=(("sgd", "0.05"), ("adamw", "1e-3")),
@@ -160,7 +182,8 @@ PROGRAMS = {
     ),
     "ultralytics": Program(
         "ul",
-        "yolo classify train data={inputs}/images model=yolo11n-cls.yaml imgsz=32 epochs=2 batch=8 device=cpu val=False"
+        "yolo classify train data={inputs}/images model=yolo11n-cls.yaml imgsz=32 epochs=2 "
+        "batch=8 device=cpu val=False"
         " plots=False workers=0 project=out pretrained=False optimizer={optimizer} lr0={rate}",
         ("ultralytics",),
         optimizers=(("SGD", "0.01"),),
@@ -172,7 +195,9 @@ PROGRAMS = {
 def main() -> None:
     """Print a row for each of the programs, and each of its optimizers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", default=[*PROGRAMS], metavar="NAME", help=", ".join(PROGRAMS))
+    parser.add_argument(
+        "names", nargs="*", default=[*PROGRAMS], metavar="NAME", help=", ".join(PROGRAMS)
+    )
     parser.add_argument("--environments", type=Path, required=True)
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--ways", default="plan,moved", help="plan, moved")
@@ -201,10 +226,17 @@ def report(name: str, optimizer: str, rate: str, options: argparse.Namespace) ->
 
 
 class Start:
-    """One start of a program in a folder of its own: `way` is "plan" or "moved", or none for its own launcher."""
+    """One start of a program in a folder of its own: `way` is "plan" or "moved", or none for its
+    own launcher.
+    """
 
     def __init__(
-        self, program: Program, options: argparse.Namespace, places: dict[str, Any], name: str, way: str = ""
+        self,
+        program: Program,
+        options: argparse.Namespace,
+        places: dict[str, Any],
+        name: str,
+        way: str = "",
     ) -> None:
         self._program, self._way = program, way
         self._home = options.environments / program.environment
@@ -229,7 +261,9 @@ class Start:
             words = ["evener", "run", *shares, "--", *python, *words]
         with (self._folder / "log.txt").open("w") as log:
             outputs: Any = {"stdout": log, "stderr": log, "start_new_session": True}
-            with subprocess.Popen(words, cwd=self._folder, env=self._environment(), **outputs) as process:
+            with subprocess.Popen(
+                words, cwd=self._folder, env=self._environment(), **outputs
+            ) as process:
                 try:
                     self._code = process.wait(SECONDS)
                 except subprocess.TimeoutExpired:
@@ -237,8 +271,14 @@ class Start:
         return self
 
     def _environment(self) -> dict[str, str]:
-        keep = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+        keep = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+        }
+        offline = dict.fromkeys(
+            ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"
+        )
         return {
             **keep,
             **offline,
@@ -256,7 +296,10 @@ class Start:
 
     def versions(self) -> str:
         """The packages' versions."""
-        code = "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
+        code = (
+            "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in "
+            "sys.argv[1:]), sep=', ')"
+        )
         words = [str(self._home / "bin/python"), "-c", code, *self._program.packages]
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -264,7 +307,9 @@ class Start:
         """How it ended: what it printed last, where it failed."""
         if not self._code:
             return "ended"
-        lines = [line for line in (self._folder / "log.txt").read_text().splitlines() if "Error" in line]
+        lines = [
+            line for line in (self._folder / "log.txt").read_text().splitlines() if "Error" in line
+        ]
         return f"exit code {self._code}: {(lines or ['?'])[0][:300]}"
 
     def said(self) -> list[str]:
@@ -289,11 +334,16 @@ class Start:
             return "they begin with other weights"
 
         def norm(one: dict[str, Any], two: dict[str, Any]) -> float:
-            return math.sqrt(sum(float((one[name].double() - two[name].double()).square().sum()) for name in one))
+            return math.sqrt(
+                sum(float((one[name].double() - two[name].double()).square().sum()) for name in one)
+            )
 
         change = max(norm(mine["before"], mine["after"]), 1e-30)
         kind = str(next(iter(mine["after"].values())).dtype).removeprefix("torch.")
-        return f"weights differ by {norm(mine['after'], its['after']) / change:.1e} of their change ({kind})"
+        return (
+            f"weights differ by {norm(mine['after'], its['after']) / change:.1e} of their "
+            f"change ({kind})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Do programs of Keras' users learn the same by shares? `python -m benchmarks.keras_programs [--only WORDS] [--page]`.
+"""Do programs of Keras' users learn the same by shares? `python -m benchmarks.keras_programs
+[--only WORDS] [--page]`.
 
-Every loss and every model of tests/support/keras_program_*.py is trained by plain Keras and by shares of 6 : 2, in
-float64, in each engine, with batches of 8 and a tail. The table says which are exact, which are refused before the
-first step, and what else happened; `--page` writes it into docs/benchmarks/keras_programs.md.
+Every loss and every model of tests/support/keras_program_*.py is trained by plain Keras and by
+shares of 6 : 2, in float64, in each engine, with batches of 8 and a tail. The table says which are
+exact, which are refused before the first step, and what else happened; `--page` writes it into
+docs/benchmarks/keras_programs.md.
 """
 
 from __future__ import annotations
@@ -36,25 +38,39 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = run_everything(options, Path(folder))
     table = write_table(found)
-    bad = {key: answer for key, answer in found.items() if mark(answer).startswith(("differs", "crash"))}
+    bad = {
+        key: answer
+        for key, answer in found.items()
+        if mark(answer).startswith(("differs", "crash"))
+    }
     for (engine, name), answer in bad.items():
         print(f"{engine}: {name}: {mark(answer)} {answer.get('said', '')}", file=sys.stderr)
     counts = Counter(mark(answer).split()[0] for answer in found.values())
-    summary = f"{len(found)} programs: " + ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    summary = f"{len(found)} programs: " + ", ".join(
+        f"{count} {word}" for word, count in sorted(counts.items())
+    )
     print(f"{table}\n\n{summary}; {time.monotonic() - began:.0f} s")
     if options.page:
         head = PAGE.read_text().partition("<!-- table -->")[0]
-        PAGE.write_text(f"{head}<!-- table -->\n{summary}.\n\n{table}\n\n{write_sentences(found)}\n")
+        PAGE.write_text(
+            f"{head}<!-- table -->\n{summary}.\n\n{table}\n\n{write_sentences(found)}\n"
+        )
     return int(bool(bad))
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="programs whose names have one of these words, separated by commas")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="programs whose names have one of these words, separated by commas",
+    )
     parser.add_argument("--engines", nargs="*", default=ENGINES, choices=ENGINES)
     parser.add_argument("--tails", nargs="*", default=TAILS[:1], choices=TAILS)
-    parser.add_argument("--found", type=Path, help="a file of what was found, from which an interrupted run goes on")
+    parser.add_argument(
+        "--found", type=Path, help="a file of what was found, from which an interrupted run goes on"
+    )
     parser.add_argument("--page", action="store_true", help="write the table into the page")
     return parser.parse_args()
 
@@ -70,13 +86,25 @@ def run_everything(options: argparse.Namespace, folder: Path) -> Found:
         for processes, engines in PROCESSES.items():
             wanted = [engine for engine in engines if engine in options.engines]
             for tail in options.tails if wanted else ():
-                left = [name for name in chosen if any((f"{each}, {tail}", name) not in found for each in wanted)]
+                left = [
+                    name
+                    for name in chosen
+                    if any((f"{each}, {tail}", name) not in found for each in wanted)
+                ]
                 for start in range(0, len(left), GROUP):
                     group = left[start : start + GROUP]
-                    for engine, answers in run_engines(server, folder, processes, wanted, tail, group).items():
-                        found |= {(f"{engine}, {tail}", name): answer for name, answer in answers.items()}
+                    for engine, answers in run_engines(
+                        server, folder, processes, wanted, tail, group
+                    ).items():
+                        found |= {
+                            (f"{engine}, {tail}", name): answer for name, answer in answers.items()
+                        }
                     write(options.found, found)
-                    print(f"{wanted}, {tail}: {len(left) - start - len(group)} left", file=sys.stderr, flush=True)
+                    print(
+                        f"{wanted}, {tail}: {len(left) - start - len(group)} left",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     return found
 
 
@@ -94,25 +122,48 @@ def write(path: Path | None, found: Found) -> None:
 
 
 def run_engines(
-    server: RankServer, folder: Path, processes: int, engines: list[str], tail: str, names: list[str]
+    server: RankServer,
+    folder: Path,
+    processes: int,
+    engines: list[str],
+    tail: str,
+    names: list[str],
 ) -> dict[str, dict[str, Any]]:
     """The programs in these engines, in one process each; one by one where something failed."""
     try:
         found: dict[str, Any] = ask(
-            server, folder, processes, "run_all", dict.fromkeys(engines, names), tail, seconds=120 + 60 * len(names)
+            server,
+            folder,
+            processes,
+            "run_all",
+            dict.fromkeys(engines, names),
+            tail,
+            seconds=120 + 60 * len(names),
         )
         return found
     except AssertionError as error:
         if len(names) == 1:
-            return {engine: {names[0]: {"verdict": "crash", "said": str(error)[-600:]}} for engine in engines}
+            return {
+                engine: {names[0]: {"verdict": "crash", "said": str(error)[-600:]}}
+                for engine in engines
+            }
     parts = [run_engines(server, folder, processes, engines, tail, [name]) for name in names]
-    return {engine: {name: each for part in parts for name, each in part[engine].items()} for engine in engines}
+    return {
+        engine: {name: each for part in parts for name, each in part[engine].items()}
+        for engine in engines
+    }
 
 
-def ask(server: RankServer, folder: Path, processes: int, function: str, *given: Any, seconds: int) -> Any:
+def ask(
+    server: RankServer, folder: Path, processes: int, function: str, *given: Any, seconds: int
+) -> Any:
     """The answer of the first of several processes."""
     own = folder / str(len(list(folder.iterdir())))
-    ranks = [{"TF_CONFIG": config} for config in make_configs(("worker",) * 2)] if processes > 1 else [{}]
+    ranks = (
+        [{"TF_CONFIG": config} for config in make_configs(("worker",) * 2)]
+        if processes > 1
+        else [{}]
+    )
     path = f"tests.support.keras_programs.{function}"
     server.run("tests.support.keras_start.save", own, path, *given, ranks=ranks, seconds=seconds)
     return json.loads((own / "0.json").read_text())
@@ -137,7 +188,10 @@ def write_table(found: Found) -> str:
     columns = list(dict.fromkeys(engine for engine, _ in found))
     lines = [f"| program | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     names = dict.fromkeys(name for _, name in found)
-    lines += [f"| {name} | {' | '.join(mark(found[column, name]) for column in columns)} |" for name in names]
+    lines += [
+        f"| {name} | {' | '.join(mark(found[column, name]) for column in columns)} |"
+        for name in names
+    ]
     return "\n".join(lines)
 
 

@@ -1,11 +1,14 @@
-"""Time to a target loss of the batch that the noise scale chooses, beside the best batch and that of most samples/s.
+"""Time to a target loss of the batch that the noise scale chooses, beside the best batch and that
+of most samples/s.
 
-    python -m benchmarks.learning --json FILE [--processes N] [--data FILE.npz] [--save-data FILE.npz] [--only NAME]
+    python -m benchmarks.learning --json FILE [--processes N] [--data FILE.npz] [--save-data
+    FILE.npz] [--only NAME]
 
-Three small real workloads (benchmarks/learning_tasks.py) train to a target loss at seven batches, with three seeds and
-the rate tuned at each batch. Four simulated machines of unequal devices give each batch's step time, by the best split.
-The noise scale is that of a training in shares of 5:2:1 at the workload's own batch. Trainings whose result is in the
-file aren't repeated; without any left to do, the table is made from it.
+Three small real workloads (benchmarks/learning_tasks.py) train to a target loss at seven batches,
+with three seeds and the rate tuned at each batch. Four simulated machines of unequal devices give
+each batch's step time, by the best split. The noise scale is that of a training in shares of 5:2:1
+at the workload's own batch. Trainings whose result is in the file aren't repeated; without any left
+to do, the table is made from it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ KINDS = (("plain", "whole"), ("plain", "end"), ("plain", "early"), ("preconditio
 
 
 class Machine(NamedTuple):
-    """Unequal devices; a second is what a device of speed 1 needs for the rows of the workload's own batch."""
+    """Unequal devices; a second is what a device of speed 1 needs for the rows of the workload's
+    own batch.
+    """
 
     name: str
     speeds: tuple[float, ...]
@@ -98,7 +103,10 @@ class Cache:
     def scales(self, wanted: Iterable[tuple[str, float, int]]) -> None:
         """Measure the noise scales that aren't there yet."""
         self._fill(
-            {f"noise {name} {seed}": (measure_one, name, rate, seed, self._saved) for name, rate, seed in wanted}
+            {
+                f"noise {name} {seed}": (measure_one, name, rate, seed, self._saved)
+                for name, rate, seed in wanted
+            }
         )
 
     def steps(self, key: Key) -> int | None:
@@ -107,13 +115,20 @@ class Cache:
         return steps
 
     def _fill(self, calls: dict[str, tuple[Any, ...]]) -> None:
-        began, missing = time.monotonic(), {name: call for name, call in calls.items() if name not in self.found}
+        began, missing = (
+            time.monotonic(),
+            {name: call for name, call in calls.items() if name not in self.found},
+        )
         waiting = {self._pool.submit(*call): name for name, call in missing.items()}
         for count, done in enumerate(as_completed(waiting), 1):
             self.found[waiting[done]] = done.result()
             if count % 20 == 0 or count == len(waiting):
                 self._path.write_text(json.dumps(self.found, indent=0, sort_keys=True))
-                print(f"{count} of {len(waiting)}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{count} of {len(waiting)}, {time.monotonic() - began:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _name(key: Key) -> str:
@@ -122,28 +137,46 @@ def _name(key: Key) -> str:
 
 
 def train_all(cache: Cache, only: str | None) -> None:
-    """The trainings, those of few rows a step first, as they take longest; then the noise scales."""
+    """The trainings, those of few rows a step first, as they take longest; then the noise
+    scales.
+    """
     from benchmarks.learning_tasks import TASKS
 
     wanted = [(name, task) for name, task in TASKS.items() if only in (None, name)]
-    grid = sorted(((name, batch) for name, task in wanted for batch in task.batches), key=lambda one: one[1])
-    first = [(name, batch, rate, SEEDS[0]) for name, batch in grid for rate in TASKS[name].rates(batch)]
+    grid = sorted(
+        ((name, batch) for name, task in wanted for batch in task.batches), key=lambda one: one[1]
+    )
+    first = [
+        (name, batch, rate, SEEDS[0]) for name, batch in grid for rate in TASKS[name].rates(batch)
+    ]
     cache.trainings(first)
     while edges := [key for name, batch in grid for key in _beyond(cache, name, batch)]:
         cache.trainings(edges)
-    cache.trainings((*one, rate, seed) for one in grid for rate in _finalists(cache, *one) for seed in SEEDS[1:])
-    cache.scales((name, best_rate(cache, name, task.own_batch)[0], seed) for name, task in wanted for seed in SEEDS)
+    cache.trainings(
+        (*one, rate, seed) for one in grid for rate in _finalists(cache, *one) for seed in SEEDS[1:]
+    )
+    cache.scales(
+        (name, best_rate(cache, name, task.own_batch)[0], seed)
+        for name, task in wanted
+        for seed in SEEDS
+    )
 
 
 def _tried(cache: Cache, name: str, batch: int) -> list[tuple[float, int | None]]:
     """The rates that the first seed has trained at, and its steps."""
     found = [(text.split(), steps) for text, steps in cache.found.items()]
-    own = [(float(words[2]), steps) for words, steps in found if words[:2] == [name, str(batch)] and words[3] == "0"]
+    own = [
+        (float(words[2]), steps)
+        for words, steps in found
+        if words[:2] == [name, str(batch)] and words[3] == "0"
+    ]
     return sorted(own)
 
 
 def _beyond(cache: Cache, name: str, batch: int) -> list[Key]:
-    """The rate beyond the best one, where that is the highest or the lowest of those that were tried."""
+    """The rate beyond the best one, where that is the highest or the lowest of those that were
+    tried.
+    """
     tried = _tried(cache, name, batch)
     place = min(range(len(tried)), key=lambda at: tried[at][1] or 1e9)
     rates = {0: tried[0][0] / 2, len(tried) - 1: tried[-1][0] * 2}
@@ -166,7 +199,9 @@ def best_rate(cache: Cache, name: str, batch: int) -> tuple[float, list[int]]:
 
 
 def compare(cache: Cache, only: str | None) -> list[dict[str, Any]]:
-    """For each workload, seed and machine: time to the target of each way to choose, over that of the best batch."""
+    """For each workload, seed and machine: time to the target of each way to choose, over that of
+    the best batch.
+    """
     from benchmarks.learning_tasks import TASKS
 
     rows = []
@@ -209,13 +244,20 @@ def write_table(cache: Cache, rows: list[dict[str, Any]], only: str | None) -> I
     """The tables, as Markdown."""
     from benchmarks.learning_tasks import TASKS
 
-    yield "| workload | steps at each batch, rate | noise scale: whole, end, early, preconditioned (3 seeds) |"
+    yield (
+        "| workload | steps at each batch, rate | noise scale: whole, end, early, "
+        "preconditioned (3 seeds) |"
+    )
     yield "| --- | --- | --- |"
     for name, task in TASKS.items():
         if only in (None, name):
             best = [(batch, *best_rate(cache, name, batch)) for batch in task.batches]
-            steps = ", ".join(f"{batch}: {fmean(own):.0f} at {rate:.3g}" for batch, rate, own in best)
-            found = [[_noise_scale(cache, name, seed, kind) or 0.0 for seed in SEEDS] for kind in KINDS]
+            steps = ", ".join(
+                f"{batch}: {fmean(own):.0f} at {rate:.3g}" for batch, rate, own in best
+            )
+            found = [
+                [_noise_scale(cache, name, seed, kind) or 0.0 for seed in SEEDS] for kind in KINDS
+            ]
             scales = "; ".join("/".join(f"{one:.3g}" for one in each) for each in found)
             yield f"| {name} | {steps} | {scales} |"
     ways = [way for way in rows[0] if way not in ("workload", "machine", "seed", "best")]
@@ -227,7 +269,10 @@ def write_table(cache: Cache, rows: list[dict[str, Any]], only: str | None) -> I
         cells = [" ".join(f"{row[way][0]} ({row[way][1]:.2f})" for row in own) for way in ways]
         yield f"| {name}, {machine} | {own[0]['best']} | {' | '.join(cells)} |"
     for title, pick in (("mean", fmean), ("worst", max)):
-        yield f"| {title} | | {' | '.join(f'{pick([row[way][1] for row in rows]):.2f}' for way in ways)} |"
+        yield (
+            f"| {title} | | "
+            f"{' | '.join(f'{pick([row[way][1] for row in rows]):.2f}' for way in ways)} |"
+        )
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""Three small real workloads for benchmarks/learning.py, trained up to a target loss of the first rows of their data.
+"""Three small real workloads for benchmarks/learning.py, trained up to a target loss of the first
+rows of their data.
 
 - `digits`: a convolutional network on scikit-learn's handwritten digits; SGD with momentum
-- `text`: a decoder-only model of characters, on the text of Python's own documentation (`pydoc_data`); AdamW
+- `text`: a decoder-only model of characters, on the text of Python's own documentation
+  (`pydoc_data`); AdamW
 - `table`: a multilayer perceptron on scikit-learn's breast cancer measurements; plain SGD
 """
 
@@ -28,7 +30,9 @@ EARLY = 0.25  # of the steps to the target: what a short training before the sea
 
 
 class Task(NamedTuple):
-    """A workload: its batches, the one that its own script has in the middle, and a rate to start from there."""
+    """A workload: its batches, the one that its own script has in the middle, and a rate to start
+    from there.
+    """
 
     make: Callable[[], nn.Module]
     optimizer: Callable[[Any, float], torch.optim.Optimizer]
@@ -58,13 +62,20 @@ class Decoder(nn.Module):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.words, self.places = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Parameter(torch.zeros(CONTEXT, WIDTH)),
+        )
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                WIDTH, 2, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+            )
             for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, WORDS)
-        self.register_buffer("mask", torch.full((CONTEXT, CONTEXT), float("-inf")).triu(1), persistent=False)
+        self.register_buffer(
+            "mask", torch.full((CONTEXT, CONTEXT), float("-inf")).triu(1), persistent=False
+        )
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Scores of the next character at each place: (rows, words, places)."""
@@ -86,7 +97,9 @@ def _convolutions() -> nn.Module:
 
 
 def _perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(30, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 2))
+    return nn.Sequential(
+        nn.Linear(30, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 2)
+    )
 
 
 TASKS = {
@@ -136,7 +149,11 @@ def load(name: str, saved: Path | None = None) -> Data:
     else:
         inputs = torch.from_numpy(arrays[f"{name}_inputs"].astype(np.float32))
         labels = torch.from_numpy(arrays[f"{name}_labels"].astype(np.int64))
-        inputs = (inputs - inputs.mean(0)) / (inputs.std(0) + 1e-6) if name == "table" else inputs[:, None] / 16
+        inputs = (
+            (inputs - inputs.mean(0)) / (inputs.std(0) + 1e-6)
+            if name == "table"
+            else inputs[:, None] / 16
+        )
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(inputs)))
     return Data(inputs[order], labels[order])
 
@@ -147,7 +164,11 @@ def read_packages() -> dict[str, np.ndarray]:
 
     from sklearn.datasets import load_breast_cancer, load_digits
 
-    text = "".join(topics.topics[name] for name in sorted(topics.topics)).lower().encode("ascii", "ignore")
+    text = (
+        "".join(topics.topics[name] for name in sorted(topics.topics))
+        .lower()
+        .encode("ascii", "ignore")
+    )
     letters = np.frombuffer(text, np.uint8)
     common = np.argsort(-np.bincount(letters, minlength=256))[: WORDS - 1]
     numbers = np.full(256, WORDS - 1, np.uint8)
@@ -202,7 +223,9 @@ def train(name: str, data: Data, batch: int, rate: float, seed: int) -> int | No
     model = task.make()
     optimizer = task.optimizer(model.parameters(), rate)
     course = Course(model, data, task.target)
-    for step, rows in zip(range(1, task.limit(batch) + 1), _batches(len(data.inputs), batch, seed), strict=False):
+    for step, rows in zip(
+        range(1, task.limit(batch) + 1), _batches(len(data.inputs), batch, seed), strict=False
+    ):
         optimizer.zero_grad()
         functional.cross_entropy(model(data.inputs[rows]), data.labels[rows]).backward()
         optimizer.step()
@@ -212,8 +235,10 @@ def train(name: str, data: Data, batch: int, rate: float, seed: int) -> int | No
 
 
 def measure(name: str, data: Data, rate: float, seed: int) -> dict[str, Any]:
-    """The noise scale of a training at the workload's own batch, in shares, until the target: of the whole, of its end
-    and of its beginning, plainly and preconditioned by the optimizer's second moments."""
+    """The noise scale of a training at the workload's own batch, in shares, until the target: of
+    the whole, of its end and of its beginning, plainly and preconditioned by the optimizer's second
+    moments.
+    """
     task, taken = TASKS[name], []
     sizes = apportion(task.own_batch, [one / sum(SHARES) for one in SHARES])
     torch.manual_seed(seed)
@@ -222,38 +247,57 @@ def measure(name: str, data: Data, rate: float, seed: int) -> dict[str, Any]:
     optimizer = task.optimizer(parameters, rate)
     course = Course(model, data, task.target)
     steps = zip(
-        range(1, 4 * task.limit(task.own_batch)), _batches(len(data.inputs), task.own_batch, seed), strict=False
+        range(1, 4 * task.limit(task.own_batch)),
+        _batches(len(data.inputs), task.own_batch, seed),
+        strict=False,
     )
     for step, rows in steps:
         parts = []
         for part in rows.split(list(sizes)):
             loss = functional.cross_entropy(model(data.inputs[part]), data.labels[part])
             parts.append(torch.autograd.grad(loss, parameters))
-        whole = [sum(n * g for n, g in zip(sizes, own, strict=True)) / sum(sizes) for own in zip(*parts, strict=True)]
+        whole = [
+            sum(n * g for n, g in zip(sizes, own, strict=True)) / sum(sizes)
+            for own in zip(*parts, strict=True)
+        ]
         scales = [_second_moment(optimizer, each) for each in parameters]
-        taken.append([_sample(sizes, parts, whole, by) for by in ([torch.tensor(1.0)] * len(parameters), scales)])
+        taken.append(
+            [
+                _sample(sizes, parts, whole, by)
+                for by in ([torch.tensor(1.0)] * len(parameters), scales)
+            ]
+        )
         for parameter, gradient in zip(parameters, whole, strict=True):
             parameter.grad = gradient
         optimizer.step()
         if course.reached(step) is not False:
             break
-    return {kind: _summarize([each[place] for each in taken]) for place, kind in enumerate(("plain", "preconditioned"))}
+    return {
+        kind: _summarize([each[place] for each in taken])
+        for place, kind in enumerate(("plain", "preconditioned"))
+    }
 
 
 def _second_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    """What Adam divides the parameter's gradient by; 1 for another optimizer, and before its first step."""
+    """What Adam divides the parameter's gradient by; 1 for another optimizer, and before its first
+    step.
+    """
     state = optimizer.state.get(parameter, {})
     if "exp_avg_sq" not in state:
         return torch.tensor(1.0)
     group = optimizer.param_groups[0]
-    return (state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))).sqrt() + group["eps"]
+    return (state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))).sqrt() + group[
+        "eps"
+    ]
 
 
 def _sample(sizes: Any, parts: Any, whole: Any, scales: Any) -> Any:
     def squared(gradients: Any) -> float:
         return sum(float((g / by).square().sum()) for g, by in zip(gradients, scales, strict=True))
 
-    return separate(sizes, sum(n * squared(own) for n, own in zip(sizes, parts, strict=True)), squared(whole))
+    return separate(
+        sizes, sum(n * squared(own) for n, own in zip(sizes, parts, strict=True)), squared(whole)
+    )
 
 
 def _summarize(samples: list[Any]) -> dict[str, Any]:

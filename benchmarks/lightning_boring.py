@@ -1,4 +1,6 @@
-"""Lightning's own demo model, as its template for bug reports has it; a program of benchmarks.installed_programs."""
+"""Lightning's own demo model, as its template for bug reports has it; a program of
+benchmarks.installed_programs.
+"""
 
 import sys
 
@@ -14,7 +16,9 @@ class Model(BoringModel):  # type: ignore[misc]  # lightning is not followed
     def configure_optimizers(self):  # type: ignore[no-untyped-def]
         """As users write it."""
         kind, rate = sys.argv[1:]
-        return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](self.parameters(), lr=float(rate))
+        return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](
+            self.parameters(), lr=float(rate)
+        )
 
 
 if __name__ == "__main__":

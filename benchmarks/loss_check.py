@@ -1,8 +1,10 @@
-"""What the check of a loss costs: its time beside that of an optimizer step, of a Llama with 100 million parameters.
+"""What the check of a loss costs: its time beside that of an optimizer step, of a Llama with 100
+million parameters.
 
     torchrun --nproc-per-node 2 -m benchmarks.loss_check [--rows 16] [--tokens 128] [--bf16]
 
-Shares 3:1 on CPU slices, or on the GPUs that PyTorch sees; one process takes its rows in two passes.
+Shares 3:1 on CPU slices, or on the GPUs that PyTorch sees; one process takes its rows in two
+passes.
 """
 
 from __future__ import annotations
@@ -46,10 +48,14 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]  # transformers has no c
 
 def make_plan(rows: int) -> Plan:
     """For as many processes as there are."""
-    names = [f"sim-{i}" if torch.cuda.is_available() else f"cpu-{i}-of-{WORLD}" for i in range(WORLD)]
+    names = [
+        f"sim-{i}" if torch.cuda.is_available() else f"cpu-{i}-of-{WORLD}" for i in range(WORLD)
+    ]
     shares = tuple(Share(name, i, "a device", 0, 0.0) for i, name in enumerate(names))
     if WORLD == 1:
-        return launched_plan.make_plan(make_layout("solo", shares, (rows,), micros=(rows // 2,)), workload="llama")
+        return launched_plan.make_plan(
+            make_layout("solo", shares, (rows,), micros=(rows // 2,)), workload="llama"
+        )
     sizes = (rows * 3 // 4, rows - rows * 3 // 4)
     return launched_plan.make_plan(make_layout("split", shares, sizes), workload="llama")
 
@@ -57,14 +63,25 @@ def make_plan(rows: int) -> Plan:
 def train(check: bool, rows: int, tokens: int, half: bool) -> list[float]:
     """Seconds of the steps of a short training."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16_000, **sizes))
     texts = torch.randint(0, 16_000, (rows * STEPS, tokens))
     data = [{"input_ids": text, "labels": text} for text in texts]
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, num_train_epochs=1, report_to=[], save_strategy="no", disable_tqdm=True, optim="sgd", bf16=half
+            folder,
+            num_train_epochs=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            optim="sgd",
+            bf16=half,
         )
         planned = with_plan(Trainer, make_plan(rows), check=check)
         planned(model=model, args=arguments, train_dataset=data, callbacks=[times]).train()
@@ -78,7 +95,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--bf16", action="store_true")
     given = parser.parse_args()
-    train(False, given.rows, given.tokens, given.bf16)  # what only the first steps of a process take
+    train(
+        False, given.rows, given.tokens, given.bf16
+    )  # what only the first steps of a process take
     bare = train(False, given.rows, given.tokens, given.bf16)
     checked = train(True, given.rows, given.tokens, given.bf16)
     if os.environ.get("RANK", "0") == "0":

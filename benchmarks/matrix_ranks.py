@@ -1,4 +1,6 @@
-"""What benchmarks.trainer_matrix runs in processes: the cases of tests/support/matrix_parts.py, one after the other."""
+"""What benchmarks.trainer_matrix runs in processes: the cases of tests/support/matrix_parts.py, one
+after the other.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What a scrape of `evener monitor --metrics` costs: 1,000 of them, 8 simulated devices, 3 trainings.
+"""What a scrape of `evener monitor --metrics` costs: 1,000 of them, 8 simulated devices, 3
+trainings.
 
-`python -m benchmarks.metrics` writes docs/benchmarks/metrics.md. prometheus-client's own parser reads every answer.
+`python -m benchmarks.metrics` writes docs/benchmarks/metrics.md. prometheus-client's own parser
+reads every answer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from evener.live.files import LiveDevice, LiveRecord, file_name, prepare_folder, replace_file, start_ticks
+from evener.live.files import (
+    LiveDevice,
+    LiveRecord,
+    file_name,
+    prepare_folder,
+    replace_file,
+    start_ticks,
+)
 
 DEVICES = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
 IDS = [f"sim-{index}-{name}" for index, name in enumerate(["gtx1080ti", "gtx1080"] * 4)]
@@ -38,10 +47,24 @@ def write_trainings(folder: Path) -> None:
     for position, identity in enumerate(IDS):
         training = max(0, position // 2 - 1)
         device = LiveDevice(identity, position, 128, 900.0, 64, 0.1, 0.02)
-        record = LiveRecord("torch", f"model{training}", 900.0, 1000, time.time(), (device,), training=f"t{training}",
-                            rank=position, world=4, step_s=0.13, step_spread=0.04, input_s=0.001,
-                            plan_samples_per_second=7000.0)  # fmt: skip
-        replace_file(folder / file_name(pid, start_ticks(pid) or 0, position), msgspec.json.encode(record))
+        record = LiveRecord(
+            "torch",
+            f"model{training}",
+            900.0,
+            1000,
+            time.time(),
+            (device,),
+            training=f"t{training}",
+            rank=position,
+            world=4,
+            step_s=0.13,
+            step_spread=0.04,
+            input_s=0.001,
+            plan_samples_per_second=7000.0,
+        )
+        replace_file(
+            folder / file_name(pid, start_ticks(pid) or 0, position), msgspec.json.encode(record)
+        )
 
 
 @contextmanager
@@ -49,7 +72,9 @@ def running_monitor(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
     """`evener monitor --metrics` in a process of its own, and its port."""
     command = [sys.executable, "-m", "evener", "monitor", "-d", DEVICES, "--metrics", "127.0.0.1:0"]
     environment = os.environ | {"EVENER_LIVE_DIR": str(folder)}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    ) as child:
         assert child.stderr is not None
         try:
             port = int(child.stderr.readline().split(b":")[-1].split(b"/")[0])
@@ -85,23 +110,40 @@ def measure(scrapes: int) -> str:
             idle = cpu_seconds(process)
             time.sleep(IDLE_SECONDS)
             idle_part = (cpu_seconds(process) - idle) / IDLE_SECONDS
-            before, cpu, samples, took = _size(process), cpu_seconds(process), list[int](), list[float]()
+            before, cpu, samples, took = (
+                _size(process),
+                cpu_seconds(process),
+                list[int](),
+                list[float](),
+            )
             began = time.perf_counter()
             for number in range(scrapes):
                 if number % 100 == 0:
-                    write_trainings(Path(folder))  # as trainings do, so that their figures stay current
+                    write_trainings(
+                        Path(folder)
+                    )  # as trainings do, so that their figures stay current
                 begun = time.perf_counter()
                 text = scrape(port)
                 took.append(time.perf_counter() - begun)
-                samples.append(sum(len(family.samples) for family in text_string_to_metric_families(text)))
+                samples.append(
+                    sum(len(family.samples) for family in text_string_to_metric_families(text))
+                )
             cpu = cpu_seconds(process) - cpu - idle_part * (time.perf_counter() - began)
             after = _size(process)
     ordered = sorted(took)
     rows = [
-        ("median of a scrape, with its connection", f"{1e3 * statistics.median(took):.2f} ms", "at most 5 ms"),
+        (
+            "median of a scrape, with its connection",
+            f"{1e3 * statistics.median(took):.2f} ms",
+            "at most 5 ms",
+        ),
         ("99 of 100", f"{1e3 * ordered[int(0.99 * len(ordered))]:.2f} ms", ""),
         ("CPU for each", f"{1e3 * cpu / scrapes:.2f} ms", ""),
-        ("memory, before and after", f"{before[0] / 2**20:.1f} and {after[0] / 2**20:.1f} MiB", "no growth"),
+        (
+            "memory, before and after",
+            f"{before[0] / 2**20:.1f} and {after[0] / 2**20:.1f} MiB",
+            "no growth",
+        ),
         ("threads, before and after", f"{before[1]} and {after[1]}", "no growth"),
         ("open files, before and after", f"{before[2]} and {after[2]}", "no growth"),
     ]
@@ -117,7 +159,7 @@ scrapes, {100 * idle_part:.1f} % of a core, is left out.
 | | measured | target |
 | --- | --- | --- |
 {lines}
-"""
+"""  # noqa: E501
 
 
 def _size(process: psutil.Process) -> tuple[int, int, int]:

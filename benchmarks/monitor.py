@@ -1,8 +1,10 @@
-"""The cost of the monitor: CPU, first paint, memory and `monitor --once`, compared with an empty Textual app.
+"""The cost of the monitor: CPU, first paint, memory and `monitor --once`, compared with an empty
+Textual app.
 
-`python -m benchmarks.monitor` starts each on a pseudo-terminal of 160 x 48 and writes docs/benchmarks/monitor.md. CPU
-is user plus system time of the process, from /proc, over a window that begins after it has come up. Three trainings of
-two ranks each report themselves twice a second meanwhile, where a row says so.
+`python -m benchmarks.monitor` starts each on a pseudo-terminal of 160 x 48 and writes
+docs/benchmarks/monitor.md. CPU is user plus system time of the process, from /proc, over a window
+that begins after it has come up. Three trainings of two ranks each report themselves twice a second
+meanwhile, where a row says so.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from evener.live.files import LiveDevice, LiveRecord, file_name, prepare_folder, replace_file, start_ticks
+from evener.live.files import (
+    LiveDevice,
+    LiveRecord,
+    file_name,
+    prepare_folder,
+    replace_file,
+    start_ticks,
+)
 
 COLUMNS, ROWS = 160, 48
 DEVICES = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
@@ -71,7 +80,9 @@ class Cost(msgspec.Struct, frozen=True):
 class Screen:
     """A program on a pseudo-terminal; its output is read all the time, as a terminal does."""
 
-    def __init__(self, code: str, variables: Mapping[str, str] = os.environ, kept_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, code: str, variables: Mapping[str, str] = os.environ, kept_bytes: int = 1 << 20
+    ) -> None:
         self._kept_bytes = kept_bytes  # of what it wrote, from its start
         self._primary, secondary = pty.openpty()
         fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
@@ -129,7 +140,10 @@ def training(folder: Path) -> Iterator[None]:
     """Reports of three trainings, as of this process, twice a second while it is entered."""
     ended = threading.Event()
     prepare_folder(folder)
-    files = [folder / file_name(os.getpid(), start_ticks(os.getpid()) or 0, serial) for serial in range(6)]
+    files = [
+        folder / file_name(os.getpid(), start_ticks(os.getpid()) or 0, serial)
+        for serial in range(6)
+    ]
 
     def report() -> None:
         for step in range(1 << 30):
@@ -153,13 +167,31 @@ def _record(rank: int, step: int) -> LiveRecord:
     """Every figure changes with each step."""
     wave = 1 + 0.05 * ((step * (rank + 3)) % 7 - 3) / 3
     device = LiveDevice(
-        f"sim-{rank}-{('gtx1080ti', 'gtx1080')[rank % 2]}", rank, 600, 1100 * wave, 300, 0.1 * wave, 0.04 / wave
+        f"sim-{rank}-{('gtx1080ti', 'gtx1080')[rank % 2]}",
+        rank,
+        600,
+        1100 * wave,
+        300,
+        0.1 * wave,
+        0.04 / wave,
     )
     return LiveRecord(
-        "torch", "train.py", 1100 * wave, step, time.time(), (device,), 9e4 * wave, 0.1,
-        training=f"training {rank // 2}", rank=rank % 2, world=2, step_s=0.15 * wave, step_spread=0.03, input_s=0.002,
+        "torch",
+        "train.py",
+        1100 * wave,
+        step,
+        time.time(),
+        (device,),
+        9e4 * wave,
+        0.1,
+        training=f"training {rank // 2}",
+        rank=rank % 2,
+        world=2,
+        step_s=0.15 * wave,
+        step_spread=0.03,
+        input_s=0.002,
         plan_samples_per_second=2500.0,
-    )  # fmt: skip
+    )
 
 
 def measure(name: str, code: str, wanted: bytes, seconds: float, keys: bytes = b"") -> Cost:
@@ -169,7 +201,11 @@ def measure(name: str, code: str, wanted: bytes, seconds: float, keys: bytes = b
         first = screen.wait_for(wanted)
         screen.press(keys)
         time.sleep(SETTLE_SECONDS)
-        cpu_before, bytes_before, begun = _cpu(screen.process), screen.written_bytes, time.perf_counter()
+        cpu_before, bytes_before, begun = (
+            _cpu(screen.process),
+            screen.written_bytes,
+            time.perf_counter(),
+        )
         time.sleep(seconds)
         took = time.perf_counter() - begun
         cpu = (_cpu(screen.process) - cpu_before) / took
@@ -203,7 +239,9 @@ def once_seconds(repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
-        subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.DEVNULL
+        )
         times.append(time.perf_counter() - begun)
     return statistics.median(times[1:])
 
@@ -221,7 +259,12 @@ def nvml_works() -> bool:
 
 
 def report(
-    costs: list[Cost], paint: tuple[float, float], once: float, seconds: float, load: float, with_nvitop: bool
+    costs: list[Cost],
+    paint: tuple[float, float],
+    once: float,
+    seconds: float,
+    load: float,
+    with_nvitop: bool,
 ) -> str:
     """The page, with figures and targets."""
     rows = [
@@ -230,7 +273,11 @@ def report(
         for cost in costs
     ]
     app = costs[1]
-    missing = "" if with_nvitop else "nvitop was not measured: there is no NVIDIA driver on this machine.\n"
+    missing = (
+        ""
+        if with_nvitop
+        else "nvitop was not measured: there is no NVIDIA driver on this machine.\n"
+    )
     return f"""# The cost of the monitor
 
 Written by `python -m benchmarks.monitor` on {platform.processor() or platform.machine()}, {os.cpu_count()} cores,
@@ -251,7 +298,7 @@ time of the whole process, as a share of one core.
 | memory | {app.memory_mib:.0f} MiB | at most 70 MiB |
 
 {missing}A working device changes every figure of its row at each reading, an idle one few.
-"""
+"""  # noqa: E501
 
 
 def _measure_trainings(folder: Path, seconds: float) -> tuple[Cost, ...]:

@@ -1,8 +1,9 @@
-"""Do the fast tests notice small faults in the pure code? `python -m benchmarks.mutants [--sample 150] [--seed 0]`.
+"""Do the fast tests notice small faults in the pure code? `python -m benchmarks.mutants [--sample
+150] [--seed 0]`.
 
-A mutant is a source file with one operator, comparison, constant, call or return value changed. The file's tests run on
-it in a copy of the checkout, with a time limit. Mutants that they don't notice are printed with their place: each one
-either behaves as before, or shows that a test is missing.
+A mutant is a source file with one operator, comparison, constant, call or return value changed. The
+file's tests run on it in a copy of the checkout, with a time limit. Mutants that they don't notice
+are printed with their place: each one either behaves as before, or shows that a test is missing.
 """
 
 from __future__ import annotations
@@ -28,10 +29,18 @@ import msgspec
 
 HOME = Path(__file__).resolve().parents[1]
 PURE = ("balancer/search", "balancer/families.py", "balancer/objectives.py")
-FILES = (*PURE, "evener/shares/whole_rows.py", "evener/plan/file.py", "balancer/probes/block_timing.py")
+FILES = (
+    *PURE,
+    "evener/shares/whole_rows.py",
+    "evener/plan/file.py",
+    "balancer/probes/block_timing.py",
+)
 SEARCH = (
     "search",
-    *(f"test_{name}.py" for name in ("explain", "recorded_runs", "recorded_curves", "session_simulated")),
+    *(
+        f"test_{name}.py"
+        for name in ("explain", "recorded_runs", "recorded_curves", "session_simulated")
+    ),
 )
 TESTS = {  # of the longest name that fits
     "balancer": ("tests/balancer",),
@@ -39,12 +48,26 @@ TESTS = {  # of the longest name that fits
     **dict.fromkeys(PURE, tuple(f"tests/balancer/{name}" for name in SEARCH)),
     "evener": ("tests/evener",),
     "evener/plan/file.py": ("tests/evener/test_plan.py", "tests/evener/test_fit_kinds.py"),
-    "evener/shares/whole_rows.py": ("tests/evener/test_shares.py", "tests/evener/test_waterfill.py"),
+    "evener/shares/whole_rows.py": (
+        "tests/evener/test_shares.py",
+        "tests/evener/test_waterfill.py",
+    ),
 }
-PYTEST = ("-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-x",
+    "-m",
+    "not slow",
+    "-p",
+    "no:cacheprovider",
+    "--hypothesis-seed=0",
+)
 ENOUGH = 0.85  # of the mutants
 COMPARISONS = (
-    "Lt:LtE Lt:GtE LtE:Lt LtE:Gt Gt:GtE Gt:LtE GtE:Gt GtE:Lt Eq:NotEq NotEq:Eq Is:IsNot IsNot:Is In:NotIn NotIn:In"
+    "Lt:LtE Lt:GtE LtE:Lt LtE:Gt Gt:GtE Gt:LtE GtE:Gt GtE:Lt Eq:NotEq NotEq:Eq "
+    "Is:IsNot IsNot:Is In:NotIn NotIn:In"
 )
 OPERATORS = "Add:Sub Sub:Add Mult:Div Div:Mult FloorDiv:Mult Mod:Mult Pow:Mult And:Or Or:And"
 SWAPS = [pair.split(":") for pair in f"{COMPARISONS} {OPERATORS}".split()]
@@ -52,7 +75,9 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 class Mutant(msgspec.Struct, frozen=True, order=True):
-    """One change of a file: the bytes from `start` to `end` become `new`. `place` is its column and the line's code."""
+    """One change of a file: the bytes from `start` to `end` become `new`. `place` is its column and
+    the line's code.
+    """
 
     path: str
     line: int
@@ -80,18 +105,28 @@ def find_mutants(path: str) -> list[Mutant]:
         start = lines[node.lineno - 1] + node.col_offset
         end = lines[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
         old = " ".join(source[start:end].decode().split())
-        found.add(Mutant(path, node.lineno, start, end, old, new, (node.col_offset, code[node.lineno - 1])))
+        found.add(
+            Mutant(
+                path, node.lineno, start, end, old, new, (node.col_offset, code[node.lineno - 1])
+            )
+        )
     return sorted(found)
 
 
 def choose(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """A random sample in which a mutant stays when other code changes, so that it can be worked off."""
-    drawn = sorted(found, key=lambda one: random.Random(f"{seed} {one.path} {one.place} {one.new}").random())
+    """A random sample in which a mutant stays when other code changes, so that it can be worked
+    off.
+    """
+    drawn = sorted(
+        found, key=lambda one: random.Random(f"{seed} {one.path} {one.place} {one.new}").random()
+    )
     return sorted(drawn[: count or len(found)])
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """What may be replaced, and by what, in all code that runs: not in annotations, in f-strings or in strict=True."""
+    """What may be replaced, and by what, in all code that runs: not in annotations, in f-strings or
+    in strict=True.
+    """
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue
@@ -100,7 +135,11 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
                 continue
             if isinstance(child, ast.keyword) and child.arg == "strict":  # zip's: it only checks
                 continue
-            if isinstance(node, ast.Return) and isinstance(child, ast.expr) and not _is_false(child):
+            if (
+                isinstance(node, ast.Return)
+                and isinstance(child, ast.expr)
+                and not _is_false(child)
+            ):
                 yield child, "None"
             if isinstance(child, ast.AugAssign):
                 yield from ((child, ast.unparse(_with(child, op=op))) for op in _swaps(child.op))
@@ -115,7 +154,9 @@ def _alternatives(node: ast.expr) -> Iterator[str]:
     if isinstance(node, ast.Compare):
         for place, operator in enumerate(node.ops):
             for other in _swaps(operator):
-                yield ast.unparse(_with(node, ops=[*node.ops[:place], other, *node.ops[place + 1 :]]))
+                yield ast.unparse(
+                    _with(node, ops=[*node.ops[:place], other, *node.ops[place + 1 :]])
+                )
     elif isinstance(node, ast.BoolOp) or (isinstance(node, ast.BinOp) and not _joins(node)):
         yield from (ast.unparse(_with(node, op=op)) for op in _swaps(node.op))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
@@ -125,7 +166,9 @@ def _alternatives(node: ast.expr) -> Iterator[str]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield str(not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        yield repr(node.value + 1 if isinstance(node.value, int) or not node.value else node.value * 2)
+        yield repr(
+            node.value + 1 if isinstance(node.value, int) or not node.value else node.value * 2
+        )
 
 
 def _swaps(operator: ast.AST) -> list[Any]:
@@ -148,7 +191,9 @@ def _joins(node: ast.BinOp) -> bool:
     """Whether it joins texts, lists or tuples: another operator would only be a TypeError."""
     parts = (node.left, node.right)
     return any(
-        isinstance(p, ast.JoinedStr | ast.List | ast.Tuple) or isinstance(getattr(p, "value", 0), str) for p in parts
+        isinstance(p, ast.JoinedStr | ast.List | ast.Tuple)
+        or isinstance(getattr(p, "value", 0), str)
+        for p in parts
     )
 
 
@@ -169,10 +214,16 @@ def tests_for(path: str) -> tuple[str, ...]:
 
 
 def nearest_first(path: str, tests: tuple[str, ...]) -> list[str]:
-    """The files of these tests; those of a file's own name before the rest, as most changes end there."""
-    files = [each for test in tests for each in sorted((HOME / test).rglob("test_*.py")) or [HOME / test]]
+    """The files of these tests; those of a file's own name before the rest, as most changes end
+    there.
+    """
+    files = [
+        each for test in tests for each in sorted((HOME / test).rglob("test_*.py")) or [HOME / test]
+    ]
     own = f"test_{Path(path).stem}.py"
-    return [str(each.relative_to(HOME)) for each in sorted(files, key=lambda each: each.name != own)]
+    return [
+        str(each.relative_to(HOME)) for each in sorted(files, key=lambda each: each.name != own)
+    ]
 
 
 def passes(folder: Path, tests: Sequence[str], limit_seconds: float) -> bool:
@@ -192,7 +243,10 @@ def run(chosen: Sequence[Mutant], root: Path, processes: int) -> list[Mutant]:
     folders: SimpleQueue[Path] = SimpleQueue()
     for number in range(processes):
         folders.put(copy_checkout(root / str(number)))
-    limits = {tests: _limit_seconds(root / "0", tests) for tests in {tests_for(mutant.path) for mutant in chosen}}
+    limits = {
+        tests: _limit_seconds(root / "0", tests)
+        for tests in {tests_for(mutant.path) for mutant in chosen}
+    }
 
     def survives(mutant: Mutant) -> bool:
         folder, tests = folders.get(), tests_for(mutant.path)
@@ -206,11 +260,17 @@ def run(chosen: Sequence[Mutant], root: Path, processes: int) -> list[Mutant]:
         return passed
 
     with ThreadPoolExecutor(processes) as pool:
-        return [mutant for mutant, passed in zip(chosen, pool.map(survives, chosen), strict=True) if passed]
+        return [
+            mutant
+            for mutant, passed in zip(chosen, pool.map(survives, chosen), strict=True)
+            if passed
+        ]
 
 
 def _write(path: Path, source: bytes) -> None:
-    """Write a source file, and remove its bytecode: that of an earlier change may look as if it were of this one."""
+    """Write a source file, and remove its bytecode: that of an earlier change may look as if it
+    were of this one.
+    """
     path.write_bytes(source)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
@@ -220,7 +280,9 @@ def _limit_seconds(folder: Path, tests: Sequence[str]) -> float:
     """Three times what the tests take on the unchanged sources, which they must pass."""
     began = time.monotonic()
     if not passes(folder, tests, 3600):
-        raise SystemExit(f"These tests fail on the unchanged sources: {' '.join(tests)}. Fix them first.")
+        raise SystemExit(
+            f"These tests fail on the unchanged sources: {' '.join(tests)}. Fix them first."
+        )
     return 10 + 3 * (time.monotonic() - began)
 
 
@@ -232,12 +294,19 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=FILES, help="files and folders to mutate")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    paths = [path for name in options.files for path in sorted((HOME / name).rglob("*.py")) or [HOME / name]]
+    paths = [
+        path
+        for name in options.files
+        for path in sorted((HOME / name).rglob("*.py")) or [HOME / name]
+    ]
     found = [mutant for path in paths for mutant in find_mutants(str(path.relative_to(HOME)))]
     chosen = choose(found, options.sample, options.seed)
     with tempfile.TemporaryDirectory() as root:
         noticed = len(chosen) - len(run(chosen, Path(root), options.processes))
-    print(f"{noticed} of {len(chosen)} mutants noticed ({noticed / len(chosen):.1%}); {len(found)} are possible")
+    print(
+        f"{noticed} of {len(chosen)} mutants noticed ({noticed / len(chosen):.1%}); "
+        f"{len(found)} are possible"
+    )
     return 0 if noticed >= ENOUGH * len(chosen) else 1
 
 

@@ -1,8 +1,10 @@
-"""The noise scale of Keras' multiworker beside the truth, at weights that stay: `python -m benchmarks.noise_keras`.
+"""The noise scale of Keras' multiworker beside the truth, at weights that stay: `python -m
+benchmarks.noise_keras`.
 
-Three processes on CPU slices train a linear model by 10 + 4 + 2 rows, each epoch with a short last batch: in one pass,
-in passes of 4 rows, and with shares that follow own work. The truth is known from the gradient of each row. Each case
-is also trained with noise and without; the weights must be the same to the last bit.
+Three processes on CPU slices train a linear model by 10 + 4 + 2 rows, each epoch with a short last
+batch: in one pass, in passes of 4 rows, and with shares that follow own work. The truth is known
+from the gradient of each row. Each case is also trained with noise and without; the weights must be
+the same to the last bit.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ CASES: dict[str, Any] = {  # rows of a pass, and options
 
 
 def measure(_: int, name: str, epochs: int, seed: int) -> dict[str, Any]:
-    """The noise scale of one case, the truth, and whether weights are those without noise; run in each process."""
+    """The noise scale of one case, the truth, and whether weights are those without noise; run in
+    each process.
+    """
     import keras
 
     from evener.keras_split import Split
@@ -72,7 +76,10 @@ def measure(_: int, name: str, epochs: int, seed: int) -> dict[str, Any]:
         model = build(0.1, noise)[1]
         model.fit(inputs[:160], targets[:160], verbose=0, shuffle=False)
         learned.append(digest(model))
-    return found | {"truth": float(rows.var(0).sum() / np.square(rows.mean(0)).sum()), "same": learned[0] == learned[1]}
+    return found | {
+        "truth": float(rows.var(0).sum() / np.square(rows.mean(0)).sum()),
+        "same": learned[0] == learned[1],
+    }
 
 
 def main() -> None:
@@ -83,7 +90,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     given = parser.parse_args()
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    print("| case | steps | noise scale | interval | truth | off | weights as without |\n|" + " --- |" * 7)
+    print(
+        "| case | steps | noise scale | interval | truth | off | weights as without |\n|"
+        + " --- |" * 7
+    )
     with tempfile.TemporaryDirectory() as folder, RankServer("keras") as server:
         for name in given.cases:
             own = Path(folder, name)
@@ -91,9 +101,14 @@ def main() -> None:
             words = ("benchmarks.noise_keras.measure", name, given.epochs, given.seed)
             server.run("tests.support.keras_start.save", own, *words, ranks=ranks, seconds=900)
             found = json.loads((own / "0.json").read_text())
-            scale = f"{found['rows']:.2f} | {found['low']:.2f} to {found['high']:.2f} | {found['truth']:.2f}"
+            scale = (
+                f"{found['rows']:.2f} | {found['low']:.2f} to {found['high']:.2f} | "
+                f"{found['truth']:.2f}"
+            )
             off = f"{found['rows'] / found['truth'] - 1:+.1%}"
-            print(f"| {name} | {found['samples']} | {scale} | {off} | {found['same']} |", flush=True)
+            print(
+                f"| {name} | {found['samples']} | {scale} | {off} | {found['same']} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The noise scale by two steps in a row, beside that by the two halves of each step: what comparing steps would give.
+"""The noise scale by two steps in a row, beside that by the two halves of each step: what comparing
+steps would give.
 
     python -m benchmarks.noise_steps
 
-The three trainings of benchmarks/learning_tasks.py, at the batch of their own scripts and their first rate, until they
-reach their target. Between two steps the weights move, which counts as noise.
+The three trainings of benchmarks/learning_tasks.py, at the batch of their own scripts and their
+first rate, until they reach their target. Between two steps the weights move, which counts as
+noise.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ def measure(name: str) -> tuple[NoiseScale | None, NoiseScale | None]:
     torch.manual_seed(0)
     model, rows = task.make(), task.own_batch
     parameters = list(model.parameters())
-    optimizer, course = task.optimizer(parameters, task.rate), tasks.Course(model, data, task.target)
+    optimizer, course = (
+        task.optimizer(parameters, task.rate),
+        tasks.Course(model, data, task.target),
+    )
     halves, pairs, before = NoiseWindow(1), NoiseWindow(1), None
     for step, places in enumerate(tasks._batches(len(data.inputs), rows, 0), 1):
         parts = []
@@ -57,10 +62,16 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in tasks.TASKS:
         found = [
-            "too few steps" if each is None else f"{each.rows:.4g} rows ({each.low:.4g} - {each.high:.4g})"
+            "too few steps"
+            if each is None
+            else f"{each.rows:.4g} rows ({each.low:.4g} - {each.high:.4g})"
             for each in measure(name)
         ]
-        print(f"{name}: {found[0]} by halves of a step, {found[1]} by two steps", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {found[0]} by halves of a step, {found[1]} by two steps",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""The noise scale beside the truth, which is known from the gradient of each row by itself, at weights that stay.
+"""The noise scale beside the truth, which is known from the gradient of each row by itself, at
+weights that stay.
 
-    python -m benchmarks.noise_truth [ranks] [gpus] [passes] [windows] [draws] [--steps N] [--json FILE]
+    python -m benchmarks.noise_truth [ranks] [gpus] [passes] [windows] [draws] [--steps N] [--json
+    FILE]
 
-`ranks`: real trainings over gloo, 1:1, 6:2, 5:2:1 and 820:568:64:8 rows, by the samples of every step; `gpus`: those of
-them that this machine has a GPU for each rank of; `passes`: of one process, by the passes of a step; `windows`: a long
-training of two ranks, on GPUs where there are two, cut into windows of 200 and of 1,500 steps. `draws`: batches
-drawn from the rows' own gradients; the part of windows whose 95 % interval holds the truth, and the standard deviation
-of one step's estimate of the noise, over the truth, beside those of AdaptDL (arXiv 2008.12260: the plain mean of the
-ranks' squared norms, as if their shares were equal) and of Cannikin (arXiv 2402.05302: each rank's own estimate, by
-weights that depend on the shares alone).
+`ranks`: real trainings over gloo, 1:1, 6:2, 5:2:1 and 820:568:64:8 rows, by the samples of every
+step; `gpus`: those of them that this machine has a GPU for each rank of; `passes`: of one process,
+by the passes of a step; `windows`: a long training of two ranks, on GPUs where there are two, cut
+into windows of 200 and of 1,500 steps. `draws`: batches drawn from the rows' own gradients; the
+part of windows whose 95 % interval holds the truth, and the standard deviation of one step's
+estimate of the noise, over the truth, beside those of AdaptDL (arXiv 2008.12260: the plain mean of
+the ranks' squared norms, as if their shares were equal) and of Cannikin (arXiv 2402.05302: each
+rank's own estimate, by weights that depend on the shares alone).
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ def compare_windows(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
     """How many windows' intervals hold the truth in real trainings of two ranks."""
     truth = programs.true_noise_scale(programs.network(), programs.data())
     for number, shares in enumerate(SHARES[:2]):
-        own, words = folder / f"windows{number}", ("benchmarks.noise_truth.all_samples", list(shares), LONGER * steps)
+        own, words = (
+            folder / f"windows{number}",
+            ("benchmarks.noise_truth.all_samples", list(shares), LONGER * steps),
+        )
         if torch.cuda.device_count() > 1:
             run_on_gpus(words[0], own, *words[1:])
         else:
@@ -65,7 +71,10 @@ def compare_windows(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
                 server.run(words[0], own, *words[1:], ranks=place_ranks(2))
         samples = torch.load(own / "0.pt", weights_only=False)
         for size in (200, steps):
-            windows = [judge_window(samples[at : at + size]) for at in range(0, len(samples) - size + 1, size)]
+            windows = [
+                judge_window(samples[at : at + size])
+                for at in range(0, len(samples) - size + 1, size)
+            ]
             held = sum(each.low <= truth <= each.high for each in windows)
             off = [each.rows / truth - 1 for each in windows]
             row = {
@@ -98,7 +107,13 @@ def compare_ranks(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
     with RankServer("torch._dynamo") as server:
         for number, shares in enumerate(SHARES):
             own = folder / str(number)
-            server.run("benchmarks.noise_truth.one_case", own, list(shares), steps, ranks=place_ranks(len(shares)))
+            server.run(
+                "benchmarks.noise_truth.one_case",
+                own,
+                list(shares),
+                steps,
+                ranks=place_ranks(len(shares)),
+            )
             yield _judge(f"{shares}", torch.load(own / "0.pt")[0], steps)
 
 
@@ -107,20 +122,27 @@ def compare_gpus(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
     for number, shares in enumerate(SHARES):
         if len(shares) <= torch.cuda.device_count():
             own = folder / f"gpu{number}"
-            run_on_gpus("benchmarks.noise_truth.one_case", own, list(shares), steps, world=len(shares))
+            run_on_gpus(
+                "benchmarks.noise_truth.one_case", own, list(shares), steps, world=len(shares)
+            )
             yield _judge(f"{shares} on GPUs", torch.load(own / "0.pt")[0], steps)
 
 
 def compare_passes(steps: int) -> Iterator[dict[str, Any]]:
-    """The noise scale of trainings in this process; a step is two batches where they are accumulated."""
+    """The noise scale of trainings in this process; a step is two batches where they are
+    accumulated.
+    """
     for name, case in PASSES.items():
-        yield _judge(name, programs.measure(case, steps=steps * case.get("accumulate", 1))[0], steps)
+        yield _judge(
+            name, programs.measure(case, steps=steps * case.get("accumulate", 1))[0], steps
+        )
 
 
 def _judge(name: str, scale: Any, steps: int) -> dict[str, Any]:
     truth = programs.true_noise_scale(programs.network(), programs.data())
     print(
-        f"{name}: {scale['rows']:.2f} rows ({scale['low']:.2f} - {scale['high']:.2f}) after {steps} steps,"
+        f"{name}: {scale['rows']:.2f} rows ({scale['low']:.2f} - {scale['high']:.2f}) after "
+        f"{steps} steps,"
         f" {scale['rows'] / truth - 1:+.1%} of the truth {truth:.2f}",
         file=sys.stderr,
         flush=True,
@@ -137,14 +159,19 @@ def compare_draws() -> list[dict[str, Any]]:
     for shares in SHARES:
         norms, wholes = draw(gradients, shares, max(DRAWS, 25 * BLOCK * WINDOWS // 8))
         row = {"shares": shares, "holds": cover(norms, wholes, shares, noise / signal)}
-        row |= {name: float(each.std()) / noise for name, each in estimate(norms, wholes, shares).items()}
+        row |= {
+            name: float(each.std()) / noise
+            for name, each in estimate(norms, wholes, shares).items()
+        }
         found.append(row)
         shown = ", ".join(f"{name} {row[name]:.4f}" for name in row if name != "shares")
         print(f"{shares}: {shown}", file=sys.stderr, flush=True)
     return found
 
 
-def draw(gradients: torch.Tensor, shares: tuple[int, ...], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    gradients: torch.Tensor, shares: tuple[int, ...], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms of the parts' mean gradients, (count, K), and of the batch's, (count,)."""
     torch.manual_seed(2)
     rows = sum(shares)
@@ -158,21 +185,33 @@ def draw(gradients: torch.Tensor, shares: tuple[int, ...], count: int) -> tuple[
     return torch.stack(norms), torch.stack(wholes)
 
 
-def estimate(norms: torch.Tensor, wholes: torch.Tensor, shares: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def estimate(
+    norms: torch.Tensor, wholes: torch.Tensor, shares: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
     """The noise of each draw, three ways."""
     sizes, rows, parts = torch.tensor(shares, dtype=norms.dtype), sum(shares), len(shares)
     own = ((norms * sizes).sum(1) - rows * wholes) / (parts - 1)
     plain = (norms.mean(1) - wholes) * rows / (parts - 1)
-    each = sizes * rows / (rows - sizes) * (norms - wholes[:, None])  # a rank's own estimate, without bias
+    each = (
+        sizes * rows / (rows - sizes) * (norms - wholes[:, None])
+    )  # a rank's own estimate, without bias
     pairs, left = sizes[:, None] * sizes, rows - sizes
     covariances = pairs * (rows - sizes[:, None] - sizes) / (left[:, None] * left)
     covariances.diagonal().copy_(rows * sizes / left)
     weights = torch.linalg.solve(covariances, torch.ones(parts, dtype=norms.dtype))
-    return {"analysis of variance": own, "AdaptDL": plain, "Cannikin": each @ (weights / weights.sum())}
+    return {
+        "analysis of variance": own,
+        "AdaptDL": plain,
+        "Cannikin": each @ (weights / weights.sum()),
+    }
 
 
-def cover(norms: torch.Tensor, wholes: torch.Tensor, shares: tuple[int, ...], truth: float) -> float:
-    """The part of windows of 25 blocks whose interval holds the truth; steps are taken again in other orders."""
+def cover(
+    norms: torch.Tensor, wholes: torch.Tensor, shares: tuple[int, ...], truth: float
+) -> float:
+    """The part of windows of 25 blocks whose interval holds the truth; steps are taken again in
+    other orders.
+    """
     weighted = (norms * torch.tensor(shares, dtype=norms.dtype)).sum(1).tolist()
     squares, held = wholes.tolist(), 0
     for _ in range(WINDOWS):
@@ -201,7 +240,9 @@ def main() -> None:
             "ranks": lambda: compare_ranks(Path(folder), given.steps),
             "gpus": lambda: compare_gpus(Path(folder), given.steps),
         }
-        found = {name: list(compare()) for name, compare in ways.items() if name in (given.what or ways)}
+        found = {
+            name: list(compare()) for name, compare in ways.items() if name in (given.what or ways)
+        }
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
 

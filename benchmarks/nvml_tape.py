@@ -1,7 +1,7 @@
 """Record a tape of NVML on real GPUs: `python -m benchmarks.nvml_tape --out FILE [--seconds 32]`.
 
-All GPUs are read once a second. Matrix products run on the last GPU for the middle half of that time. nvidia-smi is
-asked at the same seconds, so that a test can compare the two.
+All GPUs are read once a second. Matrix products run on the last GPU for the middle half of that
+time. nvidia-smi is asked at the same seconds, so that a test can compare the two.
 """
 
 from __future__ import annotations
@@ -41,8 +41,13 @@ def main() -> None:
             if second % WITNESS_EVERY == WITNESS_EVERY - 1:
                 witness.append([round(time.monotonic() - recorder.began, 3), smi()])
     source.close()
-    note = f"matrix products on GPU {last} from second {busy[0]} to {busy[1]}, their start and end included"
-    options.out.write_text("\n".join(recorder.lines(note=note, ticks=ticks, nvidia_smi=witness)) + "\n")
+    note = (
+        f"matrix products on GPU {last} from second {busy[0]} to {busy[1]}, their start "
+        f"and end included"
+    )
+    options.out.write_text(
+        "\n".join(recorder.lines(note=note, ticks=ticks, nvidia_smi=witness)) + "\n"
+    )
 
 
 if __name__ == "__main__":

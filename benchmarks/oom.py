@@ -2,11 +2,12 @@
 
     python -m benchmarks.oom [--failures 1000] [--at-once 3] [--out DIR]
 
-Each case of tests/support/torch_oom_programs.py is trained with seed after seed: at random layers, forward or backward,
-in any pass, on any rank, also after buckets have been sent, and before the optimizer's first step; and once by one
-process that takes the same passes. The bar is 1e-12 in float64, unless rounding alone makes more. Where there are two
-GPUs, two ranks train on them over NCCL; `--at-once` is for them. DIR gets what was found, after each start of ranks,
-and what the ranks printed.
+Each case of tests/support/torch_oom_programs.py is trained with seed after seed: at random layers,
+forward or backward, in any pass, on any rank, also after buckets have been sent, and before the
+optimizer's first step; and once by one process that takes the same passes. The bar is 1e-12 in
+float64, unless rounding alone makes more. Where there are two GPUs, two ranks train on them over
+NCCL; `--at-once` is for them. DIR gets what was found, after each start of ranks, and what the
+ranks printed.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ APART = 1000  # seeds of two that train at once
 
 
 def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> dict[str, float]:
-    """The largest difference of a weight, a buffer or a loss from one process; and from more than rounding explains.
+    """The largest difference of a weight, a buffer or a loss from one process; and from more than
+    rounding explains.
 
-    BatchNorm over a pass of two rows that are nearly alike can make 2e-11 of the last digit of a gradient. So rounding
-    explains up to ten times what that digit makes in one process, as ranks sum in another order.
+    BatchNorm over a pass of two rows that are nearly alike can make 2e-11 of the last digit of a
+    gradient. So rounding explains up to ten times what that digit makes in one process, as ranks
+    sum in another order.
     """
     worst = {"worst": 0.0, "beyond rounding": 0.0}
     for name, seed in ranks[0]:
@@ -51,7 +54,9 @@ def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> dict[str, float]:
             assert all(sum(sizes) in shares for sizes in rank["kept"])
             found = _compare(rank, expected)
             worst["worst"] = max(worst["worst"], found)
-            worst["beyond rounding"] = max(worst["beyond rounding"], found if found > 10 * moved else 0.0)
+            worst["beyond rounding"] = max(
+                worst["beyond rounding"], found if found > 10 * moved else 0.0
+            )
     return worst
 
 
@@ -63,14 +68,23 @@ def _compare(mine: dict[str, Any], its: dict[str, Any]) -> float:
 
 def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
     """Train until there were this many failures."""
-    found: dict[str, Any] = {"failures": 0, "steps": 0, "worst": 0.0, "beyond rounding": 0.0, "seconds": 0.0}
+    found: dict[str, Any] = {
+        "failures": 0,
+        "steps": 0,
+        "worst": 0.0,
+        "beyond rounding": 0.0,
+        "seconds": 0.0,
+    }
     began = time.monotonic()
     with ExitStack() as stack:
         server = None if GPUS else stack.enter_context(RankServer(programs.__name__))
         number = 0
         while found["failures"] < wanted:
             shares, seed = SHARES[number % len(SHARES)], first + number // len(SHARES) * SEEDS
-            seeds, out = list(range(seed, seed + SEEDS)), folder / f"{seed}-{'-'.join(map(str, shares))}"
+            seeds, out = (
+                list(range(seed, seed + SEEDS)),
+                folder / f"{seed}-{'-'.join(map(str, shares))}",
+            )
             if server is None:
                 run_on_gpus(TRAIN, out, shares, seeds)
             else:
@@ -78,7 +92,9 @@ def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
             ranks = [torch.load(out / f"{rank}.pt") for rank in range(len(shares))]
             found["failures"] += sum(each["burst"] for rank in ranks for each in rank.values())
             found["steps"] += sum(len(each["losses"]) for each in ranks[0].values())
-            found |= {name: max(found[name], each) for name, each in find_worst(ranks, shares).items()}
+            found |= {
+                name: max(found[name], each) for name, each in find_worst(ranks, shares).items()
+            }
             found["seconds"] = round(time.monotonic() - began, 1)
             (folder / f"found-{first}.json").write_text(json.dumps(found))
             print(describe(found), flush=True)
@@ -88,27 +104,42 @@ def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
 
 def train_at_once(wanted: int, times: int, folder: Path) -> dict[str, Any]:
     """The same in several processes, each with other seeds."""
-    command = [sys.executable, "-m", "benchmarks.oom", "--failures", str(-(-wanted // times)), "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.oom",
+        "--failures",
+        str(-(-wanted // times)),
+        "--out",
+        str(folder),
+    ]
     firsts = [1 + APART * number for number in range(times)]
     children = [subprocess.Popen([*command, "--first", str(first)]) for first in firsts]
     codes = [child.wait() for child in children]
     every = [json.loads((folder / f"found-{first}.json").read_text()) for first in firsts]
     total = {name: sum(each[name] for each in every) for name in ("failures", "steps")}
-    most = {name: max(each[name] for each in every) for name in ("worst", "beyond rounding", "seconds")}
+    most = {
+        name: max(each[name] for each in every) for name in ("worst", "beyond rounding", "seconds")
+    }
     assert not any(codes), codes
     return total | most
 
 
 def describe(found: dict[str, Any]) -> str:
     """A line."""
-    said = f"{found['failures']} out-of-memory errors in {found['steps']} steps, {found['seconds']:.0f} s"
+    said = (
+        f"{found['failures']} out-of-memory errors in {found['steps']} steps, "
+        f"{found['seconds']:.0f} s"
+    )
     beyond = f"{found['beyond rounding']:.1e} where rounding doesn't explain it"
     return f"{said}: at most {found['worst']:.1e} from one process, {beyond}"
 
 
 def main() -> None:
     """Print what was found; exit with 1 above the bar."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--failures", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--out", type=Path)

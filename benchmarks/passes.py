@@ -1,8 +1,10 @@
-"""Does a plan with passes hold under a memory cap? `python -m benchmarks.passes --cap 300MiB --batch 2400`.
+"""Does a plan with passes hold under a memory cap? `python -m benchmarks.passes --cap 300MiB
+--batch 2400`.
 
-Two devices of one speed, in PyTorch. Three parts: the shares of a fixed global batch with and without a cap on the
-second device; steps of that plan under the cap; and a global batch several times what fits in both devices together,
-planned, and trained by `split.parts` under the same caps. The rows for docs/benchmarks/passes.md go to stdout.
+Two devices of one speed, in PyTorch. Three parts: the shares of a fixed global batch with and
+without a cap on the second device; steps of that plan under the cap; and a global batch several
+times what fits in both devices together, planned, and trained by `split.parts` under the same caps.
+The rows for docs/benchmarks/passes.md go to stdout.
 """
 
 from __future__ import annotations
@@ -52,20 +54,28 @@ def compare_shares(options: argparse.Namespace) -> Plan:
     print("\n| second device | shares | samples/s | its part of the batch | of the speeds alone |")
     print("| --- | --- | ---: | ---: | ---: |")
     for name, plan in zip(("whole", f"at most {options.cap}"), plans, strict=True):
-        words = f"| {name} | {list_samples(layout(plan))} | {plan.throughput.samples_per_second:,.0f} |"
+        words = (
+            f"| {name} | {list_samples(layout(plan))} | {plan.throughput.samples_per_second:,.0f} |"
+        )
         print(f"{words} {plan.layout.share[1].ratio:.3f} | {speed_part(plan):.3f} |", flush=True)
     return plans[-1]
 
 
 def compare_training(options: argparse.Namespace) -> None:
-    """Plan a batch several times what fits; probe and train it in turns, so that both see the same machine."""
+    """Plan a batch several times what fits; probe and train it in turns, so that both see the same
+    machine.
+    """
     fits = find_what_fits(options)
     plan = find_plan(options, BOTH, options.times * fits)
     said = plan.throughput.samples_per_second
     print(
-        f"{fits} rows fit at once. {plan.layout.global_batch} rows: {list_samples(layout(plan))}, {said:,.0f} a second."
+        f"{fits} rows fit at once. {plan.layout.global_batch} rows: "
+        f"{list_samples(layout(plan))}, {said:,.0f} a second."
     )
-    print("\n| round | probe, samples/s | training, samples/s | training / probe |\n| ---: | ---: | ---: | ---: |")
+    print(
+        "\n| round | probe, samples/s | training, samples/s | training / probe |\n| ---: | "
+        "---: | ---: | ---: |"
+    )
     for number in range(1, options.rounds + 1):
         _, probed = probe(options, BOTH, plan, RunLength(options.seconds))
         trained = train(options, plan)
@@ -76,11 +86,17 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", nargs=2, default=["cpu:0", "cpu:1"], help="two of one speed")
-    parser.add_argument("--cap", default="300MiB", help="memory of a capped device, as behind @ in --devices")
+    parser.add_argument(
+        "--cap", default="300MiB", help="memory of a capped device, as behind @ in --devices"
+    )
     parser.add_argument("--batch", type=int, default=2400, help="the fixed global batch")
-    parser.add_argument("--times", type=int, default=4, help="the large batch, in multiples of what fits")
+    parser.add_argument(
+        "--times", type=int, default=4, help="the large batch, in multiples of what fits"
+    )
     parser.add_argument("--steps", type=int, default=300, help="of the capped plan")
-    parser.add_argument("--rounds", type=int, default=3, help="of a probe and a training by the large plan")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of a probe and a training by the large plan"
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of them")
     parser.add_argument("--budget", type=float, default=90.0, help="of each search, in seconds")
     parser.add_argument("--rows", type=int, default=40_000, help="of the data set")
@@ -105,7 +121,11 @@ def find_plan(options: argparse.Namespace, devices: str, batch: int) -> Plan:
     session = Session(open_run(asked))
     (plan,) = [event.plan for event in session.events() if isinstance(event, Finished)]
     session.close()
-    print(f"{asked.devices}, {batch}: {'; '.join(plan.warnings) or 'no warnings'}", file=sys.stderr, flush=True)
+    print(
+        f"{asked.devices}, {batch}: {'; '.join(plan.warnings) or 'no warnings'}",
+        file=sys.stderr,
+        flush=True,
+    )
     return plan
 
 
@@ -119,8 +139,14 @@ def find_what_fits(options: argparse.Namespace) -> int:
 
 
 def speed_part(plan: Plan) -> float:
-    """The second device's part of the samples/s of both, each alone at its fastest; 0 if one wasn't measured."""
-    alone = [each.throughput.samples_per_second for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]
+    """The second device's part of the samples/s of both, each alone at its fastest; 0 if one wasn't
+    measured.
+    """
+    alone = [
+        each.throughput.samples_per_second
+        for each in plan.evidence
+        if each.name.startswith(SOLO_PREFIX)
+    ]
     return alone[1] / sum(alone) if len(alone) == 2 else 0.0
 
 
@@ -129,8 +155,12 @@ def layout(plan: Plan) -> Layout:
     return layout_of(plan.batches, tuple(share.micro for share in plan.layout.share))
 
 
-def probe(options: argparse.Namespace, devices: str, plan: Plan, length: RunLength) -> tuple[int, float]:
-    """Steps and samples/s of a plan in children under their caps; NoLayoutError if one runs out of memory."""
+def probe(
+    options: argparse.Namespace, devices: str, plan: Plan, length: RunLength
+) -> tuple[int, float]:
+    """Steps and samples/s of a plan in children under their caps; NoLayoutError if one runs out of
+    memory.
+    """
     resolved, stop = take_in(request(options, devices)), threading.Event()
     with timed_runs(resolved, layout(plan), 1, length, stop) as runs:
         (run,) = runs
@@ -144,7 +174,13 @@ def train(options: argparse.Namespace, plan: Plan) -> float:
         path.write_bytes(to_toml(plan))
         words = ["-m", "benchmarks.passes", "--rank-plan", str(path), "--cap", options.cap]
         words += ["--seconds", str(options.seconds), "--rows", str(options.rows)]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(plan.layout.active))]
+        launch = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(len(plan.layout.active)),
+        ]
         done = subprocess.run([sys.executable, *launch, *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"The training ended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -152,7 +188,9 @@ def train(options: argparse.Namespace, plan: Plan) -> float:
 
 
 def train_rank(options: argparse.Namespace) -> None:
-    """One rank: the example's loop with passes, under the cap of its device, for so many seconds."""
+    """One rank: the example's loop with passes, under the cap of its device, for so many
+    seconds.
+    """
     import torch
 
     from evener.torch_split import Split

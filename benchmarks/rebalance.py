@@ -1,12 +1,14 @@
-"""Trainings that change their shares, against an oracle and against staying. `python -m benchmarks.rebalance`.
+"""Trainings that change their shares, against an oracle and against staying. `python -m
+benchmarks.rebalance`.
 
-Simulated trainings of ten minutes on 2 to 16 devices: one device, or all, change their speed as a trace says. The
-oracle knows the trace and changes shares at once and at no cost; whoever stays keeps the plan's shares. The rule sees
-medians of five steps, acts three steps later and pays 0.2 s for new shapes. The table of docs/benchmarks/rebalance.md
-goes to stdout.
+Simulated trainings of ten minutes on 2 to 16 devices: one device, or all, change their speed as a
+trace says. The oracle knows the trace and changes shares at once and at no cost; whoever stays
+keeps the plan's shares. The rule sees medians of five steps, acts three steps later and pays 0.2 s
+for new shapes. The table of docs/benchmarks/rebalance.md goes to stdout.
 
-`python -m benchmarks.rebalance real` trains on two CPU slices in PyTorch, of which one is slower by 40 % for a while;
-`gpus` on two GPUs, of which another program uses one for a while (where there is none, to try it, on the CPU).
+`python -m benchmarks.rebalance real` trains on two CPU slices in PyTorch, of which one is slower by
+40 % for a while; `gpus` on two GPUs, of which another program uses one for a while (where there is
+none, to try it, on the CPU).
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from tests.support.share_traces import Slowdown, Trace, at_rest, flipping, foresee, machine, rebalance, slower, stay
+from tests.support.share_traces import (
+    Slowdown,
+    Trace,
+    at_rest,
+    flipping,
+    foresee,
+    machine,
+    rebalance,
+    slower,
+    stay,
+)
 
 SECONDS = 600.0
 SIZES = (2, 4, 8, 16)
@@ -44,7 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="?", choices=("simulated", *REAL), default="simulated")
     parser.add_argument("--seeds", type=int, default=3, help="machines of each size")
-    parser.add_argument("--steps", type=int, nargs=3, help="of a real training: disturbed from, until; all")
+    parser.add_argument(
+        "--steps", type=int, nargs=3, help="of a real training: disturbed from, until; all"
+    )
     parser.add_argument("--json", type=Path, help="file for what came of a real training")
     options = parser.parse_args()
     if options.what == "simulated":
@@ -71,7 +85,9 @@ def train_really(job: str, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def print_real(found: dict[str, Any]) -> None:
-    """When real shares changed, how fast the training was with them, and how fast with the best fixed ones."""
+    """When real shares changed, how fast the training was with them, and how fast with the best
+    fixed ones.
+    """
     start, end, steps, static = found["start"], found["end"], found["steps"], found["static"]
     best = min(static, key=static.get)
     for name, times in found["times"].items():
@@ -81,12 +97,15 @@ def print_real(found: dict[str, Any]) -> None:
         ):
             if len(times) <= first:
                 continue
-            settled = first + sum(time < times[first - 1] + SETTLED_SECONDS for time in times[first:last])
+            settled = first + sum(
+                time < times[first - 1] + SETTLED_SECONDS for time in times[first:last]
+            )
             settled = min(settled, (first + min(last, len(times))) // 2)
             seconds = median(after - before for before, after in pairwise(times[settled:last]))
             print(
                 f"{name}, {label}, from {SETTLED_SECONDS:.0f} s on: {seconds * 1e3:.1f} ms a step,"
-                f" {found['batch'] / seconds:.0f} samples/s, {fastest / seconds:.3f} of the best fixed shares' rate"
+                f" {found['batch'] / seconds:.0f} samples/s, {fastest / seconds:.3f} of the "
+                f"best fixed shares' rate"
             )
     for step, shares in found["changes"]:
         since = start if step < end else end
@@ -97,12 +116,19 @@ def print_real(found: dict[str, Any]) -> None:
 
 def print_simulated(seeds: int) -> None:
     """The table of docs/benchmarks/rebalance.md."""
-    print("| trace | of the oracle's samples: least | mean | against staying: least | mean | changes in 1,000 steps |")
+    print(
+        "| trace | of the oracle's samples: least | mean | against staying: least | mean | "
+        "changes in 1,000 steps |"
+    )
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, make in TRACES.items():
-        scores = [run(make(random.Random(seed)), size, seed) for size in SIZES for seed in range(seeds)]
+        scores = [
+            run(make(random.Random(seed)), size, seed) for size in SIZES for seed in range(seeds)
+        ]
         oracle, staying, changes = zip(*scores, strict=True)
-        figures = f"{min(oracle):.3f} | {fmean(oracle):.3f} | {min(staying):.3f} | {fmean(staying):.3f}"
+        figures = (
+            f"{min(oracle):.3f} | {fmean(oracle):.3f} | {min(staying):.3f} | {fmean(staying):.3f}"
+        )
         print(f"| {name} | {figures} | {fmean(changes):.1f} |", flush=True)
 
 
@@ -115,11 +141,17 @@ def run(trace: Trace, devices: int, seed: int) -> Score:
 
 
 def visited(numbers: random.Random) -> Slowdown:
-    """A neighbour on the first device: away and there for random times, a minute in the mean, 20 to 100 % slower."""
+    """A neighbour on the first device: away and there for random times, a minute in the mean, 20 to
+    100 % slower.
+    """
     visits = list(draw_visits(numbers))
 
     def slowdown(device: int, at: float) -> float:
-        return next((factor for start, end, factor in visits if start <= at < end), 1.0) if device == 0 else 1.0
+        return (
+            next((factor for start, end, factor in visits if start <= at < end), 1.0)
+            if device == 0
+            else 1.0
+        )
 
     return slowdown
 
@@ -135,7 +167,10 @@ def draw_visits(numbers: random.Random) -> Iterator[tuple[float, float, float]]:
 
 def warming(numbers: random.Random) -> Slowdown:
     """Every device gets slower by up to 40 % and faster again, at its own pace."""
-    paces = [(numbers.uniform(120, 600), numbers.uniform(0, 6), numbers.uniform(0, 0.4)) for _ in range(max(SIZES))]
+    paces = [
+        (numbers.uniform(120, 600), numbers.uniform(0, 6), numbers.uniform(0, 0.4))
+        for _ in range(max(SIZES))
+    ]
 
     def slowdown(device: int, at: float) -> float:
         period, phase, depth = paces[device]
@@ -153,8 +188,12 @@ TRACES: dict[str, Callable[[random.Random], Trace]] = {
     "nothing but 5 % noise": lambda _: Trace(SECONDS, at_rest, 0.05),
     "the plan was 30 % off for one device": lambda _: Trace(SECONDS, slower(1.3, 0, SECONDS), 0.03),
     "throttled by 40 % from 150 to 400 s": lambda _: Trace(SECONDS, slower(1.4, 150, 400), 0.03),
-    "throttled by 40 % from 150 to 400 s, 5 % noise": lambda _: Trace(SECONDS, slower(1.4, 150, 400), 0.05),
-    "a neighbour at random, a minute at a time": lambda numbers: Trace(SECONDS, visited(numbers), 0.03),
+    "throttled by 40 % from 150 to 400 s, 5 % noise": lambda _: Trace(
+        SECONDS, slower(1.4, 150, 400), 0.05
+    ),
+    "a neighbour at random, a minute at a time": lambda numbers: Trace(
+        SECONDS, visited(numbers), 0.03
+    ),
     "a neighbour every 40 s for 20 s": lambda _: Trace(SECONDS, flipping(40, 0.5), 0.03),
     "all warm up and cool down": lambda numbers: Trace(SECONDS, warming(numbers), 0.03),
     "a slow leak, 60 % in the end": lambda _: Trace(SECONDS, leak, 0.03),
@@ -165,7 +204,9 @@ TRACES: dict[str, Callable[[random.Random], Trace]] = {
     "too fast to follow: 10 s in 20": lambda _: Trace(SECONDS, flipping(20, 0.5), 0.03),
     "too fast to follow: 2 s in 8": lambda _: Trace(SECONDS, flipping(8, 0.25), 0.03),
     "too fast to follow: 1 s in 3, 60 %": lambda _: Trace(SECONDS, flipping(3, 0.3, 1.6), 0.03),
-    "too fast to follow: 3 s a minute, half speed": lambda _: Trace(SECONDS, flipping(60, 0.05, 2.0), 0.03),
+    "too fast to follow: 3 s a minute, half speed": lambda _: Trace(
+        SECONDS, flipping(60, 0.05, 2.0), 0.03
+    ),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What trains in `python -m benchmarks.rebalance real` and `gpus`, and what disturbs its second rank."""
+"""What trains in `python -m benchmarks.rebalance real` and `gpus`, and what disturbs its second
+rank.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ TOKENS, WORDS = 128, 1024  # of a row
 
 
 class Job(NamedTuple):
-    """A training, and what begins or ends the disturbance of a network; the second rank calls it."""
+    """A training, and what begins or ends the disturbance of a network; the second rank calls
+    it.
+    """
 
     batch: int
     make_network: Callable[[], Any]
@@ -95,9 +99,16 @@ def make_sleeping() -> Job:
 
 
 def make_computing(disturb: Callable[[bool], None]) -> Job:
-    """For GPUs, with steps of some 20 ms on two H200; where there is none a tiny one, to try the benchmark."""
+    """For GPUs, with steps of some 20 ms on two H200; where there is none a tiny one, to try the
+    benchmark.
+    """
     on_gpu = torch.cuda.is_available()
     batch, width, blocks, length = (256, 1024, 8, 131_072) if on_gpu else (96, 32, 2, 9600)
     rows = torch.randint(0, WORDS, (length, TOKENS), generator=torch.Generator().manual_seed(0))
     data = TensorDataset(rows, rows[:, 0] % 2)
-    return Job(batch, partial(ComputingNetwork, width, blocks), data, lambda _, disturbed: disturb(disturbed))
+    return Job(
+        batch,
+        partial(ComputingNetwork, width, blocks),
+        data,
+        lambda _, disturbed: disturb(disturbed),
+    )

@@ -1,4 +1,6 @@
-"""One rank of the training that `python -m benchmarks.rebalance real` or `gpus` starts; see rebalance_jobs.py."""
+"""One rank of the training that `python -m benchmarks.rebalance real` or `gpus` starts; see
+rebalance_jobs.py.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,14 @@ from evener.torch_split import Split
 from evener.torch_split.ranks import visible_gpus
 from tests.support.torch_ranks import example_plan
 
-SHORT, WARM = 100, 20  # steps of a training whose speed doesn't change, and those of them that aren't counted
+SHORT, WARM = (
+    100,
+    20,
+)  # steps of a training whose speed doesn't change, and those of them that aren't counted
 NEVER, ALWAYS = range(0), range(SHORT)
-QUANTA = 32  # of a batch; the best static shares are looked for within two of those that the rule found
+QUANTA = (
+    32  # of a batch; the best static shares are looked for within two of those that the rule found
+)
 
 
 class Trained(NamedTuple):
@@ -36,7 +43,9 @@ class Trained(NamedTuple):
 
     def step_seconds(self, steps: range) -> float:
         """The median of some steps."""
-        return median(after - before for before, after in pairwise(self.times[steps.start : steps.stop]))
+        return median(
+            after - before for before, after in pairwise(self.times[steps.start : steps.stop])
+        )
 
 
 def make_plan(shares: tuple[int, ...], rate: float = 0.0) -> Plan:
@@ -47,7 +56,9 @@ def make_plan(shares: tuple[int, ...], rate: float = 0.0) -> Plan:
     placed = zip(plan.layout.share, devices, strict=True)
     share = tuple(replace(each, device=device, most=sum(shares)) for each, device in placed)
     promised = Throughput(rate, rate, rate) if rate else plan.throughput
-    return replace(plan, workload="rebalance", layout=replace(plan.layout, share=share), throughput=promised)
+    return replace(
+        plan, workload="rebalance", layout=replace(plan.layout, share=share), throughput=promised
+    )
 
 
 def train(job: Job, plan: Plan, steps: int, disturbed: range, rebalance: bool = False) -> Trained:
@@ -83,7 +94,9 @@ def train(job: Job, plan: Plan, steps: int, disturbed: range, rebalance: bool = 
 
 
 def compare(job: Job, start: int, end: int, steps: int) -> dict[str, Any]:
-    """Train by the rule, without it into the disturbance, and by all shares near those that the rule found."""
+    """Train by the rule, without it into the disturbance, and by all shares near those that the
+    rule found.
+    """
     even, while_disturbed = (job.batch // 2, job.batch // 2), range(start, end)
     free = train(job, make_plan(even), SHORT, NEVER).step_seconds(range(WARM, SHORT))
     say(f"even shares, nothing disturbs: {free * 1e3:.1f} ms a step")
@@ -94,9 +107,9 @@ def compare(job: Job, start: int, end: int, steps: int) -> dict[str, Any]:
     found = next((shares for step, shares in reversed(ruled.changes) if step <= end), even)
     static = {}
     for shares in near(found, job.batch // QUANTA):
-        static["+".join(map(str, shares))] = train(job, make_plan(shares), SHORT, ALWAYS).step_seconds(
-            range(WARM, SHORT)
-        )
+        static["+".join(map(str, shares))] = train(
+            job, make_plan(shares), SHORT, ALWAYS
+        ).step_seconds(range(WARM, SHORT))
         say(f"always disturbed, {list(static.items())[-1]}")
     phases = {"start": start, "end": end, "steps": steps, "batch": job.batch}
     times = {"rebalance": ruled.times, "even": stayed.times}
@@ -120,7 +133,9 @@ def main() -> None:
     """Train; the first rank prints what came of it as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job", choices=("sleeping", "computing"))
-    parser.add_argument("steps", type=int, nargs=3, help="the second rank is disturbed from, until; all")
+    parser.add_argument(
+        "steps", type=int, nargs=3, help="the second rank is disturbed from, until; all"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     with ExitStack() as stack:

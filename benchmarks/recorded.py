@@ -1,7 +1,8 @@
-"""How far the search ends from the best on curves that real GPUs gave: `python -m benchmarks.recorded [--seeds 5]`.
+"""How far the search ends from the best on curves that real GPUs gave: `python -m
+benchmarks.recorded [--seeds 5]`.
 
-Each journal in tests/recorded becomes a simulated machine (tests/support/recorded_machines.py). The best is found by
-trying every batch.
+Each journal in tests/recorded becomes a simulated machine (tests/support/recorded_machines.py). The
+best is found by trying every batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def main() -> None:
     print("| --- | ---: | ---: | ---: | ---: | --- |")
     for name, record in journals.items():
         made = machine(record, drawn)
-        found = sorted((search(record, made, seed) for seed in range(options.seeds)), key=lambda one: one.regret)
+        found = sorted(
+            (search(record, made, seed) for seed in range(options.seeds)),
+            key=lambda one: one.regret,
+        )
         middle, worst = found[len(found) // 2], found[-1]
         shares = " + ".join(map(str, worst.shares))
         figures = f"{middle.regret:.2%} | {worst.regret:.2%} | {middle.probes} | {shares}"

@@ -1,7 +1,9 @@
-"""Programs under `evener run`, as hooks meet them: `python -m benchmarks.run_programs [--only PATTERN]`.
+"""Programs under `evener run`, as hooks meet them: `python -m benchmarks.run_programs [--only
+PATTERN]`.
 
-Each of tests.support.run_exact must train by shares of 3:1, with its own weights; each of the others must be caught, or
-end with its own weights. Prints every program, and counts false alarms and misses.
+Each of tests.support.run_exact must train by shares of 3:1, with its own weights; each of the
+others must be caught, or end with its own weights. Prints every program, and counts false alarms
+and misses.
 """
 
 from __future__ import annotations
@@ -53,7 +55,15 @@ def report(server: RankServer, place: Path, module: str, names: list[str]) -> No
     for number, name in enumerate(names):
         folder = place / f"{module}-{number}"
         try:
-            server.run(f"{PARTS}.run_twice", folder, module, name, free_port(), ranks=place_ranks(2), seconds=SECONDS)
+            server.run(
+                f"{PARTS}.run_twice",
+                folder,
+                module,
+                name,
+                free_port(),
+                ranks=place_ranks(2),
+                seconds=SECONDS,
+            )
             found = judge(folder, 3e-2 if "float16" in name else 1e-9)
             kind, words = found.kind, f"{found.difference:.0e} {found.words}"
         except AssertionError as error:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.sampling [--devices gpu] [--seconds 20] [--interval 1] [--readings]
 
-Without GPUs it measures whatever `--devices` names; the driver's calls are listed only where there is a driver.
+Without GPUs it measures whatever `--devices` names; the driver's calls are listed only where there
+is a driver.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--interval", type=float, default=1.0)
-    parser.add_argument("--readings", action="store_true", help="print every reading of the last tick")
+    parser.add_argument(
+        "--readings", action="store_true", help="print every reading of the last tick"
+    )
     options: argparse.Namespace = parser.parse_args()
     return options
 
@@ -99,7 +102,8 @@ def _print_ticks(snapshots: list[Snapshot], cpu_share: float) -> None:
     first = snapshots[0].sampling_seconds * 1000
     print(f"ticks {len(snapshots)}, devices {len(snapshots[-1].devices)}, first {first:.2f} ms")
     print(
-        f"ms a tick: median {costs[len(costs) // 2]:.2f}, 95 % {costs[int(0.95 * (len(costs) - 1))]:.2f}, "
+        f"ms a tick: median {costs[len(costs) // 2]:.2f}, 95 % "
+        f"{costs[int(0.95 * (len(costs) - 1))]:.2f}, "
         f"most {costs[-1]:.2f}; CPU of the process {cpu_share:.2%} of one core"
     )
 
@@ -109,7 +113,10 @@ def _print_calls(library: TimedLibrary, ticks: int) -> None:
     for name, seconds in sorted(library.seconds.items(), key=lambda entry: -sum(entry[1])):
         mean, most = 1e3 * sum(seconds) / len(seconds), 1e3 * max(seconds)
         print(f"{name:45} {len(seconds):5} calls  mean {mean:8.3f} ms  most {most:8.3f} ms")
-    print(f"{sum(len(seconds) for seconds in library.seconds.values()) / max(1, ticks):.1f} calls a tick")
+    print(
+        f"{sum(len(seconds) for seconds in library.seconds.values()) / max(1, ticks):.1f} "
+        f"calls a tick"
+    )
 
 
 def _print_fields(nvml: Any, repeats: int = 20) -> None:
@@ -121,17 +128,23 @@ def _print_fields(nvml: Any, repeats: int = 20) -> None:
             for _ in range(repeats):
                 (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
             mean = 1e3 * (time.perf_counter() - started) / repeats
-            print(f"field {field!s:18} {mean:8.3f} ms  return {answer.nvmlReturn}  type {answer.valueType}")
+            print(
+                f"field {field!s:18} {mean:8.3f} ms  return {answer.nvmlReturn}  type "
+                f"{answer.valueType}"
+            )
 
 
 def _print_readings(snapshot: Snapshot) -> None:
     for sample in snapshot.devices:
-        print(sample.device.label, sample.device.name, sample.device.id, sample.note, *sample.events)
+        print(
+            sample.device.label, sample.device.name, sample.device.id, sample.note, *sample.events
+        )
         for name in sample.__struct_fields__:
             reading = getattr(sample, name)
             if isinstance(reading, Reading):
                 print(
-                    f"  {name:32} {reading.state.value:12} {'' if reading.value is None else f'{reading.value:,.2f}'}"
+                    f"  {name:32} {reading.state.value:12} "
+                    f"{'' if reading.value is None else f'{reading.value:,.2f}'}"
                 )
         print("  throttle_reasons", sample.throttle_reasons)
     for process in snapshot.processes:

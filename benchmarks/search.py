@@ -4,7 +4,7 @@ python -m benchmarks.search            writes docs/benchmarks/search.md and sear
 python -m benchmarks.search --quick    a small sample to the terminal, in well under 40 s
 python -m benchmarks.search --families hard [--budget 40] [--starts 3] [--seeds 20]
                                        hard machines as users search them, to the terminal; old ones, or any by name
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from tests.support import machine_families as machines
 from tests.support import machine_families_hard as hard_machines
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(name, "1")  # one process a core does better than threads for such small matrices
+    os.environ.setdefault(
+        name, "1"
+    )  # one process a core does better than threads for such small matrices
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "search.md"
 SEEDS = 8
@@ -38,7 +40,14 @@ PLAIN = ("even split", "by speed at one batch", "by largest batch", "OmniLearn r
 def jobs(seeds: int, sizes: Sequence[int], noises: Sequence[float], quick: bool) -> list[Job]:
     """Every combination; rivals join on the first seeds, at tolerance 0."""
     return [
-        Job(family, devices, noise, mode, FIRST_SEED + turn, _rivals(devices, noise, mode, turn, quick))
+        Job(
+            family,
+            devices,
+            noise,
+            mode,
+            FIRST_SEED + turn,
+            _rivals(devices, noise, mode, turn, quick),
+        )
         for family in machines.FAMILIES
         for devices in sizes
         for noise in noises
@@ -48,7 +57,9 @@ def jobs(seeds: int, sizes: Sequence[int], noises: Sequence[float], quick: bool)
 
 
 def _rivals(devices: int, noise: float, mode: str, turn: int, quick: bool) -> tuple[str, ...]:
-    """Optuna takes up to minutes a machine: TPE joins on one seed to 8 devices, its Gaussian process on 2, fixed."""
+    """Optuna takes up to minutes a machine: TPE joins on one seed to 8 devices, its Gaussian
+    process on 2, fixed.
+    """
     if mode in ("tolerant", "beyond") or turn >= RIVAL_SEEDS:
         return ()
     if quick or noise != 0.01 or turn or devices > 8 or find_spec("optuna") is None:
@@ -60,24 +71,42 @@ def _rivals(devices: int, noise: float, mode: str, turn: int, quick: bool) -> tu
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a small sample, to the terminal")
-    parser.add_argument("--seeds", type=int, default=None, help=f"machines of each kind ({SEEDS}; quick: 1)")
+    parser.add_argument(
+        "--seeds", type=int, default=None, help=f"machines of each kind ({SEEDS}; quick: 1)"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--families", default="", help="hard, old, or names with commas: with a budget, to the terminal"
+        "--families",
+        default="",
+        help="hard, old, or names with commas: with a budget, to the terminal",
     )
-    parser.add_argument("--budget", type=float, help="seconds, in place of the default or the family's own")
-    parser.add_argument("--starts", type=float, help="seconds that each group of children takes to start")
-    parser.add_argument("--first", type=int, default=FIRST_SEED, help="the first seed of --families")
-    parser.add_argument("--laws", action="store_true", help="of --families: the laws that hold for pairs of searches")
+    parser.add_argument(
+        "--budget", type=float, help="seconds, in place of the default or the family's own"
+    )
+    parser.add_argument(
+        "--starts", type=float, help="seconds that each group of children takes to start"
+    )
+    parser.add_argument(
+        "--first", type=int, default=FIRST_SEED, help="the first seed of --families"
+    )
+    parser.add_argument(
+        "--laws",
+        action="store_true",
+        help="of --families: the laws that hold for pairs of searches",
+    )
     parser.add_argument("--output", type=Path, help="every run as JSON")
     options = parser.parse_args(arguments)
     if options.families:
         _run_hard(options)
         return
     seeds = options.seeds or (1 if options.quick else SEEDS)
-    sizes, noises = (QUICK_SIZES, QUICK_NOISES) if options.quick else (machines.SIZES, machines.NOISES)
+    sizes, noises = (
+        (QUICK_SIZES, QUICK_NOISES) if options.quick else (machines.SIZES, machines.NOISES)
+    )
     todo = jobs(seeds, sizes, noises, options.quick)
     with ProcessPoolExecutor(options.processes) as pool:
         outcomes: list[SearchOutcome] = list(pool.map(run, todo, chunksize=2))
@@ -100,7 +129,11 @@ def _run_hard(options: argparse.Namespace) -> None:
     """Families with a budget: the table, then what went wrong."""
     sets = {"hard": tuple(hard_machines.FAMILIES), "old": tuple(machines.FAMILIES)}
     families = [name for word in options.families.split(",") for name in sets.get(word, (word,))]
-    asked = {key: each for key, each in (("budget", options.budget), ("start", options.starts)) if each is not None}
+    asked = {
+        key: each
+        for key, each in (("budget", options.budget), ("start", options.starts))
+        if each is not None
+    }
     seeds = range(options.first, options.first + (options.seeds or HARD_SEEDS))
     todo = search_hard.jobs(families, seeds, asked)
     with ProcessPoolExecutor(options.processes) as pool:

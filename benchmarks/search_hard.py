@@ -1,7 +1,8 @@
 """Searches as users run them, on families of hard machines: with a budget, slow starts and events.
 
-A row of the table is a family. Regret is in per cent of the best, for a free batch beyond the tolerance; the truth is
-the machine as it was when the last probe began. *settled* are runs that say that nothing is left to measure.
+A row of the table is a family. Regret is in per cent of the best, for a free batch beyond the
+tolerance; the truth is the machine as it was when the last probe began. *settled* are runs that say
+that nothing is left to measure.
 """
 
 from __future__ import annotations
@@ -73,7 +74,12 @@ def jobs(families: Sequence[str], seeds: Iterable[int], asked: dict[str, float])
 
 def run(job: HardJob) -> list[Row]:
     """Everything that is asked of the job's machine."""
-    return [_row(case) for case in (_old_cases(job) if job.devices else hard.cases(job.family, job.seed, **job.asked))]
+    return [
+        _row(case)
+        for case in (
+            _old_cases(job) if job.devices else hard.cases(job.family, job.seed, **job.asked)
+        )
+    ]
 
 
 def _old_cases(job: HardJob) -> Iterator[Case]:
@@ -120,7 +126,9 @@ def _judged(case: Case, found: Trial, said: str) -> Row:
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """A law's pair of searches, and its control: what the second lost, a fraction; 1 where a search raised."""
+    """A law's pair of searches, and its control: what the second lost, a fraction; 1 where a search
+    raised.
+    """
 
     law: str
     case: str
@@ -150,12 +158,16 @@ def law_table(found: Sequence[Pair]) -> str:
     lines = [head, f"| --- |{' ---: |' * 6} --- |"]
     lines += [_law_line(name, [pair for pair in found if pair.law == name]) for name in laws.LAWS]
     broken = [pair for pair in found if pair.loss > laws.NOISE]
-    words = [f"- {one.law}: {one.case}: {one.error or f'{percent(one.loss, 1)} %'}" for one in broken]
+    words = [
+        f"- {one.law}: {one.case}: {one.error or f'{percent(one.loss, 1)} %'}" for one in broken
+    ]
     return "\n".join([*lines, "", *words])
 
 
 def _law_line(name: str, own: Sequence[Pair]) -> str:
-    """Of 1,000 pairs, how many lost more than noise may make of them, and how many gained as much."""
+    """Of 1,000 pairs, how many lost more than noise may make of them, and how many gained as
+    much.
+    """
     losses = [pair.loss for pair in own], [pair.control for pair in own]
     broken, control = (sum(loss > laws.NOISE for loss in each) for each in losses)
     gained = (sum(loss < -laws.NOISE for loss in each) for each in losses)
@@ -169,16 +181,22 @@ def _yes(holds: bool) -> str:
 
 
 def as_often_by_chance(broken: int, control: int, pairs: int) -> float:
-    """Fisher's exact test, one-sided: of as many broken in all, the chance that the first has this many or more."""
+    """Fisher's exact test, one-sided: of as many broken in all, the chance that the first has this
+    many or more.
+    """
     both = broken + control
-    ways = [math.comb(pairs, k) * math.comb(pairs, both - k) for k in range(broken, min(both, pairs) + 1)]
+    ways = [
+        math.comb(pairs, k) * math.comb(pairs, both - k)
+        for k in range(broken, min(both, pairs) + 1)
+    ]
     return sum(ways) / math.comb(2 * pairs, both)
 
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each family, and one for all."""
     head = (
-        "| family | runs | errors | median | 95th | worst | > 3 % | interval holds | probes | seconds | late | "
+        "| family | runs | errors | median | 95th | worst | > 3 % | interval holds | probes | "
+        "seconds | late | "
         "out of memory > 2 | no plan | settled > 3 % |\n| --- |" + " ---: |" * 13
     )
     names = dict.fromkeys(row.family for row in rows)
@@ -210,7 +228,11 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 
 def worst(rows: Sequence[Row], over: float = FAR_OFF) -> str:
     """Each run that failed, was late or is further off than that, with its machine."""
-    bad = [row for row in rows if row.error or row.regret > over or row.late > LATE or row.out_of_memory > OFTEN]
+    bad = [
+        row
+        for row in rows
+        if row.error or row.regret > over or row.late > LATE or row.out_of_memory > OFTEN
+    ]
     return "\n".join(_words(row) for row in sorted(bad, key=lambda row: (row.family, -row.regret)))
 
 
@@ -220,6 +242,7 @@ def _words(row: Row) -> str:
         return f"{case}: {row.error}"
     short = f", {row.out_of_memory} times out of memory" if row.out_of_memory > OFTEN else ""
     return (
-        f"{case}: {percent(row.regret, 1)} % ({row.rate:,.1f} of {row.best:,.1f} samples/s), {list(row.shares)} after "
+        f"{case}: {percent(row.regret, 1)} % ({row.rate:,.1f} of {row.best:,.1f} samples/s), "
+        f"{list(row.shares)} after "
         f"{row.seconds:.0f} s and {row.probes} probes{short}; last {row.last}; {row.why}"
     )

@@ -1,7 +1,8 @@
-"""Other ways to choose a layout, given the same prober and as many probes; the best layout that they measured counts.
+"""Other ways to choose a layout, given the same prober and as many probes; the best layout that
+they measured counts.
 
-A rival is a generator: it yields layouts to measure at the same time and is sent the observations, or None once its
-probes are spent. A free global batch is `batch` None.
+A rival is a generator: it yields layouts to measure at the same time and is sent the observations,
+or None once its probes are spent. A free global batch is `batch` None.
 """
 
 from __future__ import annotations
@@ -36,10 +37,16 @@ def by_common_speed(devices: int, batch: int | None, _seed: int) -> Asks:
 
 
 def by_largest_batch(devices: int, batch: int | None, _seed: int) -> Asks:
-    """Each device's largest batch by doubling and bisection; then shares in proportion to speed there."""
+    """Each device's largest batch by doubling and bisection; then shares in proportion to speed
+    there.
+    """
     low, high, rate = [0] * devices, [0] * devices, [0.0] * devices
-    while open_devices := [i for i in range(devices) if not high[i] or high[i] - low[i] > max(1, 0.03 * low[i])]:
-        sizes = {i: (low[i] + high[i]) // 2 if high[i] else max(START, 2 * low[i]) for i in open_devices}
+    while open_devices := [
+        i for i in range(devices) if not high[i] or high[i] - low[i] > max(1, 0.03 * low[i])
+    ]:
+        sizes = {
+            i: (low[i] + high[i]) // 2 if high[i] else max(START, 2 * low[i]) for i in open_devices
+        }
         for o in _in_order((yield tuple(solo(devices, i, size) for i, size in sizes.items()))):
             (i,) = o.probe.layout.active
             if isinstance(o, Timed):
@@ -50,26 +57,37 @@ def by_largest_batch(devices: int, batch: int | None, _seed: int) -> Asks:
         yield (layout_of(apportion(batch, rate)),)
         return
     scale = min(low[i] / rate[i] for i in range(devices) if rate[i])
-    yield from _largest(lambda total: apportion(total, rate), devices, None, round(scale * sum(rate)))
+    yield from _largest(
+        lambda total: apportion(total, rate), devices, None, round(scale * sum(rate))
+    )
 
 
 def omnilearn(devices: int, batch: int | None, _seed: int) -> Asks:
-    """A proportional controller (Tyagi and Sharma): each share follows its own speed within the last step."""
+    """A proportional controller (Tyagi and Sharma): each share follows its own speed within the
+    last step.
+    """
     total, failed, ratios = batch or START * devices, 0, [1.0] * devices
     while True:
         shares = apportion(total, ratios)
         (o,) = yield (layout_of(shares),)
         if isinstance(o, Timed):
-            speeds = [share / own if own else 0.0 for share, own in zip(shares, o.device_seconds, strict=True)]
+            speeds = [
+                share / own if own else 0.0
+                for share, own in zip(shares, o.device_seconds, strict=True)
+            ]
             whole = math.fsum(speeds) or 1.0
             wanted = [speed / whole for speed in speeds]
             now = [share / total for share in shares]
-            ratios = [max(1e-6, (1 - GAIN) * a + GAIN * b) for a, b in zip(now, wanted, strict=True)]
+            ratios = [
+                max(1e-6, (1 - GAIN) * a + GAIN * b) for a, b in zip(now, wanted, strict=True)
+            ]
             if batch is None:
                 total = 2 * total if not failed else max(total, round((total + failed) / 2))
         else:
             if batch is not None:
-                ratios = [max(1e-6, r * (0.7 if i in _short(o) else 1.0)) for i, r in enumerate(ratios)]
+                ratios = [
+                    max(1e-6, r * (0.7 if i in _short(o) else 1.0)) for i, r in enumerate(ratios)
+                ]
                 continue
             failed = total
             total = round(total * 0.7)
@@ -111,7 +129,9 @@ RIVALS: dict[str, Rival] = {
 
 
 def _optuna(sampler: object, devices: int, batch: int | None) -> Asks:
-    """For a free batch, search each share; for a fixed one, each weight. A layout that doesn't fit scores 0."""
+    """For a free batch, search each share; for a fixed one, each weight. A layout that doesn't fit
+    scores 0.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -119,15 +139,24 @@ def _optuna(sampler: object, devices: int, batch: int | None) -> Asks:
     while True:
         asked = study.ask()
         if batch is None:
-            sizes = [asked.suggest_int(f"share{i}", 1, LARGEST_SHARE, log=True) for i in range(devices)]
+            sizes = [
+                asked.suggest_int(f"share{i}", 1, LARGEST_SHARE, log=True) for i in range(devices)
+            ]
         else:
-            sizes = list(apportion(batch, [asked.suggest_float(f"weight{i}", 0.01, 1.0) for i in range(devices)]))
+            sizes = list(
+                apportion(
+                    batch, [asked.suggest_float(f"weight{i}", 0.01, 1.0) for i in range(devices)]
+                )
+            )
         (o,) = yield (layout_of(tuple(sizes)),)
         study.tell(asked, o.samples_per_second if isinstance(o, Timed) else 0.0)
 
 
 def _largest(
-    shares: Callable[[int], tuple[int, ...]], devices: int, batch: int | None, start: int | None = None
+    shares: Callable[[int], tuple[int, ...]],
+    devices: int,
+    batch: int | None,
+    start: int | None = None,
 ) -> Asks:
     """The fixed batch once; or the largest free one that runs, by doubling and then bisection."""
     if batch is not None:

@@ -1,4 +1,6 @@
-"""One search, or one rival, on one machine: measured by the simulated prober, judged by the machine's physics."""
+"""One search, or one rival, on one machine: measured by the simulated prober, judged by the
+machine's physics.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def run(job: Job) -> SearchOutcome:
     batches = {"fixed": machines.fixed_batch, "beyond": machines.batch_beyond}
     batch = batches[job.mode](machine, job.seed) if job.mode in batches else None
     tolerance = 0.02 if job.mode == "tolerant" else 0.0
-    best = oracle.free(machine, tolerance) if batch is None else oracle.fixed(machine, batch, job.micro)
+    best = (
+        oracle.free(machine, tolerance)
+        if batch is None
+        else oracle.fixed(machine, batch, job.micro)
+    )
     memory = tuple(machine.usable_memory_bytes(i) for i in range(job.devices))
     problem = Problem(job.devices, memory, global_batch=batch, tolerance=tolerance, micro=job.micro)
     watched = RecordingProber(machine, job.seed)
@@ -75,7 +81,9 @@ def run(job: Job) -> SearchOutcome:
         replay.tell(seen)
         course.append(_regret(machine, replay, best.samples_per_second))
     rivals = {
-        name: rival_course(machine, name, batch, job.seed, len(watched.seen), best.samples_per_second)
+        name: rival_course(
+            machine, name, batch, job.seed, len(watched.seen), best.samples_per_second
+        )
         for name in job.rivals
     }
     return _outcome(job, machine, search, watched, best, cpu, tuple(course), rivals)
@@ -96,9 +104,14 @@ def rival_course(
             wanted = layouts[: probes - len(course)]
             seen = list(watched.measure(tuple(_probe(layout, len(course)) for layout in wanted)))
             for one in seen:
-                fit = isinstance(one, Timed) and (batch is None or one.probe.layout.global_batch == batch)
+                fit = isinstance(one, Timed) and (
+                    batch is None or one.probe.layout.global_batch == batch
+                )
                 if fit and isinstance(one, Timed) and one.samples_per_second > top:
-                    top, truth = one.samples_per_second, samples_per_second(machine, one.probe.layout.shares)
+                    top, truth = (
+                        one.samples_per_second,
+                        samples_per_second(machine, one.probe.layout.shares),
+                    )
                 course.append(1 - truth / best)
             if len(wanted) < len(layouts):
                 break
@@ -138,7 +151,9 @@ def _outcome(
         raise RuntimeError(f"no layout was measured: {job}, {search.why_stopped()}")
     truth = _true_rate(machine, result.layout)
     stages = Counter(seen.probe.stage for seen in watched.seen)
-    short = Counter(i for seen in watched.seen if isinstance(seen, OutOfMemory) for i in seen.devices)
+    short = Counter(
+        i for seen in watched.seen if isinstance(seen, OutOfMemory) for i in seen.devices
+    )
     return SearchOutcome(
         job=job,
         regret=1 - truth / best.samples_per_second,
@@ -149,7 +164,9 @@ def _outcome(
         splits=stages["split"],
         races=stages["race"],
         out_of_memory=max(short.values(), default=0),
-        race_out_of_memory=sum(isinstance(s, OutOfMemory) and s.probe.stage == "race" for s in watched.seen),
+        race_out_of_memory=sum(
+            isinstance(s, OutOfMemory) and s.probe.stage == "race" for s in watched.seen
+        ),
         virtual_seconds=watched.seconds,
         cpu_seconds=cpu,
         even=max(result.layout.shares) - min(s for s in result.layout.shares if s) <= 1,

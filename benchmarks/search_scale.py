@@ -1,6 +1,7 @@
 """The CPU time of a search on machines of 256 devices: `python -m benchmarks.search_scale`.
 
-Only `ask` and `tell` count, not the simulated measurements between them. Writes docs/benchmarks/search_scale.md.
+Only `ask` and `tell` count, not the simulated measurements between them. Writes
+docs/benchmarks/search_scale.md.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ Written by `python -m benchmarks.search_scale`: one seeded machine of each famil
 CPU seconds of `ask` and `tell` over a whole search, without measurements; the target is {LIMIT_SECONDS:.0f} s at most.
 
 | family | batch | CPU seconds | observations | |
-| --- | --- | ---: | ---: | --- |"""
+| --- | --- | ---: | ---: | --- |"""  # noqa: E501
 
 REASON = """
-Searches above the target: each decision fits the curve of every device that was measured since the last one."""
+Searches above the target: each decision fits the curve of every device that was measured since the last one."""  # noqa: E501
 BEYOND = """
 On 1024 devices an affine machine takes 45 s with a free batch and 22 s with a fixed one, and "flat, then linear" with
-a free batch more than five minutes: the best shares are exact for any number of devices, which takes most of it."""
+a free batch more than five minutes: the best shares are exact for any number of devices, which takes most of it."""  # noqa: E501
 
 
 def main() -> None:

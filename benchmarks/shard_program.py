@@ -5,7 +5,7 @@
     evener launch plan.toml benchmarks/shard_program.py
 
 The script holds each GPU to the limit that the plan was measured with, and prints its samples/s beside the plan's.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from torch import nn
 from evener.torch_split import Split
 
 WORDS, LENGTH, HEADS = 32_000, 256, 16
-WIDTH, LAYERS = int(os.environ.get("WIDTH", 2048)), int(os.environ.get("LAYERS", 30))  # 1.6e9 parameters
+WIDTH, LAYERS = (
+    int(os.environ.get("WIDTH", 2048)),
+    int(os.environ.get("LAYERS", 30)),
+)  # 1.6e9 parameters
 STEPS, WARM_UP = 12, 3
 
 
@@ -37,20 +40,27 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch isn't followed
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows, each with what it has seen before."""
         batch, length, _ = rows.shape
-        parts = self.mixed(self.normal(rows)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.mixed(self.normal(rows)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        )
         seen = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
         rows = rows + self.out(seen.transpose(1, 2).reshape(batch, length, WIDTH))
         return rows + self.down(nn.functional.gelu(self.up(self.second(rows))))
 
 
 class Decoder(nn.Module):  # type: ignore[misc]
-    """Words in, the next words out; its weights repeat a million random numbers, as drawing all takes a while."""
+    """Words in, the next words out; its weights repeat a million random numbers, as drawing all
+    takes a while.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         with torch.device("meta"):
             self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-            self.layers, self.normal = nn.ModuleList(Layer() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
+            self.layers, self.normal = (
+                nn.ModuleList(Layer() for _ in range(LAYERS)),
+                nn.LayerNorm(WIDTH),
+            )
         self.to_empty(device="cpu")
         drawn = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
         for each in self.parameters():

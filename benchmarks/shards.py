@@ -8,7 +8,7 @@
 
 Over NCCL with a GPU for each rank, over gloo with `--one-gpu` for all ranks or none. Caps are GiB of a GPU's
 allocator, MB of the ledger on CPUs. `fit` makes the model on the meta device, so no host holds it.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,13 +35,19 @@ from evener.torch_split import Split
 
 LENGTH = 256 if GPU else 16
 STATE_BYTES = 16  # of a parameter in float32: itself, its gradient, and two of AdamW
-EPS = 1e-5  # of AdamW, as gradients of keys' biases are 0 but for their rounding, which it would take for gradients
+# of AdamW, as gradients of keys' biases are 0 but for their rounding, which it would take for
+# gradients
+EPS = 1e-5
 WARM_UP, STEPS = (4, 8) if GPU else (3, 6)
 
 
 def make_split(rows: Sequence[int], options: argparse.Namespace) -> Split:
     """A split of these rows over the ranks, without a plan."""
-    return Split(ratios=list(rows), global_batch=sum(rows), backend="gloo" if options.one_gpu or not GPU else None)
+    return Split(
+        ratios=list(rows),
+        global_batch=sum(rows),
+        backend="gloo" if options.one_gpu or not GPU else None,
+    )
 
 
 class Way:
@@ -99,7 +105,9 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
     split = make_split(rows, options)
     uneven = [3.0, *[1.0] * (world - 1)]
     ways = {
-        "fsdp2": Way(by_fsdp(Decoder(options.width, options.layers), split.device, dtype), split, rows, dtype),
+        "fsdp2": Way(
+            by_fsdp(Decoder(options.width, options.layers), split.device, dtype), split, rows, dtype
+        ),
         "shards": shards(split, options, rows, [1.0] * world, dtype),
         "uneven shards": shards(split, options, rows, uneven, dtype),
     }
@@ -110,31 +118,44 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
         for name in list(ways)[:: 1 if turn % 2 else -1]:
             ways[name].take_turn(STEPS)
     ratios = {
-        name: [own / its for own, its in zip(way.ms, ways["fsdp2"].ms, strict=True)] for name, way in ways.items()
+        name: [own / its for own, its in zip(way.ms, ways["fsdp2"].ms, strict=True)]
+        for name, way in ways.items()
     }
     return {
         "size": (options.width, options.layers, options.rows, world),
         "ms": {name: round(statistics.median(way.ms), 2) for name, way in ways.items()},
         "to fsdp2": {name: round(statistics.median(each), 3) for name, each in ratios.items()},
-        "middle half": {name: statistics.quantiles(each, n=4)[::2] for name, each in ratios.items()},
+        "middle half": {
+            name: statistics.quantiles(each, n=4)[::2] for name, each in ratios.items()
+        },
         "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if GPU else 0,
     }
 
 
-def shards(split: Split, options: Any, rows: Sequence[int], parts: Sequence[float], dtype: Any) -> Way:
+def shards(
+    split: Split, options: Any, rows: Sequence[int], parts: Sequence[float], dtype: Any
+) -> Way:
     """The model in evener's shards, each block a unit."""
-    model = split.shard(Decoder(options.width, options.layers), state=parts, dtype=dtype, units=options.units)
+    model = split.shard(
+        Decoder(options.width, options.layers), state=parts, dtype=dtype, units=options.units
+    )
     return Way(model, split, rows, dtype)
 
 
 def expect(model: Any, options: Any, dtype: Any) -> int:
-    """Bytes that a rank should hold at most beside its part of the state, before the model is sharded."""
+    """Bytes that a rank should hold at most beside its part of the state, before the model is
+    sharded.
+    """
     return count_gathered(model, choose_units(model, options.units), dtype)
 
 
 def fit(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a model of `params` parameters under the caps, its state by memory or in equal shards."""
-    split = make_split([max(1, round(8 * each / sum(options.caps))) for each in options.caps], options)
+    """Train a model of `params` parameters under the caps, its state by memory or in equal
+    shards.
+    """
+    split = make_split(
+        [max(1, round(8 * each / sum(options.caps))) for each in options.caps], options
+    )
     cap = options.caps[split.rank]
     if GPU:
         total = torch.cuda.get_device_properties(split.device).total_memory
@@ -144,7 +165,11 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
         model = Decoder(width, layers)
     dtype = torch.bfloat16 if GPU else None
     beside, count = expect(model, options, dtype), sum(each.numel() for each in model.parameters())
-    parts = [1.0] * len(options.caps) if options.equal else [each - options.beside for each in options.caps]
+    parts = (
+        [1.0] * len(options.caps)
+        if options.equal
+        else [each - options.beside for each in options.caps]
+    )
     outcome: dict[str, Any] = {"rank": split.rank, "cap GiB": cap, "layers": layers}
     began = time.perf_counter()
     try:
@@ -155,7 +180,9 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
         held = model.exchange.held
         outcome |= {
             "ledger GiB": round(held.peak / 2**30, 3),
-            "to expected": round(held.peak / (beside + parts[split.rank] / sum(parts) * count * STATE_BYTES), 4),
+            "to expected": round(
+                held.peak / (beside + parts[split.rank] / sum(parts) * count * STATE_BYTES), 4
+            ),
             "state GiB of all": round(count * STATE_BYTES / 2**30, 2),
         }
     except (torch.OutOfMemoryError, DeviceError) as error:
@@ -178,7 +205,9 @@ def draw(model: Any) -> None:
 
 
 def sweep(options: argparse.Namespace) -> dict[str, Any]:
-    """The most layers of which two ranks' ledgers stay below their caps (MB): state by memory, and in equal shards."""
+    """The most layers of which two ranks' ledgers stay below their caps (MB): state by memory, and
+    in equal shards.
+    """
     split = make_split([3, 1], options)
     caps = [each * 1e6 for each in options.caps]
     found: dict[str, Any] = {}
@@ -193,13 +222,19 @@ def sweep(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def try_layers(split: Split, layers: int, caps: list[float], equal: bool, options: Any) -> dict[str, Any] | None:
+def try_layers(
+    split: Split, layers: int, caps: list[float], equal: bool, options: Any
+) -> dict[str, Any] | None:
     """The figures of a model that fits, or None."""
     torch.manual_seed(0)
     beside = expect(Decoder(options.width, layers), options, None)
     parts = [1.0, 1.0] if equal else [max(1.0, cap - beside) for cap in caps]
     way = shards(
-        split, argparse.Namespace(width=options.width, layers=layers, units=options.units), (3, 1), parts, None
+        split,
+        argparse.Namespace(width=options.width, layers=layers, units=options.units),
+        (3, 1),
+        parts,
+        None,
     )
     for _ in range(2):
         way.step()
@@ -211,11 +246,19 @@ def try_layers(split: Split, layers: int, caps: list[float], equal: bool, option
     state = STATE_BYTES * sum(slot.numel for slot in way.model.exchange.slots)
     expected = [beside + part / sum(parts) * state for part in parts]
     ratios = [round(own / its, 4) for own, its in zip(peak.tolist(), expected, strict=True)]
-    return {"layers": layers, "state": state, "beside": beside, "peaks": peak.tolist(), "to expected": ratios}
+    return {
+        "layers": layers,
+        "state": state,
+        "beside": beside,
+        "peaks": peak.tolist(),
+        "to expected": ratios,
+    }
 
 
 def exact(options: argparse.Namespace) -> dict[str, Any]:
-    """Float64 weights beside one process's, by rows 3:1 and state 1:3, and again from a checkpoint under 2:1."""
+    """Float64 weights beside one process's, by rows 3:1 and state 1:3, and again from a checkpoint
+    under 2:1.
+    """
     world = options.ranks
     rows, parts = [3, *[1] * (world - 1)], [1.0, *[3.0] * (world - 1)]
     split = make_split(rows, options)
@@ -233,13 +276,20 @@ def exact(options: argparse.Namespace) -> dict[str, Any]:
             update = torch.optim.AdamW(model.parameters(), 5.0)
             assert split.load(options.folder, model, update) == {"step": 3}
         split.begin(rows)
-        for net, own, rows_ in ((reference, plain, batch), (model, update, batch[first : first + rows[split.rank]])):
+        for net, own, rows_ in (
+            (reference, plain, batch),
+            (model, update, batch[first : first + rows[split.rank]]),
+        ):
             nn.functional.cross_entropy(net(rows_).flatten(0, 1), rows_.flatten()).backward()
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             own.step()
             own.zero_grad()
     state, expected = split.model_state(model), reference.state_dict()
-    return {"differs": max((float((state[name] - expected[name].cpu()).abs().max()) for name in state), default=0.0)}
+    return {
+        "differs": max(
+            (float((state[name] - expected[name].cpu()).abs().max()) for name in state), default=0.0
+        )
+    }
 
 
 def abort(options: argparse.Namespace) -> dict[str, Any]:
@@ -271,7 +321,9 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 def main() -> None:
     """Start the ranks, and show what they print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", choices=RUNS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU, over gloo")
@@ -280,7 +332,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16 if GPU else 8, help="of each rank")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--caps", type=float, nargs="+", default=[24, 8])
-    parser.add_argument("--beside", type=float, default=1.0, help="GiB of each cap that isn't for state")
+    parser.add_argument(
+        "--beside", type=float, default=1.0, help="GiB of each cap that isn't for state"
+    )
     parser.add_argument("--params", type=float, default=1.6e9 if GPU else 1e6)
     parser.add_argument("--equal", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("checkpoint"))
@@ -306,10 +360,14 @@ def main() -> None:
     if options.run == "abort":
         while None in [each.poll() for each in ranks] and time.monotonic() < began + 60:
             time.sleep(0.1)
-        print(f"{time.monotonic() - began:.1f} s after the first, exit codes {[each.poll() for each in ranks]}")
+        print(
+            f"{time.monotonic() - began:.1f} s after the first, exit codes "
+            f"{[each.poll() for each in ranks]}"
+        )
     for each in ranks:
         if any(other.poll() for other in ranks):
-            each.kill()  # over NCCL it would wait for the one that failed; torchrun and evener launch end it too
+            # over NCCL it would wait for the one that failed; torchrun and evener launch end it too
+            each.kill()
     printed = [each.communicate()[0] for each in ranks]
     sys.stdout.write("".join(printed))
     sys.exit(max(each.returncode for each in ranks))

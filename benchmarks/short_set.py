@@ -1,8 +1,10 @@
-"""Five minutes of benchmarks, as one JSON line: `make benchmark`, or `python -m benchmarks.short_set [FILE]`.
+"""Five minutes of benchmarks, as one JSON line: `make benchmark`, or `python -m
+benchmarks.short_set [FILE]`.
 
-The search on simulated machines (regret against the oracle, probes, CPU), the monitor (first paint, CPU, memory), a
-PyTorch step's cost, and dealing rows by length. The line has the commit, and is appended to FILE, else to
-build/benchmark.jsonl. Times depend on the machine and on what else runs on it (`load`); regrets and probes don't.
+The search on simulated machines (regret against the oracle, probes, CPU), the monitor (first paint,
+CPU, memory), a PyTorch step's cost, and dealing rows by length. The line has the commit, and is
+appended to FILE, else to build/benchmark.jsonl. Times depend on the machine and on what else runs
+on it (`load`); regrets and probes don't.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def main() -> None:
     """Measure everything, print the line, and append it."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "benchmark.jsonl"
     begun, load = time.monotonic(), os.getloadavg()[0]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     line: dict[str, object] = {
         "commit": commit.stdout.strip(),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -104,7 +108,12 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load": load,
     }
-    parts = {"search": measure_search, "dealing": measure_dealing, "step": measure_step, "monitor": measure_monitor}
+    parts = {
+        "search": measure_search,
+        "dealing": measure_dealing,
+        "step": measure_step,
+        "monitor": measure_monitor,
+    }
     for name, measure in parts.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         line[name] = measure()

@@ -1,9 +1,11 @@
-"""Does anything grow? Many balance sessions, the sampler with its plain view, and the app on a terminal.
+"""Does anything grow? Many balance sessions, the sampler with its plain view, and the app on a
+terminal.
 
     python -m benchmarks.soak [--sessions 500] [--minutes 30] [--output docs/benchmarks/soak.md]
 
-Each part is a process of its own, sampled from outside: resident memory, file descriptors and threads. Growth is the
-median of the last tenth of the samples minus that of the second tenth, so that what is loaded once doesn't count.
+Each part is a process of its own, sampled from outside: resident memory, file descriptors and
+threads. Growth is the median of the last tenth of the samples minus that of the second tenth, so
+that what is loaded once doesn't count.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def _options() -> argparse.Namespace:
 
 
 def run_sessions(count: int) -> int:
-    """Run this number of searches in this process, one after the other; 1 if one ends without a plan."""
+    """Run this number of searches in this process, one after the other; 1 if one ends without a
+    plan.
+    """
     for number in range(count):
         session = Session(open_run(Request(devices=MACHINES[number % len(MACHINES)], seed=number)))
         *_, last = session.events()
@@ -138,8 +142,21 @@ def run_monitor(seconds: float) -> int:
 
 
 def _run_parts(sessions: int, minutes: float, home: str) -> list[Part]:
-    environment = {**os.environ, "XDG_STATE_HOME": home, "EVENER_LIVE_DIR": f"{home}/live", "TERM": "xterm-256color"}
-    this = [sys.executable, "-m", "benchmarks.soak", "--sessions", str(sessions), "--minutes", str(minutes)]
+    environment = {
+        **os.environ,
+        "XDG_STATE_HOME": home,
+        "EVENER_LIVE_DIR": f"{home}/live",
+        "TERM": "xterm-256color",
+    }
+    this = [
+        sys.executable,
+        "-m",
+        "benchmarks.soak",
+        "--sessions",
+        str(sessions),
+        "--minutes",
+        str(minutes),
+    ]
     found: list[Part] = []
 
     def follow(name: str, command: list[str], seconds: float | None) -> None:
@@ -147,11 +164,20 @@ def _run_parts(sessions: int, minutes: float, home: str) -> list[Part]:
         found.append(watched(name, command, environment, seconds))
 
     threads = [
-        threading.Thread(target=follow, args=(f"{sessions} balance sessions", [*this, "--part", "sessions"], None)),
-        threading.Thread(target=follow, args=("sampler and plain view", [*this, "--part", "monitor"], None)),
         threading.Thread(
             target=follow,
-            args=("the app on a terminal", [sys.executable, "-m", "evener", "--devices", "cpu"], minutes * 60),
+            args=(f"{sessions} balance sessions", [*this, "--part", "sessions"], None),
+        ),
+        threading.Thread(
+            target=follow, args=("sampler and plain view", [*this, "--part", "monitor"], None)
+        ),
+        threading.Thread(
+            target=follow,
+            args=(
+                "the app on a terminal",
+                [sys.executable, "-m", "evener", "--devices", "cpu"],
+                minutes * 60,
+            ),
         ),
     ]
     for thread in threads:
@@ -172,8 +198,12 @@ def _watch(name: str, command: list[str], environment: dict[str, str], _: float 
     return Part(name, tuple(samples), time.monotonic() - started, process.returncode)
 
 
-def _watch_on_terminal(name: str, command: list[str], environment: dict[str, str], seconds: float | None) -> Part:
-    """Sample a process on a terminal of its own while keys are pressed and sizes change, then press q."""
+def _watch_on_terminal(
+    name: str, command: list[str], environment: dict[str, str], seconds: float | None
+) -> Part:
+    """Sample a process on a terminal of its own while keys are pressed and sizes change, then press
+    q.
+    """
     started = time.monotonic()
     samples: list[UsageSample] = []
     ours, theirs = pty.openpty()
@@ -191,7 +221,9 @@ def _watch_on_terminal(name: str, command: list[str], environment: dict[str, str
                 next_key += KEY_SECONDS
                 os.write(ours, KEYS[pressed % len(KEYS)])
                 _resize(ours, *SIZES[pressed // len(KEYS) % len(SIZES)])
-                process.send_signal(signal.SIGWINCH)  # the kernel doesn't: it is no process's controlling terminal
+                process.send_signal(
+                    signal.SIGWINCH
+                )  # the kernel doesn't: it is no process's controlling terminal
                 pressed += 1
         _leave(process, ours)
     os.close(ours)
@@ -212,7 +244,9 @@ def _sample(pid: int, samples: list[UsageSample]) -> None:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            samples.append(UsageSample(process.memory_info().rss, process.num_fds(), process.num_threads()))
+            samples.append(
+                UsageSample(process.memory_info().rss, process.num_fds(), process.num_threads())
+            )
     except psutil.Error:
         return  # it has just ended
 
@@ -236,19 +270,28 @@ def report(parts: Sequence[Part], sessions: int) -> str:
     lines = [
         "# Soak: what grows",
         "",
-        f"`python -m benchmarks.soak --sessions {sessions} --minutes {max(p.seconds for p in parts) / 60:.0f}`, "
-        f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {os.cpu_count()} logical CPUs, "
+        f"`python -m benchmarks.soak --sessions {sessions} --minutes "
+        f"{max(p.seconds for p in parts) / 60:.0f}`, "
+        f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {os.cpu_count()} "
+        f"logical CPUs, "
         f"{platform.system()}.",
         "",
-        "Each part is a process of its own, sampled twice a second from outside. Growth is the median of the last",
-        "tenth of the samples minus that of the second tenth. The app got keys and changes of its terminal's size.",
+        (
+            "Each part is a process of its own, sampled twice a second from outside. Growth is "
+            "the median of the last"
+        ),
+        (
+            "tenth of the samples minus that of the second tenth. The app got keys and changes of "
+            "its terminal's size."
+        ),
         "",
         "| part | minutes | samples | memory, most | memory, growth | descriptors, most (growth) "
         "| threads, most (growth) | ended with | sound |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     lines += [_row(part) for part in parts]
-    return "\n".join((*lines, "", f"Sound: exit code 0, memory grew by less than {MOST_GROWTH_BYTES / 1e6:.0f} MB, "
+    return "\n".join((*lines, "", f"Sound: exit code 0, memory grew by less than "
+    f"{MOST_GROWTH_BYTES / 1e6:.0f} MB, "
                       "descriptors and threads not at all.", ""))  # fmt: skip
 
 

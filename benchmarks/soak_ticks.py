@@ -1,10 +1,12 @@
-"""What grows in the app in each half hour, at many ticks a second: Python objects, caches, free memory held by malloc.
+"""What grows in the app in each half hour, at many ticks a second: Python objects, caches, free
+memory held by malloc.
 
     python -m benchmarks.soak_ticks [--ticks 10800] [--devices sim:gtx1080ti,gtx1080,t4,t4]
 
-The app runs on a terminal over simulated devices whose load changes at every tick. Each tick moves their clock by a
-second, so histories grow as in real use; keys and changes of the terminal's size come as often per tick as in
-`benchmarks.soak`. The app counts for itself; the report goes to stdout.
+The app runs on a terminal over simulated devices whose load changes at every tick. Each tick moves
+their clock by a second, so histories grow as in real use; keys and changes of the terminal's size
+come as often per tick as in `benchmarks.soak`. The app counts for itself; the report goes to
+stdout.
 """
 
 from __future__ import annotations
@@ -41,10 +43,24 @@ from evener.live.reporter import Reporter
 from evener.tui.app import EvenerApp
 
 HALF_HOUR = 1800  # ticks
-SAMPLE_TICKS = 150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
+SAMPLE_TICKS = (
+    150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
+)
 KEYS_OF_FIVE_TICKS = (0, 2, 4)
 TICK_SECONDS, KEY_SECONDS = 0.015, 0.03
-KEYS = (*"231", "question_mark", "escape", "enter", "escape", *"TTs", "down", "up", "slash", "a", "escape")
+KEYS = (
+    *"231",
+    "question_mark",
+    "escape",
+    "enter",
+    "escape",
+    *"TTs",
+    "down",
+    "up",
+    "slash",
+    "a",
+    "escape",
+)
 SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 SHARE = 600  # samples of each step
 
@@ -56,7 +72,9 @@ class AppSample(msgspec.Struct, frozen=True):
     memory_bytes: int
     objects: int  # Python's, after a collection
     cached: int  # entries of all caches of limited size
-    trimmed_bytes: int | None = None  # resident after malloc returned its free memory; in the last sample only
+    trimmed_bytes: int | None = (
+        None  # resident after malloc returned its free memory; in the last sample only
+    )
 
 
 class TickPublisher(Sampler):
@@ -105,16 +123,22 @@ class TickPublisher(Sampler):
         self._seconds += 1.0
         devices = self.source.devices()
         for position in range(len(devices)):
-            wave = 500 * math.sin(self._seconds / 37 + position) + 20 * math.sin(1.7 * self._seconds)
+            wave = 500 * math.sin(self._seconds / 37 + position) + 20 * math.sin(
+                1.7 * self._seconds
+            )
             self.source.set_load(position, 600 + wave, SHARE)
         self._reporter.report(SHARE, devices=[devices[0].id], workload="soak")
-        snapshot = msgspec.structs.replace(self.source.sample(), at_seconds=self._began + self._seconds)
+        snapshot = msgspec.structs.replace(
+            self.source.sample(), at_seconds=self._began + self._seconds
+        )
         self._history.add(snapshot)
         self._subscriber(snapshot)
 
 
 def run_app(devices: str, ticks: int, output: str) -> int:
-    """Run the app on this terminal for this number of ticks, and write a line for each sample to `output`."""
+    """Run the app on this terminal for this number of ticks, and write a line for each sample to
+    `output`.
+    """
     publisher = TickPublisher(devices)
     app = EvenerApp(publisher, devices=devices, trainable=publisher.source.devices())
     threading.Thread(target=_drive, args=(app, publisher, ticks, Path(output)), daemon=True).start()
@@ -184,8 +208,14 @@ def report(samples: Sequence[AppSample], devices: str, written_bytes: int, secon
     """One row for each half hour, with the medians of its samples, as Markdown."""
     ticks = samples[-1].tick
     lines = [
-        f"`python -m benchmarks.soak_ticks --ticks {ticks} --devices {devices}`, {time.strftime('%Y-%m-%d')}:",
-        f"{ticks} ticks in {seconds / 60:.0f} minutes, {written_bytes / ticks / 1024:.0f} KiB drawn at each.",
+        (
+            f"`python -m benchmarks.soak_ticks --ticks {ticks} --devices {devices}`, "
+            f"{time.strftime('%Y-%m-%d')}:"
+        ),
+        (
+            f"{ticks} ticks in {seconds / 60:.0f} minutes, {written_bytes / ticks / 1024:.0f} KiB "
+            f"drawn at each."
+        ),
         "",
         "| ticks | memory | Python's objects | entries of bounded caches |",
         "| --- | ---: | ---: | ---: |",
@@ -193,15 +223,22 @@ def report(samples: Sequence[AppSample], devices: str, written_bytes: int, secon
     for first in range(0, ticks, HALF_HOUR):
         span = [each for each in samples if first < each.tick <= first + HALF_HOUR]
         memory, objects, cached = (
-            median(getattr(each, name) for each in span) for name in ("memory_bytes", "objects", "cached")
+            median(getattr(each, name) for each in span)
+            for name in ("memory_bytes", "objects", "cached")
         )
-        lines.append(f"| {first + 1} – {span[-1].tick} | {memory / 1e6:.2f} MB | {objects:.0f} | {cached:.0f} |")
+        lines.append(
+            f"| {first + 1} – {span[-1].tick} | {memory / 1e6:.2f} MB | {objects:.0f} | "
+            f"{cached:.0f} |"
+        )
     last = samples[-1]
     if last.trimmed_bytes is not None:
         freed = last.memory_bytes - last.trimmed_bytes
         lines += [
             "",
-            f"Of the last {last.memory_bytes / 1e6:.1f} MB, {freed / 1e6:.1f} MB were free memory held by malloc.",
+            (
+                f"Of the last {last.memory_bytes / 1e6:.1f} MB, {freed / 1e6:.1f} MB were free "
+                f"memory held by malloc."
+            ),
         ]
     return "\n".join(lines)
 
@@ -216,14 +253,18 @@ def main() -> int:
         output = Path(home) / "samples"
         call = f"run_app({options.devices!r}, {options.ticks}, {str(output)!r})"
         variables = {**os.environ, "XDG_STATE_HOME": home, "EVENER_LIVE_DIR": f"{home}/live"}
-        screen = Screen(f"import sys; from benchmarks.soak_ticks import run_app; sys.exit({call})", variables)
+        screen = Screen(
+            f"import sys; from benchmarks.soak_ticks import run_app; sys.exit({call})", variables
+        )
         while screen.process.is_running() and screen.process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.2)
         seconds, code = time.perf_counter() - screen.started, screen.close()
         if code or not output.exists() or not output.read_bytes():
             print(screen.seen.decode(errors="replace")[-2000:], file=sys.stderr)
             return 1
-        samples = msgspec.json.decode(b"[" + b",".join(output.read_bytes().splitlines()) + b"]", type=list[AppSample])
+        samples = msgspec.json.decode(
+            b"[" + b",".join(output.read_bytes().splitlines()) + b"]", type=list[AppSample]
+        )
     print(report(samples, options.devices, screen.written_bytes, seconds))
     return 0
 

@@ -1,10 +1,11 @@
-"""What a training step in PyTorch pays for gradients that are looked at, and for times: evener's own code, timed alone.
+"""What a training step in PyTorch pays for gradients that are looked at, and for times: evener's
+own code, timed alone.
 
     python -m benchmarks.torch_hooks [--device cuda]
 
-A batch is taken, a wrapped model computes it, an optimizer steps, and each of them is marked. With rebalancing, the
-rule also looks at every fifth step, as it does where steps are long, and changes nothing; what ranks exchange for it is
-left out. The bar is 30 µs.
+A batch is taken, a wrapped model computes it, an optimizer steps, and each of them is marked. With
+rebalancing, the rule also looks at every fifth step, as it does where steps are long, and changes
+nothing; what ranks exchange for it is left out. The bar is 30 µs.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ def microseconds(step: Callable[[], None], steps: int) -> float:
 
 
 def make_step(device: torch.device, tail: int | None, rebalances: bool) -> Callable[[], None]:
-    """One step as a loop makes it; the pass ends in a batch of `tail` rows if that weighs otherwise."""
+    """One step as a loop makes it; the pass ends in a batch of `tail` rows if that weighs
+    otherwise.
+    """
     share = Share(str(device), 0, "", 0, 0.0)
-    training = PlannedTraining(RankShares(0, SHARES, SHARES, (1, 1), (share, share), "", "", device=device))
+    training = PlannedTraining(
+        RankShares(0, SHARES, SHARES, (1, 1), (share, share), "", "", device=device)
+    )
     timer, weights, origin = training.timer, training.weights, Epoch(tail=tail)
     if rebalances:
         rebalancing.Rebalancing(training)
@@ -77,16 +82,23 @@ def step_costs(device: torch.device, steps: int) -> dict[str, float]:
     """Microseconds of a step in each case."""
     rebalancing.MOST_STEPS = rebalancing.FEWEST_STEPS
     exchange: Any = lambda *_, **__: Exchanged()  # noqa: E731
-    group, join = mock.patch.object(dist, "new_group"), mock.patch.object(rebalancing, "join", return_value=False)
+    group, join = (
+        mock.patch.object(dist, "new_group"),
+        mock.patch.object(rebalancing, "join", return_value=False),
+    )
     with group, join, mock.patch.object(dist, "all_gather_into_tensor", exchange):
         return {name: microseconds(make_step(device, *case), steps) for name, case in CASES.items()}
 
 
 def main() -> None:
     """Print the cost of a step; exit with 1 if it is above the bar."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=5_000, help="in each turn")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="cuda: times are a GPU's events")
+    parser.add_argument(
+        "--device", type=torch.device, default="cpu", help="cuda: times are a GPU's events"
+    )
     given = parser.parse_args()
     costs = step_costs(given.device, given.steps)
     for name, cost in costs.items():

@@ -59,5 +59,9 @@ def train(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
         enable_model_summary=False,
     )
     data = Texts(options.size)
-    loader = split.loader(data, **COLLATED) if split else DataLoader(data, options.bare, shuffle=True, **COLLATED)
+    loader = (
+        split.loader(data, **COLLATED)
+        if split
+        else DataLoader(data, options.bare, shuffle=True, **COLLATED)
+    )
     trainer.fit(Module(options.size, done), loader)

@@ -1,8 +1,10 @@
-"""Trains models, losses and trainers by a plan and bare: which are exact, which refused, and which figures differ.
+"""Trains models, losses and trainers by a plan and bare: which are exact, which refused, and which
+figures differ.
 
-`python -m benchmarks.trainer_matrix` takes a quarter of an hour and writes docs/benchmarks/trainer_matrix.md.
-`--only PATTERN` trains the cases whose names match ("decoder | own | transformers | passes | tail | 2") and prints
-them; `--all` has every layout of each, twice as many.
+`python -m benchmarks.trainer_matrix` takes a quarter of an hour and writes
+docs/benchmarks/trainer_matrix.md. `--only PATTERN` trains the cases whose names match ("decoder |
+own | transformers | passes | tail | 2") and prints them; `--all` has every layout of each, twice as
+many.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ of two rows with one or two batches in each optimizer step, at once, and at once
 (the others end in five of eight rows). `weights` is the largest difference of a weight over these layouts, in parts of
 the largest change of one. Beside it are the trainer's figures (logged loss, gradient norm, learning rate, epoch,
 tokens, evaluation) that differ by more than 1e-9, or by more than 1e-6 where the trainer sums them in float32.
-`refused` is a sentence before the first step. TRL computes in float32 itself."""
+`refused` is a sentence before the first step. TRL computes in float32 itself."""  # noqa: E501
 
 
 def main() -> None:
@@ -45,15 +47,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="a pattern of names; nothing is written")
     parser.add_argument(
-        "--all", action="store_true", help="passes or not, a tail or not, one batch or two: eight layouts"
+        "--all",
+        action="store_true",
+        help="passes or not, a tail or not, one batch or two: eight layouts",
     )
-    parser.add_argument("--minutes", type=float, default=1000.0, help="minutes after which no training is started")
+    parser.add_argument(
+        "--minutes", type=float, default=1000.0, help="minutes after which no training is started"
+    )
     options = parser.parse_args()
     layouts = tuple(product((True, False), (True, False), (1, 2))) if options.all else LAYOUTS
     began, found = time.monotonic(), dict[str, Any]()
-    names = [case.name for case in list_cases(layouts) if not options.only or re.search(options.only, case.name)]
+    names = [
+        case.name
+        for case in list_cases(layouts)
+        if not options.only or re.search(options.only, case.name)
+    ]
     with tempfile.TemporaryDirectory() as folder, RankServer(RANKS) as server:
-        for name, each in run(Chunks(server, Path(folder), RANKS), names, began + 60 * options.minutes):
+        for name, each in run(
+            Chunks(server, Path(folder), RANKS), names, began + 60 * options.minutes
+        ):
             found[name] = each
             if options.only or judge(parse(name), each) not in ("exact", "refused"):
                 print(judge(parse(name), each), name, each, flush=True)
@@ -62,15 +74,23 @@ def main() -> None:
 
 
 def run(chunks: Chunks, names: Sequence[str], until: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What was found of each case, a sample if time ends; passes and rows at once share a bare training."""
+    """What was found of each case, a sample if time ends; passes and rows at once share a bare
+    training.
+    """
     ordered = sorted(names, key=lambda name: crc32(name.encode()))
     for start in range(0, len(names), CHUNK):
         if time.monotonic() > until:
             return
         chunk = ordered[start : start + CHUNK]
-        references = {name: msgspec.structs.replace(parse(name), passes=True).name for name in chunk}
+        references = {
+            name: msgspec.structs.replace(parse(name), passes=True).name for name in chunk
+        }
         bare: Found = chunks.run("reference_all", list(dict.fromkeys(references.values())), None)
-        broken = {name: bare[references[name]] for name in chunk if "seconds" not in bare[references[name]]}
+        broken = {
+            name: bare[references[name]]
+            for name in chunk
+            if "seconds" not in bare[references[name]]
+        }
         left = [name for name in chunk if name not in broken]
         planned = chunks.run("plan_all", left, references, world=2)
         for name in chunk:
@@ -90,12 +110,20 @@ def judge(case: Case, found: dict[str, Any]) -> str:
 
 def bound(case: Case, name: str) -> float:
     """By how much a figure may differ."""
-    return EXACT_FLOAT32 if case.trainer == "TRL" or case.loss == "label smoothing" or name in FLOAT32 else EXACT
+    return (
+        EXACT_FLOAT32
+        if case.trainer == "TRL" or case.loss == "label smoothing" or name in FLOAT32
+        else EXACT
+    )
 
 
 def list_figures(case: Case, found: dict[str, Any]) -> dict[str, float]:
     """Those that differ."""
-    left = {name: value for name, value in found.items() if name not in ("name", "seconds", "weights", "change")}
+    left = {
+        name: value
+        for name, value in found.items()
+        if name not in ("name", "seconds", "weights", "change")
+    }
     return {name: value for name, value in left.items() if value > bound(case, name)}
 
 
@@ -113,7 +141,12 @@ def write_page(found: dict[str, dict[str, Any]], cases: int, seconds: float) -> 
     tally = ", ".join(f"{count} {verdict}" for verdict, count in counted.most_common())
     lines = ["# Is every trainer exact under a plan?", "", *TEXT.splitlines(), ""]
     lines += ["```", "python -m benchmarks.trainer_matrix", "```", ""]
-    lines += [f"{packages}; {len(found)} of {cases} trainings: {tally}; {seconds / 60:.0f} minutes on two cores."]
+    lines += [
+        (
+            f"{packages}; {len(found)} of {cases} trainings: {tally}; {seconds / 60:.0f} minutes "
+            f"on two cores."
+        )
+    ]
     for trainer in dict.fromkeys(trainer for trainer, _, _ in groups):
         lines += [
             "",
@@ -124,7 +157,9 @@ def write_page(found: dict[str, dict[str, Any]], cases: int, seconds: float) -> 
         ]
         for (own, model, loss), members in groups.items():
             if own == trainer:
-                lines.append(f"| {model} | {loss} | {write_verdicts(members)} | {write_figures(members)} |")
+                lines.append(
+                    f"| {model} | {loss} | {write_verdicts(members)} | {write_figures(members)} |"
+                )
     return [*lines, *write_sentences(found)]
 
 
@@ -139,7 +174,9 @@ def write_verdicts(members: Sequence[tuple[Case, dict[str, Any]]]) -> str:
     words = []
     for verdict, cases in by_verdict.items():
         figure = f", {largest[verdict]:.0e}" if largest[verdict] else ""
-        where = "" if len(by_verdict) == 1 else f" ({'; '.join(write_layout(case) for case in cases)})"
+        where = (
+            "" if len(by_verdict) == 1 else f" ({'; '.join(write_layout(case) for case in cases)})"
+        )
         words.append(f"{verdict if verdict != 'different' else '**different**'}{figure}{where}")
     return ", ".join(words)
 
@@ -175,7 +212,14 @@ def write_sentences(found: dict[str, dict[str, Any]]) -> list[str]:
         f"| {count} | {text.replace('|', '/')} | {first.replace(' | ', ', ')} |"
         for count, first, text in kinds.values()
     ]
-    return ["", "## Sentences", "", "| trainings | sentence of the first | which |", "| ---: | --- | --- |", *rows]
+    return [
+        "",
+        "## Sentences",
+        "",
+        "| trainings | sentence of the first | which |",
+        "| ---: | --- | --- |",
+        *rows,
+    ]
 
 
 if __name__ == "__main__":

@@ -36,8 +36,12 @@ class Texts(Dataset[dict[str, Any]]):
 
     def __init__(self, size: str, uneven: bool = False) -> None:
         longest = SIZES[size][2]
-        self.lengths: list[int] = text_lengths(ROWS, longest / 4, 0.8, longest).tolist() if uneven else [longest] * ROWS
-        self.tokens = torch.randint(0, WORDS, (ROWS + longest,), generator=torch.Generator().manual_seed(0))
+        self.lengths: list[int] = (
+            text_lengths(ROWS, longest / 4, 0.8, longest).tolist() if uneven else [longest] * ROWS
+        )
+        self.tokens = torch.randint(
+            0, WORDS, (ROWS + longest,), generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self) -> int:
         return ROWS
@@ -54,18 +58,33 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
     labels = pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORED)
     mask = labels != IGNORED
-    return {"input_ids": ids, "labels": labels, **({} if mask.all() else {"attention_mask": mask.long()})}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        **({} if mask.all() else {"attention_mask": mask.long()}),
+    }
 
 
-COLLATED: dict[str, Any] = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}  # of a loader
+COLLATED: dict[str, Any] = {
+    "collate_fn": collate,
+    "pin_memory": torch.cuda.is_available(),
+}  # of a loader
 
 
 def network(size: str) -> LlamaForCausalLM:
-    """A Llama; `middle` has 42 million parameters, `large` about 100 million, `huge` 570 million."""
+    """A Llama; `middle` has 42 million parameters, `large` about 100 million, `huge` 570
+    million.
+    """
     torch.manual_seed(0)
     hidden, layers, length = SIZES[size]
-    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": hidden // 64}
-    config = LlamaConfig(vocab_size=WORDS, num_hidden_layers=layers, max_position_embeddings=length, **sizes)
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_attention_heads": hidden // 64,
+    }
+    config = LlamaConfig(
+        vocab_size=WORDS, num_hidden_layers=layers, max_position_embeddings=length, **sizes
+    )
     return LlamaForCausalLM(config)
 
 
@@ -82,7 +101,9 @@ def make_trainer(kind: Any, size: str, bf16: bool, texts: bool, **arguments: Any
         ddp_find_unused_parameters=False,
         **{"logging_strategy": "no", **arguments},
     )
-    return kind(model=network(size), args=common, train_dataset=Texts(size, texts), data_collator=collate)
+    return kind(
+        model=network(size), args=common, train_dataset=Texts(size, texts), data_collator=collate
+    )
 
 
 def build_huggingface(size: str = "small", bf16: bool = False, texts: bool = False) -> Any:
@@ -91,7 +112,9 @@ def build_huggingface(size: str = "small", bf16: bool = False, texts: bool = Fal
 
 
 def build_torch(size: str = "small") -> Any:
-    """Model, optimizer, loss and data of a loop; a batch has the labels, so the model gives its loss."""
+    """Model, optimizer, loss and data of a loop; a batch has the labels, so the model gives its
+    loss.
+    """
     model = network(size)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-5)
     return model, optimizer, lambda outputs, _: outputs.loss, (Texts(size), COLLATED)

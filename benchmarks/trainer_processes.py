@@ -1,4 +1,6 @@
-"""Starts the processes of a training ahead, as their imports take 10 s, and speaks with them by lines of JSON."""
+"""Starts the processes of a training ahead, as their imports take 10 s, and speaks with them by
+lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +33,42 @@ def name_build(trainer: str) -> str:
 
 
 class Ranks:
-    """The processes of one training; `places` are those of their shares among the plan's active ones.
+    """The processes of one training; `places` are those of their shares among the plan's active
+    ones.
 
-    GPUs are held to the percentage that the plan was measured with, unless `free`; a running MPS daemon does that. Each
-    process has a session of its own, as a probe's has and as torchrun gives it: Linux shares cores out by sessions.
+    GPUs are held to the percentage that the plan was measured with, unless `free`; a running MPS
+    daemon does that. Each process has a session of its own, as a probe's has and as torchrun gives
+    it: Linux shares cores out by sessions.
     """
 
     def __init__(self, active: Sequence[Share], places: Sequence[int], free: bool = False) -> None:
         self._places = places
         shares, port = [active[place] for place in places], str(free_port())
-        visible = ",".join(str(share.index) for share in shares if not share.device.startswith("cpu-"))
-        common = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        visible = ",".join(
+            str(share.index) for share in shares if not share.device.startswith("cpu-")
+        )
+        common = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": visible,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         self.processes: list[Any] = []
         for rank, share in enumerate(shares):
             own = dict(common)
             if len(shares) > 1:
                 own |= {"WORLD_SIZE": str(len(shares)), "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            percent = parse_limit(share.limit).percent if visible and share.limit and not free else None
+            percent = (
+                parse_limit(share.limit).percent if visible and share.limit and not free else None
+            )
             if percent:
                 own["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{percent:g}"
             command = [sys.executable, "-m", "benchmarks.trainer_ranks"]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.processes.append(subprocess.Popen(command, env=own, start_new_session=True, **pipes))
+            self.processes.append(
+                subprocess.Popen(command, env=own, start_new_session=True, **pipes)
+            )
 
     def start(self, words: Sequence[str]) -> None:
         """Say what to train, once all are ready for it."""

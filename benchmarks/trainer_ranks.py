@@ -1,4 +1,6 @@
-"""One process of a training that benchmarks.trainers starts; it reads what to do once its imports are done."""
+"""One process of a training that benchmarks.trainers starts; it reads what to do once its imports
+are done.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ class EachStep(TrainerCallback):
         control.should_training_stop |= self._done()  # max_steps may be reached
 
 
-def train_huggingface(plan: Plan | None, options: argparse.Namespace, done: Done, **arguments: Any) -> Any:
+def train_huggingface(
+    plan: Plan | None, options: argparse.Namespace, done: Done, **arguments: Any
+) -> Any:
     """With `Trainer`, which is returned."""
     kind, rows = with_plan(Trainer, plan) if plan else Trainer, options.bare or 1
     arguments |= {"per_device_train_batch_size": rows, "train_sampling_strategy": options.sampling}
-    trainer = make_trainer(kind, options.size, options.bf16, options.texts, num_train_epochs=1000, **arguments)
+    trainer = make_trainer(
+        kind, options.size, options.bf16, options.texts, num_train_epochs=1000, **arguments
+    )
     trainer.add_callback(EachStep(done))
     trainer.train()
     return trainer
@@ -61,7 +67,12 @@ def train_sharded(plan: Plan | None, options: argparse.Namespace, _: Done) -> No
     more = {"max_steps": SHARDED_STEPS, "logging_strategy": "steps", "logging_steps": 1}
     trainer = train_huggingface(plan, options, lambda: False, **SHARDED, **more)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    say({"losses": losses, "most_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0})
+    say(
+        {
+            "losses": losses,
+            "most_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        }
+    )
 
 
 def train_lightning(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
@@ -85,7 +96,9 @@ def train_accelerate(plan: Plan | None, options: argparse.Namespace, done: Done)
     loop(model, optimizer, loader, accelerator.backward, done)
 
 
-def loop(model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None], done: Done) -> None:
+def loop(
+    model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None], done: Done
+) -> None:
     """Train until it is done, by the steps that a probe makes of `build_torch`."""
     while True:
         for batch in loader:
@@ -112,7 +125,9 @@ def train_torch(plan: Plan | None, options: argparse.Namespace, done: Done) -> N
 
     def run(**batch: torch.Tensor) -> Any:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-            return model(**{name: values.to(device, non_blocking=True) for name, values in batch.items()})
+            return model(
+                **{name: values.to(device, non_blocking=True) for name, values in batch.items()}
+            )
 
     loop(run, torch.optim.AdamW(model.parameters(), 5e-5), loader, torch.Tensor.backward, done)
 
@@ -158,7 +173,8 @@ def _clocks() -> tuple[float, float]:
 
 
 class Clock:
-    """Says how fast each block of steps was; the parent says how many the next has, or closes the pipe.
+    """Says how fast each block of steps was; the parent says how many the next has, or closes the
+    pipe.
 
     A step after the pause, which is in no block, finds memory and caches as others do.
     """
@@ -226,14 +242,22 @@ def read_options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("trainer", choices=list(TRAININGS))
     parser.add_argument("--plan", required=True)
     parser.add_argument("--made-up", action="store_true", help="the plan is of no search")
-    parser.add_argument("--place", type=int, default=int(os.environ.get("RANK", 0)), help="this process's share")
+    parser.add_argument(
+        "--place", type=int, default=int(os.environ.get("RANK", 0)), help="this process's share"
+    )
     parser.add_argument("--free", action="store_true", help="without the plan's limits of memory")
-    parser.add_argument("--bare", type=int, help="without the plan, with so many rows in each process")
-    parser.add_argument("--probe", type=int, help="steps as a probe makes them, of so many rows in each process")
+    parser.add_argument(
+        "--bare", type=int, help="without the plan, with so many rows in each process"
+    )
+    parser.add_argument(
+        "--probe", type=int, help="steps as a probe makes them, of so many rows in each process"
+    )
     parser.add_argument("--size", default="small")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--texts", action="store_true", help="rows of unequal length")
-    parser.add_argument("--sampling", default="random", help="transformers' train_sampling_strategy")
+    parser.add_argument(
+        "--sampling", default="random", help="transformers' train_sampling_strategy"
+    )
     parser.add_argument("--turns", action="store_true", help="a step for each line from the parent")
     return parser.parse_args(words)
 

@@ -1,8 +1,9 @@
 """Trainings by a plan beside trainings without it, for `python -m benchmarks.trainers variants`.
 
-`plan`; `even`, the bare trainer with as many rows on each device; `grouped` and `balanced`, that with transformers'
-group_by_length and batch_rebalance; `alone`, the bare trainer on each device with its rows of the plan, all at the same
-time; `once`, the plan's largest shares that need no passes; `whole`, even shares without the plan's limits.
+`plan`; `even`, the bare trainer with as many rows on each device; `grouped` and `balanced`, that
+with transformers' group_by_length and batch_rebalance; `alone`, the bare trainer on each device
+with its rows of the plan, all at the same time; `once`, the plan's largest shares that need no
+passes; `whole`, even shares without the plan's limits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,23 @@ from benchmarks.trainer_plans import read_block, search
 from benchmarks.trainer_processes import BrokenTrainingError, Ranks
 from evener.plan.file import Plan, load_plan, make_layout, to_toml
 
-SAMPLINGS = {"even": "random", "whole": "random", "grouped": "group_by_length", "balanced": "batch_rebalance"}
+SAMPLINGS = {
+    "even": "random",
+    "whole": "random",
+    "grouped": "group_by_length",
+    "balanced": "batch_rebalance",
+}
 VARIANTS = ("plan", "once", "alone", *SAMPLINGS)
-HEADS = ("trainer", "round", "variant", "rows", "steps", "samples/s", "tokens/s", "of the plan's figure")
+HEADS = (
+    "trainer",
+    "round",
+    "variant",
+    "rows",
+    "steps",
+    "samples/s",
+    "tokens/s",
+    "of the plan's figure",
+)
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -68,7 +83,10 @@ def measure(
         for group in groups:
             group.ranks.read()  # ready
         for (trainer, variant), case in cases.items():
-            row = f"| {trainer} | {number + 1} | {variant} | {' + '.join(str(group.rows) for group in case)} |"
+            row = (
+                f"| {trainer} | {number + 1} | {variant} | "
+                f"{' + '.join(str(group.rows) for group in case)} |"
+            )
             try:
                 rate = train(case, options.seconds if variant == "plan" else options.beside)
             except BrokenTrainingError as error:
@@ -76,21 +94,35 @@ def measure(
                 continue
             rates[trainer, variant] = rate
             part = pick_figure(rate, plan) / promised(plan)
-            print(f"{row} {rate.steps} | {rate.samples:,.1f} | {rate.tokens:,.0f} | {part:.3f} |", flush=True)
+            print(
+                f"{row} {rate.steps} | {rate.samples:,.1f} | {rate.tokens:,.0f} | {part:.3f} |",
+                flush=True,
+            )
     return rates
 
 
-def make_groups(options: argparse.Namespace, trainer: str, variant: str, plan: Plan, path: Path) -> list[Group]:
+def make_groups(
+    options: argparse.Namespace, trainer: str, variant: str, plan: Plan, path: Path
+) -> list[Group]:
     """The trainings of a variant that run at the same time."""
     active, batch = plan.layout.active, plan.layout.global_batch
-    words = [trainer, "--size", options.size, *["--bf16"] * options.bf16, *["--texts"] * options.texts]
+    words = [
+        trainer,
+        "--size",
+        options.size,
+        *["--bf16"] * options.bf16,
+        *["--texts"] * options.texts,
+    ]
     if variant == "once":
         path = options.folder / "once.toml"
         path.write_bytes(to_toml(without_passes(plan)))
     words += ["--plan", str(path)]
     every = range(len(active))
     if variant == "alone":
-        return [Group(Ranks(active, [i]), active[i].batch, [*words, "--bare", str(active[i].batch)]) for i in every]
+        return [
+            Group(Ranks(active, [i]), active[i].batch, [*words, "--bare", str(active[i].batch)])
+            for i in every
+        ]
     if variant not in SAMPLINGS:
         return [Group(Ranks(active, every), batch, words)]
     own, free = batch // len(active), variant == "whole"
@@ -99,12 +131,16 @@ def make_groups(options: argparse.Namespace, trainer: str, variant: str, plan: P
 
 
 def without_passes(plan: Plan) -> Plan:
-    """The same global batch, with what would need a pass more on the device with the most memory."""
+    """The same global batch, with what would need a pass more on the device with the most
+    memory.
+    """
     layout = plan.layout
     batches = [min(share.batch, share.most or share.batch) for share in layout.share]
     largest = max(range(len(batches)), key=lambda i: layout.share[i].most)
     batches[largest] += layout.global_batch - sum(batches)
-    return msgspec.structs.replace(plan, layout=make_layout(layout.kind, layout.share, tuple(batches)))
+    return msgspec.structs.replace(
+        plan, layout=make_layout(layout.kind, layout.share, tuple(batches))
+    )
 
 
 def train(groups: Sequence[Group], seconds: float) -> Rate:
@@ -135,13 +171,23 @@ def promised(plan: Plan) -> float:
 
 
 def compare(trainer: str, number: int, rates: dict[tuple[str, str], Rate], plan: Plan) -> str:
-    """The plan against the other variants, and its part of the gain over even shares that both alone would make."""
-    own = {variant: pick_figure(rate, plan) for (name, variant), rate in rates.items() if name == trainer}
+    """The plan against the other variants, and its part of the gain over even shares that both
+    alone would make.
+    """
+    own = {
+        variant: pick_figure(rate, plan)
+        for (name, variant), rate in rates.items()
+        if name == trainer
+    }
     if "plan" not in own:
         return f"{trainer}, round {number + 1}: no training by the plan."
     between = (plan.throughput.high - plan.throughput.low) / 2 / plan.throughput.samples_per_second
     words = [f"{own['plan'] / promised(plan):.3f} of its figure (± {between:.1%})"]
-    words += [f"{own['plan'] / figure:.3f} of {variant}" for variant, figure in own.items() if variant != "plan"]
+    words += [
+        f"{own['plan'] / figure:.3f} of {variant}"
+        for variant, figure in own.items()
+        if variant != "plan"
+    ]
     if {"even", "alone"} <= own.keys() and own["alone"] > own["even"]:
         part = (own["plan"] - own["even"]) / (own["alone"] - own["even"])
         words.append(f"{part:.0%} of the gain that alone allows over even")

@@ -1,10 +1,12 @@
-"""What a plan costs in each trainer, and whether trainings meet its figure: `python -m benchmarks.trainers cost`.
+"""What a plan costs in each trainer, and whether trainings meet its figure: `python -m
+benchmarks.trainers cost`.
 
-`cost` trains with even shares, bare and by a plan, in two pairs of processes that take turns, a step each; `probe`
-steps as a probe does instead of bare. `plan` finds a plan for each trainer, trains by it and probes it again in turns
-(benchmarks/trainer_plans.py). `variants` trains by a plan and without it (benchmarks/trainer_rates.py). `sharded`
-trains with FSDP2 by even and uneven shares and compares the losses. A training on GPUs is held to the limits of its
-plan; a percentage needs a running MPS daemon.
+`cost` trains with even shares, bare and by a plan, in two pairs of processes that take turns, a
+step each; `probe` steps as a probe does instead of bare. `plan` finds a plan for each trainer,
+trains by it and probes it again in turns (benchmarks/trainer_plans.py). `variants` trains by a plan
+and without it (benchmarks/trainer_rates.py). `sharded` trains with FSDP2 by even and uneven shares
+and compares the losses. A training on GPUs is held to the limits of its plan; a percentage needs a
+running MPS daemon.
 """
 
 from __future__ import annotations
@@ -46,20 +48,40 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trainers", nargs="*", choices=TRAINERS, default=TRAINERS)
     parser.add_argument("--size", choices=("small", "middle", "large", "huge"), default="small")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--rows", type=int, default=2, help="cost, probe, sharded: of each process, at even shares")
+    parser.add_argument(
+        "--rows", type=int, default=2, help="cost, probe, sharded: of each process, at even shares"
+    )
     parser.add_argument("--pairs", type=int, default=200, help="cost, probe: of steps")
     parser.add_argument(
-        "--devices", default="cpu/2", help="as evener balance takes them; cost, probe, sharded: two, as gpu:0,1@8GiB"
+        "--devices",
+        default="cpu/2",
+        help="as evener balance takes them; cost, probe, sharded: two, as gpu:0,1@8GiB",
     )
-    parser.add_argument("--plan", type=Path, help="plan, variants: a file for all trainers; without it, a search each")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        help="plan, variants: a file for all trainers; without it, a search each",
+    )
     parser.add_argument("--budget", default="60s", help="of each search")
-    parser.add_argument("--balance", nargs="*", default=[], metavar="WORD", help="for evener balance, without --")
-    parser.add_argument("--seconds", type=float, default=60.0, help="plan, variants: of each training by the plan")
+    parser.add_argument(
+        "--balance", nargs="*", default=[], metavar="WORD", help="for evener balance, without --"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="plan, variants: of each training by the plan"
+    )
     parser.add_argument("--blocks", type=int, default=12, help="plan: that a training is cut into")
-    parser.add_argument("--variants", default="plan,even,alone", help="variants: separated by commas")
-    parser.add_argument("--texts", action="store_true", help="variants: rows of unequal length, in transformers")
-    parser.add_argument("--beside", type=float, default=20.0, help="variants: seconds of each other training")
-    parser.add_argument("--repeat", type=int, default=1, help="plan, variants: rounds of each trainer")
+    parser.add_argument(
+        "--variants", default="plan,even,alone", help="variants: separated by commas"
+    )
+    parser.add_argument(
+        "--texts", action="store_true", help="variants: rows of unequal length, in transformers"
+    )
+    parser.add_argument(
+        "--beside", type=float, default=20.0, help="variants: seconds of each other training"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="plan, variants: rounds of each trainer"
+    )
     return parser.parse_args()
 
 
@@ -70,15 +92,21 @@ def make_up_plan(options: argparse.Namespace, batches: tuple[int, ...]) -> Path:
         named = [(f"GPU-{term.pick}", int(term.pick), write_limit(term.limit)) for term in terms]
     else:
         named = [(f"cpu-{i}-of-{len(batches)}", i, "") for i in range(len(batches))]
-    shares = tuple(Share(device, index, "a device", 0, 0.0, limit) for device, index, limit in named)
+    shares = tuple(
+        Share(device, index, "a device", 0, 0.0, limit) for device, index, limit in named
+    )
     path: Path = options.folder / f"{'-'.join(map(str, batches))}.toml"
     path.write_bytes(to_toml(make_plan(make_layout("split", shares, batches))))
     return path
 
 
 @contextmanager
-def trained_beside(trainer: str, options: argparse.Namespace, *pair: tuple[Path, list[str]]) -> Iterator[list[Ranks]]:
-    """The processes of two trainings at the same time, each by a made-up plan or on its devices, with these words."""
+def trained_beside(
+    trainer: str, options: argparse.Namespace, *pair: tuple[Path, list[str]]
+) -> Iterator[list[Ranks]]:
+    """The processes of two trainings at the same time, each by a made-up plan or on its devices,
+    with these words.
+    """
     every = [Ranks(load_plan(path).layout.active, (0, 1)) for path, _ in pair]
     try:
         for ranks in every:
@@ -95,9 +123,17 @@ def trained_beside(trainer: str, options: argparse.Namespace, *pair: tuple[Path,
 
 
 def print_pairs(options: argparse.Namespace) -> None:
-    """A step by a plan of even shares beside a bare one, or beside a probe's, in wall time and CPU time."""
-    plan, other = make_up_plan(options, (options.rows,) * 2), "bare" if options.table == "cost" else "probe"
-    print(f"| trainer | time | {other} step, ms | by the plan, ms | median ratio of pairs | middle half |")
+    """A step by a plan of even shares beside a bare one, or beside a probe's, in wall time and CPU
+    time.
+    """
+    plan, other = (
+        make_up_plan(options, (options.rows,) * 2),
+        "bare" if options.table == "cost" else "probe",
+    )
+    print(
+        f"| trainer | time | {other} step, ms | by the plan, ms | median ratio of pairs | "
+        f"middle half |"
+    )
     print("| --- | --- | ---: | ---: | ---: | --- |")
     for trainer in options.trainers:
         words = ["--turns", *["--bf16"] * options.bf16]
@@ -105,12 +141,21 @@ def print_pairs(options: argparse.Namespace) -> None:
         with trained_beside(trainer, options, (plan, without), (plan, words)) as (others, planned):
             for ranks in (others, planned):
                 ranks.read()  # the first step is made at once
-            pairs = [measure_pair(others, planned, number) for number in range(-10, options.pairs)][10:]
+            pairs = [measure_pair(others, planned, number) for number in range(-10, options.pairs)][
+                10:
+            ]
         for i, name in enumerate(("wall", "CPU")):
             times = [(other[i], by_plan[i]) for other, by_plan in pairs]
-            medians = " | ".join(f"{1000 * statistics.median(each):.1f}" for each in zip(*times, strict=True))
-            low, middle, high = statistics.quantiles([by_plan / other for other, by_plan in times], n=4)
-            print(f"| {trainer} | {name} | {medians} | {middle:.4f} | {low:.3f} to {high:.3f} |", flush=True)
+            medians = " | ".join(
+                f"{1000 * statistics.median(each):.1f}" for each in zip(*times, strict=True)
+            )
+            low, middle, high = statistics.quantiles(
+                [by_plan / other for other, by_plan in times], n=4
+            )
+            print(
+                f"| {trainer} | {name} | {medians} | {middle:.4f} | {low:.3f} to {high:.3f} |",
+                flush=True,
+            )
 
 
 def measure_pair(others: Ranks, planned: Ranks, number: int) -> tuple[Times, Times]:
@@ -132,9 +177,14 @@ def measure_step(ranks: Ranks) -> Times:
 
 
 def print_losses(options: argparse.Namespace) -> None:
-    """Losses of transformers' Trainer with FSDP2, by plans of even shares and of 3 : 1, both at the same time."""
+    """Losses of transformers' Trainer with FSDP2, by plans of even shares and of 3 : 1, both at the
+    same time.
+    """
     rows = options.rows
-    print("| shares | losses | largest difference | most memory of each process, GiB |\n| --- | --- | ---: | --- |")
+    print(
+        "| shares | losses | largest difference | most memory of each process, GiB |\n| --- | "
+        "--- | ---: | --- |"
+    )
     shares = ((rows, rows), (2 * rows - rows // 2, rows // 2))
     even, uneven = (make_up_plan(options, batches) for batches in shares)
     with trained_beside("sharded", options, (even, []), (uneven, [])) as every:

@@ -1,8 +1,10 @@
-"""Does a training run as fast as its plan says? `python -m benchmarks.training --framework torch --devices cpu:0,1`.
+"""Does a training run as fast as its plan says? `python -m benchmarks.training --framework torch
+--devices cpu:0,1`.
 
-Each round finds a plan (`evener balance --export`) and trains with it by the example script. With `--one-plan`, all
-rounds use the first plan, and each round probes its shares again just before training: on a machine that others use
-too, both are slowed equally. Prints a row for each round: plan | training | ratio.
+Each round finds a plan (`evener balance --export`) and trains with it by the example script. With
+`--one-plan`, all rounds use the first plan, and each round probes its shares again just before
+training: on a machine that others use too, both are slowed equally. Prints a row for each round:
+plan | training | ratio.
 """
 
 from __future__ import annotations
@@ -39,8 +41,13 @@ def main() -> None:
             trained = train(options, path)
             ratios.append(trained / said)
             shares = " + ".join(str(share) for share in plan.layout.batches)
-            print(f"| {number} | {shares} | {said:,.0f} | {trained:,.0f} | {ratios[-1]:.3f} |", flush=True)
-    print(f"\nMedian ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}.")
+            print(
+                f"| {number} | {shares} | {said:,.0f} | {trained:,.0f} | {ratios[-1]:.3f} |",
+                flush=True,
+            )
+    print(
+        f"\nMedian ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}."
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -51,17 +58,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", help="keras_mnist, keras_maxer, or a function of an example")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each training")
     parser.add_argument("--budget", default="90s", help="of each search")
-    parser.add_argument("--rows", type=int, help="of the data set; the example's own number by default")
+    parser.add_argument(
+        "--rows", type=int, help="of the data set; the example's own number by default"
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
-        "--one-plan", action="store_true", help="use one plan for all rounds; probe it before each training"
+        "--one-plan",
+        action="store_true",
+        help="use one plan for all rounds; probe it before each training",
     )
     parser.add_argument(
-        "--balance", nargs="*", default=[], metavar="WORD", help="more options for evener balance, without --"
+        "--balance",
+        nargs="*",
+        default=[],
+        metavar="WORD",
+        help="more options for evener balance, without --",
     )
     options = parser.parse_args()
     options.workload = options.workload or WORKLOADS[options.framework]
-    options.more = ["--set", f"rows={options.rows}"] if options.rows and ":" in options.workload else []
+    options.more = (
+        ["--set", f"rows={options.rows}"] if options.rows and ":" in options.workload else []
+    )
     return options
 
 
@@ -83,7 +100,8 @@ def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}{done.stdout[-2000:]}"
+            f"{' '.join(command)} ended with "
+            f"{done.returncode}:\n{done.stderr[-3000:]}{done.stdout[-2000:]}"
         )
     return done.stdout
 
@@ -91,16 +109,41 @@ def run(command: list[str]) -> str:
 def balance(options: argparse.Namespace, path: Path) -> None:
     """Find a plan and write it to `path`."""
     more = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options.balance)]
-    command = [sys.executable, "-m", "evener", "balance", *asked(options), "--budget", options.budget, *more]
+    command = [
+        sys.executable,
+        "-m",
+        "evener",
+        "balance",
+        *asked(options),
+        "--budget",
+        options.budget,
+        *more,
+    ]
     run([*command, "--json", "--export", str(path)])
 
 
 def probe(options: argparse.Namespace, plan: Plan) -> float:
-    """Samples/s of the plan's shares, as a probe times them now, on the devices that the plan uses."""
-    active = [(str(i), str(share.batch)) for i, share in enumerate(plan.layout.share) if share.batch]
+    """Samples/s of the plan's shares, as a probe times them now, on the devices that the plan
+    uses.
+    """
+    active = [
+        (str(i), str(share.batch)) for i, share in enumerate(plan.layout.share) if share.batch
+    ]
     positions, batches = zip(*active, strict=True)
-    command = [sys.executable, "-m", "evener", "probe", *asked(options), "--gpus", *positions, "--batches", *batches]
-    answer = json.loads(run([*command, "--seconds", f"{options.seconds:g}s", "--repeat", "1", "--json"]))
+    command = [
+        sys.executable,
+        "-m",
+        "evener",
+        "probe",
+        *asked(options),
+        "--gpus",
+        *positions,
+        "--batches",
+        *batches,
+    ]
+    answer = json.loads(
+        run([*command, "--seconds", f"{options.seconds:g}s", "--repeat", "1", "--json"])
+    )
     return float(answer["runs"][0]["samples_per_second"])
 
 

@@ -1,7 +1,9 @@
-"""Trains every class of transformers that has a loss by a plan and bare: which are exact, which refused, which wrong.
+"""Trains every class of transformers that has a loss by a plan and bare: which are exact, which
+refused, which wrong.
 
 `python -m benchmarks.transformers_classes` takes 15 to 40 minutes on two cores and writes
-docs/benchmarks/transformers_classes.md. `--only PATTERN` trains the classes whose names match and prints them.
+docs/benchmarks/transformers_classes.md. `--only PATTERN` trains the classes whose names match and
+prints them.
 """
 
 from __future__ import annotations
@@ -33,17 +35,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="a pattern of names; nothing is written")
     parser.add_argument(
-        "--raw", type=Path, help="a file with a line of JSON for each class; those in it aren't trained again"
+        "--raw",
+        type=Path,
+        help="a file with a line of JSON for each class; those in it aren't trained again",
     )
-    parser.add_argument("--minutes", type=float, default=1000.0, help="minutes after which no class is started")
+    parser.add_argument(
+        "--minutes", type=float, default=1000.0, help="minutes after which no class is started"
+    )
     options = parser.parse_args()
     began = time.monotonic()
-    found = [json.loads(line) for line in options.raw.open()] if options.raw and options.raw.exists() else []
+    found = (
+        [json.loads(line) for line in options.raw.open()]
+        if options.raw and options.raw.exists()
+        else []
+    )
     with tempfile.TemporaryDirectory() as folder, RankServer(RANKS) as server:
         server.run(f"{RANKS}.list_classes", Path(folder), ranks=place_ranks(1))
         names: list[str] = json.loads((Path(folder) / "names.json").read_text())
         known = {each["name"] for each in found}
-        chosen = [name for name in names if name not in known and re.search(options.only or "", name)]
+        chosen = [
+            name for name in names if name not in known and re.search(options.only or "", name)
+        ]
         chosen.sort(key=lambda name: crc32(name.encode()))  # so that a part of them is a sample
         for each in run(Chunks(server, Path(folder), RANKS), chosen, began + 60 * options.minutes):
             found.append(each)
@@ -59,28 +71,51 @@ def main() -> None:
 def run(chunks: Chunks, names: Sequence[str], until: float = math.inf) -> Iterator[dict[str, Any]]:
     """What was found of each class; those that aren't exact are trained once more, otherwise.
 
-    "reordered": bare, with the rows of each batch the other way round, which shows the class's own rounding;
-    "widened": without the float32 that a class computes in by itself; "even": with rows of one length.
+    "reordered": bare, with the rows of each batch the other way round, which shows the class's own
+    rounding; "widened": without the float32 that a class computes in by itself; "even": with rows
+    of one length.
     """
     for start in range(0, len(names), CHUNK):
         if time.monotonic() > until:
             return
         began = time.monotonic()
         found = train(chunks, names[start : start + CHUNK], {})
-        again(chunks, found, "reordered", {}, lambda each: EXACT < each.get("weights", 0.0) < NARROW, "reorder_all")
+        again(
+            chunks,
+            found,
+            "reordered",
+            {},
+            lambda each: EXACT < each.get("weights", 0.0) < NARROW,
+            "reorder_all",
+        )
         again(chunks, found, "widened", {"dtype": "widened"}, is_narrow)
-        again(chunks, found, "even", {"even": True}, lambda each: each.get("uneven") and judge(each) not in FINE)
+        again(
+            chunks,
+            found,
+            "even",
+            {"even": True},
+            lambda each: each.get("uneven") and judge(each) not in FINE,
+        )
         took = (time.monotonic() - began) / len(found)
         yield from ({**each, "took": took} for each in found.values())
 
 
 def is_narrow(found: dict[str, Any]) -> bool:
     """Whether a class may differ by its float32 only."""
-    return bool(found.get("float32")) and found["weights"] < NARROW and found["recipe"]["dtype"] == "float64"
+    return (
+        bool(found.get("float32"))
+        and found["weights"] < NARROW
+        and found["recipe"]["dtype"] == "float64"
+    )
 
 
 def again(
-    chunks: Chunks, found: Found, kind: str, changes: dict[str, Any], chosen: Callable[[Any], Any], function: str = ""
+    chunks: Chunks,
+    found: Found,
+    kind: str,
+    changes: dict[str, Any],
+    chosen: Callable[[Any], Any],
+    function: str = "",
 ) -> None:
     """Train the chosen classes with other rows, or by another function."""
     names = [name for name, each in found.items() if chosen(each)]

@@ -13,22 +13,35 @@ from typing import Any
 EXACT, EXACT_FLOAT32 = 1e-9, 1e-6
 ALIKE = 30.0  # differences that are of one size
 LOGGED_LOSS = 1e-6  # the trainer sums what it logs in float32
-PADDED = "its loss changes a little with the padding of its rows, by less than the check can tell from rounding"
+PADDED = (
+    "its loss changes a little with the padding of its rows, by less than the check "
+    "can tell from rounding"
+)
 KNOWN = {  # what was found of those that differ
     "ConvBertForSequenceClassification": PADDED,
     "NystromformerForSequenceClassification": PADDED,
     "Speech2TextForConditionalGeneration": PADDED,
-    "LevitForImageClassification": "not by a plan: without one, too, a row alone has another gradient than with others",
+    "LevitForImageClassification": (
+        "not by a plan: without one, too, a row alone has another gradient than with others"
+    ),
 }
 VERDICTS = {
     "exact": "exact: weights, logged loss and gradient norm differ by at most 1e-9",
-    "float32": "exact to float32: the class computes in float32 by itself; at most 1e-6, or 1e-9 in float64 instead",
+    "float32": (
+        "exact to float32: the class computes in float32 by itself; at most 1e-6, or 1e-9 "
+        "in float64 instead"
+    ),
     "refused": "refused before the first step",
-    "rounding": "as far from the bare trainer as that is from itself with the rows of a batch the other way round",
+    "rounding": (
+        "as far from the bare trainer as that is from itself with the rows of a batch the "
+        "other way round"
+    ),
     "random": "draws random numbers by itself, so no two processes compute the same loss",
     "different": "silently different",
     "hangs": "hangs, or ends with an error that isn't a sentence of evener's",
-    "not tiny": "no small model, or no rows, were found automatically, or the bare trainer can't train it",
+    "not tiny": (
+        "no small model, or no rows, were found automatically, or the bare trainer can't train it"
+    ),
 }
 
 
@@ -37,7 +50,7 @@ Every class whose forward computes a loss, with a tiny configuration that is mad
 SGD by `with_plan(Trainer, plan)`, 13 rows in batches of 8 (a tail of 5), shares 6:2 in passes of 2 rows, against the
 bare `Trainer` in one process on the same rows. Rows are of several lengths where the class takes a mask; there is no
 dropout; BatchNorm keeps its statistics; float64. A difference is the largest of any weight, in parts of the largest
-change of one; the trainer sums the loss that it logs in float32, so that is held to 1e-6."""
+change of one; the trainer sums the loss that it logs in float32, so that is held to 1e-6."""  # noqa: E501
 
 
 def judge(found: dict[str, Any]) -> str:
@@ -60,7 +73,11 @@ def judge(found: dict[str, Any]) -> str:
         return "float32"
     if found.get("random"):
         return "random"
-    return "rounding" if found["weights"] <= ALIKE * found.get("reordered", {}).get("weights", 0.0) else "different"
+    return (
+        "rounding"
+        if found["weights"] <= ALIKE * found.get("reordered", {}).get("weights", 0.0)
+        else "different"
+    )
 
 
 def write_page(path: Path, found: Sequence[dict[str, Any]], classes: int) -> None:
@@ -74,7 +91,9 @@ def write_page(path: Path, found: Sequence[dict[str, Any]], classes: int) -> Non
 
 
 def _head(by_verdict: dict[str, list[dict[str, Any]]], classes: int) -> list[str]:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "accelerate"))
+    packages = ", ".join(
+        f"{name} {version(name)}" for name in ("transformers", "torch", "accelerate")
+    )
     tiny = sum(len(each) for name, each in by_verdict.items() if name != "not tiny")
     seconds = sum(each.get("took", 0.0) for members in by_verdict.values() for each in members)
     tried = sum(map(len, by_verdict.values()))
@@ -89,7 +108,10 @@ def _head(by_verdict: dict[str, list[dict[str, Any]]], classes: int) -> list[str
         "python -m benchmarks.transformers_classes --minutes 20   # a sample",
         "```",
         "",
-        f"{packages}; {tried} of {classes} classes that have a loss were tried, {tiny} of them could be made tiny;",
+        (
+            f"{packages}; {tried} of {classes} classes that have a loss were tried, {tiny} of "
+            f"them could be made tiny;"
+        ),
         f"{seconds / 60:.0f} minutes on two cores.",
         "",
         "| verdict | classes |",
@@ -102,10 +124,13 @@ def _details(by_verdict: dict[str, list[dict[str, Any]]]) -> list[str]:
     return [
         *_section("Silently different", _different(by_verdict["different"])),
         *_section(
-            "Hangs, or fails", _listed(by_verdict["hangs"], lambda each: each.get("raised") or each.get("ended"))
+            "Hangs, or fails",
+            _listed(by_verdict["hangs"], lambda each: each.get("raised") or each.get("ended")),
         ),
         *_section("Refused", _refused(by_verdict["refused"])),
-        *_section("Rounding", _listed(by_verdict["rounding"], lambda each: f"{each['weights']:.0e}")),
+        *_section(
+            "Rounding", _listed(by_verdict["rounding"], lambda each: f"{each['weights']:.0e}")
+        ),
         *_section("Random", _listed(by_verdict["random"], lambda _: "draws random numbers")),
         *_section("Exact to float32", _listed(by_verdict["float32"], _narrow)),
         *_section("Exact", _listed(by_verdict["exact"], _rows)),
@@ -121,7 +146,8 @@ def _different(found: list[dict[str, Any]]) -> list[str]:
     if not found:
         return []
     rows = [
-        f"| {each['name']} | {_rows(each)} | {each['weights']:.1e} | {each['loss']:.1e} | {each['grad_norm']:.1e} |"
+        f"| {each['name']} | {_rows(each)} | {each['weights']:.1e} | {each['loss']:.1e} | "
+        f"{each['grad_norm']:.1e} |"
         f" {_even(each)} | {'; '.join(each['warned']) or KNOWN.get(each['name'], '')} |"
         for each in found
     ]
@@ -156,7 +182,9 @@ def _listed(found: list[dict[str, Any]], key: Any) -> list[str]:
         groups[str(key(each)).replace("|", "/")].append(each["name"])
     ordered = sorted(groups.items(), key=lambda pair: -len(pair[1]))
     head = ["| classes | what | which |", "| ---: | --- | --- |"]
-    return head * bool(found) + [f"| {len(names)} | {what} | {', '.join(names)} |" for what, names in ordered]
+    return head * bool(found) + [
+        f"| {len(names)} | {what} | {', '.join(names)} |" for what, names in ordered
+    ]
 
 
 def _narrow(found: dict[str, Any]) -> str:
@@ -174,6 +202,9 @@ def _rows(found: dict[str, Any]) -> str:
 def _why(found: dict[str, Any]) -> str:
     """In short: the error's type and first words."""
     reason: str = (
-        found.get("not_tiny") or found.get("raised") or found.get("ended") or "the bare trainer's weights become NaN"
+        found.get("not_tiny")
+        or found.get("raised")
+        or found.get("ended")
+        or "the bare trainer's weights become NaN"
     )
     return reason[:150]

@@ -1,7 +1,9 @@
-"""What benchmarks.transformers_classes runs in processes: a class after the other, bare and by a plan.
+"""What benchmarks.transformers_classes runs in processes: a class after the other, bare and by a
+plan.
 
-tests/support/rank_server.py forks the ranks from a process that has imported every class. A line of JSON for each class
-says what was seen; a class that hangs ends its ranks, and the scan goes on behind it.
+tests/support/rank_server.py forks the ranks from a process that has imported every class. A line of
+JSON for each class says what was seen; a class that hangs ends its ranks, and the scan goes on
+behind it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ def train(name: str, recipe: Recipe, kind: Any, folder: str, collator: Any = col
     trainer = kind(model=model, args=make_arguments(folder, lr_scheduler_type="constant"), **parts)
     trainer.train()
     trainer.accelerator.free_memory()
-    found = [{key: entry[key] for key in LOGGED} for entry in trainer.state.log_history if "loss" in entry]
+    found = [
+        {key: entry[key] for key in LOGGED}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
     return Ended(changes(), found)
 
 
@@ -92,7 +98,9 @@ def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
 
 
 def reorder_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
-    """The bare trainer with the rows of each batch the other way round, against the bare trainer."""
+    """The bare trainer with the rows of each batch the other way round, against the bare
+    trainer.
+    """
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
@@ -110,7 +118,11 @@ def reorder(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
 def is_uneven(model: Any, recipe: Recipe) -> bool:
     """Whether its rows are of several lengths."""
     rows = Rows(model, recipe, ROWS).rows
-    return any(len({getattr(row[key], "shape", 0) for row in rows}) > 1 for key in rows[0] if "label" not in key)
+    return any(
+        len({getattr(row[key], "shape", 0) for row in rows}) > 1
+        for key in rows[0]
+        if "label" not in key
+    )
 
 
 def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
@@ -131,7 +143,10 @@ def planned(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
         except EvenerError as error:
             return {"refused": str(error)}
     warned = sorted({str(each.message)[:200] for each in said if "evener" in each.filename})
-    found: dict[str, Any] = {**compare(ended, Ended(**torch.load(folder / f"{name}.pt"))), "warned": warned}
+    found: dict[str, Any] = {
+        **compare(ended, Ended(**torch.load(folder / f"{name}.pt"))),
+        "warned": warned,
+    }
     if found["weights"] > EXACT:
         model = make_model(name, recipe.dtype).train()
         found |= {"random": is_random(model, recipe), "float32": is_narrow(model, recipe)}

@@ -1,6 +1,8 @@
-"""Slices of the CPU as devices: disjoint sets of cores, each with an equal part of the memory that is free.
+"""Slices of the CPU as devices: disjoint sets of cores, each with an equal part of the memory that
+is free.
 
-Cores, threads and memory confine a child; the monitor shows how busy the cores are, and the machine's heat and clock.
+Cores, threads and memory confine a child; the monitor shows how busy the cores are, and the
+machine's heat and clock.
 """
 
 from __future__ import annotations
@@ -19,15 +21,31 @@ from evener.system.cores import allowed_cpus, container_memory_bytes, core_group
 
 from .backend import QUIET, Backend, ChildEnvironment, Discovery
 from .snapshot_builder import SnapshotBuilder
-from .types import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, Source, State, Term, limited, value
+from .types import (
+    UNSUPPORTED,
+    Device,
+    DeviceSample,
+    HostSample,
+    Reading,
+    Snapshot,
+    Source,
+    State,
+    Term,
+    limited,
+    value,
+)
 
 DEFAULT_SLICES = 2
-MEMORY_SHARE = 0.8  # of what is free, for the slices together; the rest is for this program and the system
+MEMORY_SHARE = (
+    0.8  # of what is free, for the slices together; the rest is for this program and the system
+)
 MEMORY_STEP = 256 << 20  # sizes are rounded down to it, so that they repeat from run to run
 
 
 def slices(count: int | None = None) -> tuple[Device, ...]:
-    """The CPU cut into equal devices: two, or one on a machine with a single logical CPU, unless `count` says."""
+    """The CPU cut into equal devices: two, or one on a machine with a single logical CPU, unless
+    `count` says.
+    """
     if count is not None and count < 1:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")
     cpus = allowed_cpus()
@@ -51,9 +69,14 @@ def available_memory_bytes() -> int:
 def product_name() -> str:
     """The processor's product name, without trademark signs and the like."""
     with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
         if found:
-            return re.sub(r"\((?:R|TM|C)\)|\bCPU\b|@.*|\bProcessor\b|\s+(?=\s)", "", found[1]).strip() or "CPU"
+            return (
+                re.sub(r"\((?:R|TM|C)\)|\bCPU\b|@.*|\bProcessor\b|\s+(?=\s)", "", found[1]).strip()
+                or "CPU"
+            )
     return "CPU"
 
 
@@ -135,7 +158,8 @@ def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
 
 
 MIB = 1 << 20
-# Without these, glibc maps and unmaps the large buffers of every step: 15 % of the speed and half of the noise.
+# Without these, glibc maps and unmaps the large buffers of every step: 15 % of the speed and half
+# of the noise.
 STEADY_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -155,20 +179,26 @@ class CpuSlices(Backend):
         """The slices that the terms name; RequestError if they cut the CPU in two ways."""
         counts = {term.slices for term in terms}
         if len(counts) > 1:
-            raise RequestError("One request cuts the CPU in two ways.", "Use the same cpu/N everywhere.")
+            raise RequestError(
+                "One request cuts the CPU in two ways.", "Use the same cpu/N everywhere."
+            )
         every = slices(counts.pop())
         chosen: list[Device] = []
         for term in terms:
             picked = (_find_slice(every, term.pick),) if term.pick else every
             chosen += [limited(device, term.limit) for device in picked]
         spare = len(allowed_cpus()) - sum(len(device.cores) for device in every)
-        note = f"{len(every)} equal slices leave {spare} of {len(allowed_cpus())} logical CPUs unused."
+        note = (
+            f"{len(every)} equal slices leave {spare} of {len(allowed_cpus())} logical CPUs unused."
+        )
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
         """A plan's slice as `--devices` names it: cpu/2:0 for cpu-0-of-2."""
         if not (found := re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)):
-            raise PlanError(f"The plan's device {device_id} isn't a slice of a CPU.", "Write it as cpu-0-of-2.")
+            raise PlanError(
+                f"The plan's device {device_id} isn't a slice of a CPU.", "Write it as cpu-0-of-2."
+            )
         return f"cpu/{found[2]}:{found[1]}"
 
     def open_source(self, found: Discovery) -> Source:
@@ -180,9 +210,13 @@ class CpuSlices(Backend):
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))
         variables = {**QUIET, **STEADY_MALLOC}
-        variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+        variables |= dict.fromkeys(
+            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads)
+        )
         sizes = [device.usable_memory_bytes for device in devices]
-        memory_bytes = sum(size for size in sizes if size is not None) if None not in sizes else None
+        memory_bytes = (
+            sum(size for size in sizes if size is not None) if None not in sizes else None
+        )
         if framework == "tensorflow":
             # Two threads between operations: a collective that waits must not hold the only one.
             variables |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": "2"}
@@ -190,16 +224,20 @@ class CpuSlices(Backend):
                 variables["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
                 variables["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(max(1, memory_bytes // MIB))
             if any(device.limit.memory_bytes is not None for device in devices):
-                # With oneDNN on, a step that meets the cap ends in a signal; off, it raises ResourceExhaustedError but
+                # With oneDNN on, a step that meets the cap ends in a signal; off, it raises
+                # ResourceExhaustedError but
                 # takes twice the time. So only a limit that was asked for turns it off.
                 variables["TF_ENABLE_ONEDNN_OPTS"] = "0"
-        return ChildEnvironment(variables, cores, memory_bytes if framework == "torch" else None, threads)
+        return ChildEnvironment(
+            variables, cores, memory_bytes if framework == "torch" else None, threads
+        )
 
 
 def _find_slice(every: Sequence[Device], pick: str) -> Device:
     if re.fullmatch(r"\d{1,6}", pick, re.ASCII) and int(pick) < len(every):
         return every[int(pick)]
     raise RequestError(
-        f"There is no slice {pick!r} of the CPU: it is cut into {len(every)}, from 0 to {len(every) - 1}.",
+        f"There is no slice {pick!r} of the CPU: it is cut into {len(every)}, from 0 to "
+        f"{len(every) - 1}.",
         "Pick one of them, or cut it finer with cpu/N:I.",
     )

@@ -1,6 +1,8 @@
-"""The devices that `--devices` names, the source that samples them, and those that work for others just now.
+"""The devices that `--devices` names, the source that samples them, and those that work for others
+just now.
 
-Measurements beside others' work hold only while it goes on."""
+Measurements beside others' work hold only while it goes on.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,19 @@ from .types import Device, Source
 
 
 def discover(
-    spec: str, *, only_visible: bool = True, environ: Mapping[str, str] | None = None, ray_address: str = ""
+    spec: str,
+    *,
+    only_visible: bool = True,
+    environ: Mapping[str, str] | None = None,
+    ray_address: str = "",
 ) -> Discovery:
     """The devices that `spec` names, in its order.
 
-    `only_visible`: `auto` and `gpu` keep to CUDA_VISIBLE_DEVICES or its like, and a cluster's devices to those that Ray
-    reserves for this process; a GPU of this machine that is named is taken whatever it says.
-    RequestError: malformed, named twice, or not there. DeviceError: GPUs were asked for and the driver fails, or the
-    Ray cluster at `ray_address` (default: RAY_ADDRESS, else this machine's) can't be used.
+    `only_visible`: `auto` and `gpu` keep to CUDA_VISIBLE_DEVICES or its like, and a cluster's
+    devices to those that Ray reserves for this process; a GPU of this machine that is named is
+    taken whatever it says. RequestError: malformed, named twice, or not there. DeviceError: GPUs
+    were asked for and the driver fails, or the Ray cluster at `ray_address` (default: RAY_ADDRESS,
+    else this machine's) can't be used.
     """
     terms = parse_request(spec)
     variables = (os.environ if environ is None else environ) if only_visible else {}
@@ -43,7 +50,9 @@ def discover(
 
 
 def open_source(discovery: Discovery) -> Source:
-    """A source that samples these devices; its owner closes it. DeviceError if the driver has gone since."""
+    """A source that samples these devices; its owner closes it. DeviceError if the driver has gone
+    since.
+    """
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
         from .cluster.discovery import ClusterSource
@@ -54,16 +63,21 @@ def open_source(discovery: Discovery) -> Source:
 
 BUSY_PERCENT = 20.0  # of the time; a desktop takes less
 MOST_NAMED = 3
-# A device with less than this free is full: a framework's context and libraries alone take about as much.
+# A device with less than this free is full: a framework's context and libraries alone take about as
+# much.
 FULL_SHARE, FULL_LEAST_BYTES, FULL_MOST_BYTES = 0.05, 600 << 20, 2 << 30
-SETTLE_SECONDS, SETTLE_READS = 0.4, 3  # a driver takes a while to reclaim the memory of a process that ended
+SETTLE_SECONDS, SETTLE_READS = (
+    0.4,
+    3,
+)  # a driver takes a while to reclaim the memory of a process that ended
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A sentence for each device whose memory is held by others, and one for each that computes for them now.
+    """A sentence for each device whose memory is held by others, and one for each that computes for
+    them now.
 
-    Memory is held if all but 5 % of it is in use (at least 600 MiB, at most 2 GiB are left). Ask before a session
-    starts its own children.
+    Memory is held if all but 5 % of it is in use (at least 600 MiB, at most 2 GiB are left). Ask
+    before a session starts its own children.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
@@ -84,20 +98,32 @@ def _busy_note(device: Device, seen: Vitals) -> str:
         return ""
     pids = _name_pids(seen)
     whose = f"others' work (pid {pids})" if pids else "work of no named process"
-    begin = f"{device.label} was busy {seen.busy_percent:.0f} % of the time with {whose} when this began"
+    begin = (
+        f"{device.label} was busy {seen.busy_percent:.0f} % of the time with {whose} when "
+        f"this began"
+    )
     return f"{begin}: what is measured holds while that goes on."
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """The sentence on a device that is full; empty for one with room for its own limit, or that doesn't tell."""
+    """The sentence on a device that is full; empty for one with room for its own limit, or that
+    doesn't tell.
+    """
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
-    free, enough = total - seen.used_bytes, min(max(FULL_SHARE * total, FULL_LEAST_BYTES), FULL_MOST_BYTES)
+    free, enough = (
+        total - seen.used_bytes,
+        min(max(FULL_SHARE * total, FULL_LEAST_BYTES), FULL_MOST_BYTES),
+    )
     if free >= min(enough, device.usable_memory_bytes or enough):
         return ""
     pids = _name_pids(seen)
-    whose = f"other processes (pid {pids}) hold" if pids else "processes that the driver doesn't name hold"
+    whose = (
+        f"other processes (pid {pids}) hold"
+        if pids
+        else "processes that the driver doesn't name hold"
+    )
     sizes = f"{max(0, free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
     return f"{device.label} has too little free memory to measure on, {sizes}: {whose} the rest."
 

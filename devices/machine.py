@@ -8,7 +8,7 @@ pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N trainings side b
 placement         = the step time of a model whose parts lie on several devices, as a curve of its own
 memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the bent line of memory_curve
 in shards         : memory_bytes(b) - (1 - part) * state_mib + gathered_mib, and gather_ms more for each pass
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from msgspec import Meta
 from .types import Device, Limit
 
 MIB = 1 << 20
-USUAL_WATTS, IDLE_POWER = 250.0, 0.08  # at full load, where a file says nothing; at rest, as a part of it
+USUAL_WATTS, IDLE_POWER = (
+    250.0,
+    0.08,
+)  # at full load, where a file says nothing; at rest, as a part of it
 SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
 LARGEST = 1e12  # of any number in a machine file, so that no product of two overflows
 
@@ -37,7 +40,9 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exposed cost of keeping k replicas in step, once a step; more if they are on several hosts."""
+    """Exposed cost of keeping k replicas in step, once a step; more if they are on several
+    hosts.
+    """
 
     base_ms: Amount = 0.0
     per_device_ms: Amount = 0.0
@@ -45,7 +50,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Seconds of a step in which k devices with samples on h hosts exchange; one device waits for nobody."""
+        """Seconds of a step in which k devices with samples on h hosts exchange; one device waits
+        for nobody.
+        """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
         return (within + across) / 1000
@@ -62,9 +69,12 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     memory_curve: Curve = ()  # (batch, MiB): a bent line, in place of the two above
     noise: Annotated[float, Meta(ge=0, le=1)] = 0.0  # relative standard deviation of one step
     stall_ms: Amount = 0.0  # step time is rounded up to a multiple of it
-    pass_overhead_ms: Amount | None = None  # a further pass costs this beside its rows; None: as a step of its rows
+    pass_overhead_ms: Amount | None = (
+        None  # a further pass costs this beside its rows; None: as a step of its rows
+    )
     contention: Amount = 0.0  # relative slow-down while other devices work too
-    pack_gain: Points = ()  # (trainings side by side, combined throughput / that of one); flat beyond the last
+    # (trainings side by side, combined throughput / that of one); flat beyond the last
+    pack_gain: Points = ()
     power_watts: Positive | None = None  # at full load; None: it reports none to a search
     host: str = ""  # the machine that it is in, where a file has several
     source: str = ""  # where the figures come from
@@ -85,8 +95,12 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def fixed_ms(self) -> float:
-        """Milliseconds of a step without rows: the least at which a line through two neighbours of the curve begins."""
-        begins = (t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve))
+        """Milliseconds of a step without rows: the least at which a line through two neighbours of
+        the curve begins.
+        """
+        begins = (
+            t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
+        )
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
@@ -95,7 +109,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return 0.0
         rows, larger = divmod(batch, passes)
         sizes = ((rows, passes - larger), (rows + 1, larger))
-        milliseconds = sum(count * max(0.0, interpolate(self.curve, size)) for size, count in sizes if count)
+        milliseconds = sum(
+            count * max(0.0, interpolate(self.curve, size)) for size, count in sizes if count
+        )
         if passes > 1 and self.pass_overhead_ms is not None:
             milliseconds -= (passes - 1) * (self.fixed_ms - self.pass_overhead_ms)
         if self.stall_ms >= SMALLEST_STALL_MS:
@@ -103,17 +119,26 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """The power of a device that computes for a part of the time; 8 % of the full load at rest."""
+        """The power of a device that computes for a part of the time; 8 % of the full load at
+        rest.
+        """
         effort = min(1.0, samples_per_second / self.samples_per_second)
-        return (self.power_watts or USUAL_WATTS) * (IDLE_POWER + (1 - IDLE_POWER) * (0.3 * busy + 0.65 * effort))
+        return (self.power_watts or USUAL_WATTS) * (
+            IDLE_POWER + (1 - IDLE_POWER) * (0.3 * busy + 0.65 * effort)
+        )
 
     @property
     def samples_per_second(self) -> float:
         """The most that the device trains alone, at any point of its curve."""
-        return max(batch / seconds if (seconds := self.seconds(batch)) else math.inf for batch, _ in self.curve)
+        return max(
+            batch / seconds if (seconds := self.seconds(batch)) else math.inf
+            for batch, _ in self.curve
+        )
 
     def gain(self, processes: int) -> float:
-        """Throughput of all trainings side by side over that of one: 1 where no curve is given, as time is shared."""
+        """Throughput of all trainings side by side over that of one: 1 where no curve is given, as
+        time is shared.
+        """
         points = self.pack_gain
         if not points or processes <= 1:
             return 1.0
@@ -127,12 +152,18 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if batch <= 0:
             return 0
         bent = self.memory_curve
-        mib = interpolate(bent, batch) if bent else self.memory_base_mib + self.memory_per_sample_mib * batch
+        mib = (
+            interpolate(bent, batch)
+            if bent
+            else self.memory_base_mib + self.memory_per_sample_mib * batch
+        )
         return round(max(0.0, mib) * MIB)
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model's parts on several devices of a machine file, as one curve; it never runs out of memory."""
+    """A model's parts on several devices of a machine file, as one curve; it never runs out of
+    memory.
+    """
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
@@ -147,21 +178,28 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of the model's memory that a sharded training divides over the devices, and what that costs."""
+    """The part of the model's memory that a sharded training divides over the devices, and what
+    that costs.
+    """
 
-    state_mib: Positive  # parameters, gradients and the optimizer's state, within each device's own memory figures
+    # parameters, gradients and the optimizer's state, within each device's own memory figures
+    state_mib: Positive
     gathered_mib: Amount = 0.0  # on each device beside its part: the units that it has gathered
     gather_ms: Amount = 0.0  # of each pass, hidden by no computation
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An event of one device of a machine file, which lasts for some time on the session's clock."""
+    """An event of one device of a machine file, which lasts for some time on the session's
+    clock.
+    """
 
     at_seconds: Amount
     device: Annotated[int, Meta(ge=0)]  # its place in the file, from 0
     until_seconds: float = math.inf
     memory_taken_mib: Amount = 0.0  # by somebody else's process
-    slowed: Annotated[float, Meta(ge=0, le=0.99)] = 0.0  # share of its speed that it holds back, as when hot
+    slowed: Annotated[float, Meta(ge=0, le=0.99)] = (
+        0.0  # share of its speed that it holds back, as when hot
+    )
     lost: bool = False  # nothing runs on it any more
 
     def __post_init__(self) -> None:
@@ -202,15 +240,25 @@ class Machine(msgspec.Struct, frozen=True):
             for position, device in enumerate(self.devices)
         )
 
-    def device_seconds(self, position: int, share: int, busy_together: bool, passes: int = 1) -> float:
-        """One device's own part of a step; `busy_together`: other devices compute at the same time."""
+    def device_seconds(
+        self, position: int, share: int, busy_together: bool, passes: int = 1
+    ) -> float:
+        """One device's own part of a step; `busy_together`: other devices compute at the same
+        time.
+        """
         device, percent = self.devices[position], self.limit(position).percent
         seconds = device.seconds(share, passes) * (100 / percent if percent else 1.0)
         return seconds * (1 + device.contention) if busy_together else seconds
 
-    def pack_seconds(self, position: int, share: int, processes: int, busy_together: bool = False) -> float:
+    def pack_seconds(
+        self, position: int, share: int, processes: int, busy_together: bool = False
+    ) -> float:
         """The time in which each of N trainings on one device takes a step."""
-        return processes * self.device_seconds(position, share, busy_together) / self.devices[position].gain(processes)
+        return (
+            processes
+            * self.device_seconds(position, share, busy_together)
+            / self.devices[position].gain(processes)
+        )
 
     def placement(self, name: str) -> SimulatedPlacement | None:
         """The placement of that name, if the machine has one."""
@@ -218,18 +266,24 @@ class Machine(msgspec.Struct, frozen=True):
 
     def sync_seconds(self, active: Sequence[int]) -> float:
         """Cost of keeping these devices in step."""
-        return self.sync.seconds(len(active), len({self.devices[position].host for position in active}))
+        return self.sync.seconds(
+            len(active), len({self.devices[position].host for position in active})
+        )
 
     def step_noise(self, shares: Sequence[int]) -> float:
         """Relative standard deviation of one step: that of the noisiest device with samples."""
-        return max((d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0), default=0.0)
+        return max(
+            (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),
+            default=0.0,
+        )
 
     def memory_bytes(self, position: int, rows: int) -> int:
         """Peak memory of one device that computes these rows at once."""
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float) -> int:
-        """Peak memory of one device that computes these rows at once with this part of the model's state.
+        """Peak memory of one device that computes these rows at once with this part of the model's
+        state.
 
         ValueError for a machine without shards.
         """
@@ -240,12 +294,17 @@ class Machine(msgspec.Struct, frozen=True):
 
     def usable_memory_bytes(self, position: int) -> int:
         """Memory that a training process can have on the device, under the limit."""
-        own, capped = round(self.devices[position].memory_mib * MIB), self.limit(position).memory_bytes
+        own, capped = (
+            round(self.devices[position].memory_mib * MIB),
+            self.limit(position).memory_bytes,
+        )
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
         """Bytes of the usable memory that others hold at this time."""
-        taken = sum(each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds))
+        taken = sum(
+            each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
+        )
         left = max(0, round((self.devices[position].memory_mib - taken) * MIB))
         return max(0, self.usable_memory_bytes(position) - left)
 
@@ -253,7 +312,10 @@ class Machine(msgspec.Struct, frozen=True):
         """The share of its speed that the device holds back at this time."""
         if not self.events:
             return 0.0
-        return max((each.slowed for each in self.events if each.applies_to(position, at_seconds)), default=0.0)
+        return max(
+            (each.slowed for each in self.events if each.applies_to(position, at_seconds)),
+            default=0.0,
+        )
 
     def lost(self, position: int, at_seconds: float) -> bool:
         """True if the device is gone at this time."""
@@ -264,11 +326,15 @@ def check_rising(key: str, points: Points) -> None:
     """ValueError unless each size stands once, in rising order."""
     for (size0, _), (size1, _) in pairwise(points):
         if size1 <= size0:
-            raise ValueError(f"`{key}` {'repeats' if size1 == size0 else 'is not sorted at'} {size1}")
+            raise ValueError(
+                f"`{key}` {'repeats' if size1 == size0 else 'is not sorted at'} {size1}"
+            )
 
 
 def interpolate(points: Points, batch: float) -> float:
-    """The value at `batch`: linear between points; outside them by the two nearest, or level where their line falls."""
+    """The value at `batch`: linear between points; outside them by the two nearest, or level where
+    their line falls.
+    """
     right = min(max(bisect_left(points, batch, key=lambda point: point[0]), 1), len(points) - 1)
     (batch0, y0), (batch1, y1) = points[right - 1], points[right]
     if y1 < y0:

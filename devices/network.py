@@ -1,7 +1,7 @@
 """The network between hosts, and addresses to listen at.
 
-The interface by which this host reaches another, whether ports can be reached, and whether a request was meant for this
-machine's loopback.
+The interface by which this host reaches another, whether ports can be reached, and whether a
+request was meant for this machine's loopback.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ Place = tuple[str, int]  # a host's address, and a port
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """The variables by which gloo and NCCL use the interface towards the other hosts, unless they are set already."""
+    """The variables by which gloo and NCCL use the interface towards the other hosts, unless they
+    are set already.
+    """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""
-    return {variable: interface for variable in VARIABLES if interface and variable not in os.environ}
+    return {
+        variable: interface for variable in VARIABLES if interface and variable not in os.environ
+    }
 
 
 def find_interface(host: str) -> str:
-    """The name of the interface whose address packets to `host` bear; empty if there is no way to it."""
+    """The name of the interface whose address packets to `host` bear; empty if there is no way to
+    it.
+    """
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for family, kind, protocol, _, address in resolve(host, port=9):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
@@ -48,7 +54,8 @@ def find_interface(host: str) -> str:
 
 
 class Listener:
-    """Runs on a host: listens at any port of its address and at that of a launch, if it is free, until closed.
+    """Runs on a host: listens at any port of its address and at that of a launch, if it is free,
+    until closed.
 
     The kernel answers who connects; nothing is read.
     """
@@ -57,7 +64,9 @@ class Listener:
         self._address = address
         self._doors = [socket.create_server((address, 0), backlog=MOST_CALLERS)]
         with suppress(OSError):
-            self._doors.append(socket.create_server((address, RENDEZVOUS_PORT), backlog=MOST_CALLERS))
+            self._doors.append(
+                socket.create_server((address, RENDEZVOUS_PORT), backlog=MOST_CALLERS)
+            )
 
     def places(self) -> list[Place]:
         """The address and ports on which the listener waits."""
@@ -102,16 +111,23 @@ def parse_address(text: str, option: str) -> Address:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
         if host and port is not None and parts.netloc == text and "@" not in text:
-            return Address("127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host)), port)
+            return Address(
+                "127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host)), port
+            )
     except ValueError:
         pass
-    raise RequestError(f"{option} {text!r} is not an address.", "Give an IP address and a port, like 127.0.0.1:9401.")
+    raise RequestError(
+        f"{option} {text!r} is not an address.",
+        "Give an IP address and a port, like 127.0.0.1:9401.",
+    )
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host, as a URL or the Host header has it, with or without a port, is this machine's loopback.
+    """True if a host, as a URL or the Host header has it, with or without a port, is this machine's
+    loopback.
 
-    A web page elsewhere can make a browser send a request here under a name of its own, but not under these.
+    A web page elsewhere can make a browser send a request here under a name of its own, but not
+    under these.
     """
     try:
         name = "" if "@" in host else urlsplit(f"//{host}").hostname or ""

@@ -69,7 +69,9 @@ class ProcessReading(msgspec.Struct, frozen=True):
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
     user: str = ""
     command: str = ""
-    cpu_percent: float | None = None  # since the reading before, 100 for one core; None at first, or where denied
+    cpu_percent: float | None = (
+        None  # since the reading before, 100 for one core; None at first, or where denied
+    )
     memory_bytes: int | None = None  # resident in the machine's memory
 
 
@@ -83,27 +85,38 @@ class _Look(NamedTuple):
 
 
 class ProcessTable:
-    """Facts of processes, looked up once for each; what they use takes one small file, not psutil's three."""
+    """Facts of processes, looked up once for each; what they use takes one small file, not psutil's
+    three.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, _Look] = {}
 
     def look(self, pid: int) -> ProcessReading:
-        """The process `pid` and its use; of other containers' or users' processes perhaps only the pid is known."""
+        """The process `pid` and its use; of other containers' or users' processes perhaps only the
+        pid is known.
+        """
         before, now, stat = self._known.pop(pid, None), time.monotonic(), read_stat(pid)
         if not stat:
             return ProcessReading(pid)
         started, cpu_ticks, percent = stat[19], int(stat[11]) + int(stat[12]), None
         if before is not None and before.started == started:
             facts = before.facts
-            percent = 100 * (cpu_ticks - before.cpu_ticks) / TICKS_PER_SECOND / max(now - before.at, SHORTEST_SECONDS)
+            percent = (
+                100
+                * (cpu_ticks - before.cpu_ticks)
+                / TICKS_PER_SECOND
+                / max(now - before.at, SHORTEST_SECONDS)
+            )
         else:
             try:
                 facts = _look_up(psutil.Process(pid))
             except psutil.Error:
                 return ProcessReading(pid)
         self._known[pid] = _Look(facts, started, cpu_ticks, now)
-        return msgspec.structs.replace(facts, cpu_percent=percent, memory_bytes=int(stat[21]) * PAGE_BYTES)
+        return msgspec.structs.replace(
+            facts, cpu_percent=percent, memory_bytes=int(stat[21]) * PAGE_BYTES
+        )
 
     def forget_others(self, pids: Iterable[int]) -> None:
         """Forget all processes but these."""
@@ -112,12 +125,17 @@ class ProcessTable:
 
 def _look_up(process: psutil.Process) -> ProcessReading:
     found = process.as_dict(["cmdline", "name", "username"], ad_value="")
-    command, user = clean_text(" ".join(found["cmdline"] or ()) or found["name"]), clean_text(found["username"])
+    command, user = (
+        clean_text(" ".join(found["cmdline"] or ()) or found["name"]),
+        clean_text(found["username"]),
+    )
     return ProcessReading(process.pid, process.create_time(), user, command)
 
 
 def clean_text(text: str) -> str:
-    """Text without anything that could control a terminal or reverse its direction; at most 4096 characters."""
+    """Text without anything that could control a terminal or reverse its direction; at most 4096
+    characters.
+    """
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 
 
@@ -126,12 +144,16 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it is out of reach.
+    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it is out of
+    reach.
 
-    A descriptor holds the process while its start time and owner are checked, so the pid can't be reused meanwhile.
+    A descriptor holds the process while its start time and owner are checked, so the pid can't be
+    reused meanwhile.
     """
     if row.host:
-        raise RequestError(f"Process {row.pid} runs on {row.host}, out of reach from here.", "Run evener there.")
+        raise RequestError(
+            f"Process {row.pid} runs on {row.host}, out of reach from here.", "Run evener there."
+        )
     try:
         with open(os.pidfd_open(row.pid), "rb") as held:
             _check_same(row)
@@ -147,4 +169,6 @@ def _check_same(row: ProcessSample) -> None:
     if abs(process.create_time() - row.start_time) > START_TIME_TOLERANCE_SECONDS:
         raise RequestError(f"Pid {row.pid} is another process now.", "Nothing was done.")
     if os.geteuid() != 0 and process.uids().real != os.geteuid():
-        raise RequestError(f"Process {row.pid} belongs to another user.", "Ask them, or an administrator.")
+        raise RequestError(
+            f"Process {row.pid} belongs to another user.", "Ask them, or an administrator."
+        )

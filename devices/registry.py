@@ -1,4 +1,5 @@
-"""The kinds of devices that evener knows, and the environment of a child that trains on its devices and nothing else.
+"""The kinds of devices that evener knows, and the environment of a child that trains on its devices
+and nothing else.
 
 A new maker's line goes into BACKENDS.
 """
@@ -22,7 +23,8 @@ from evener.errors import DeviceError, RequestError
 from .backend import Backend, ChildEnvironment, Discovery
 from .types import Device, Limit, Source, Term
 
-# kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this machine has
+# kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this
+# machine has
 BACKENDS = {
     "gpu": "evener.devices.nvidia.backend:NvidiaGpus",
     "cpu": "evener.devices.cpu:CpuSlices",
@@ -31,9 +33,13 @@ BACKENDS = {
 
 
 def find_backend(kind: str) -> Backend:
-    """The backend of devices of this kind; RequestError if this evener has none, as of a newer one's journal."""
+    """The backend of devices of this kind; RequestError if this evener has none, as of a newer
+    one's journal.
+    """
     if kind not in BACKENDS:
-        raise RequestError(f"This evener has no devices of the kind {kind!r}.", f"It has {', '.join(BACKENDS)}.")
+        raise RequestError(
+            f"This evener has no devices of the kind {kind!r}.", f"It has {', '.join(BACKENDS)}."
+        )
     return _load(BACKENDS[kind])
 
 
@@ -49,17 +55,23 @@ def name_maker(devices: Iterable[Device]) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The kind of the device that has this label or id, GPU:0 or sim-0-t4; an id may begin with a word of its maker."""
+    """The kind of the device that has this label or id, GPU:0 or sim-0-t4; an id may begin with a
+    word of its maker.
+    """
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 
 
 def is_simulated(names: Iterable[str]) -> bool:
     """True if one of these labels or ids is a simulated device's."""
-    return any(find_backend(kind).simulated for kind in set(map(kind_of, names)) if kind in BACKENDS)
+    return any(
+        find_backend(kind).simulated for kind in set(map(kind_of, names)) if kind in BACKENDS
+    )
 
 
 def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    """The devices of this machine that terms of one kind name, in order; the environment `variables` may hide some."""
+    """The devices of this machine that terms of one kind name, in order; the environment
+    `variables` may hide some.
+    """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
     limit, faults = terms[0].limit, []
@@ -77,7 +89,9 @@ def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discov
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
-    said = f"{why} So the CPU is used: {named}, with {each} logical CPU{'s' if each > 1 else ''} each."
+    said = (
+        f"{why} So the CPU is used: {named}, with {each} logical CPU{'s' if each > 1 else ''} each."
+    )
     return Discovery(found.devices, (said, *found.notes))
 
 
@@ -104,15 +118,19 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
     backend = find_backend(kind)
     if backend.simulated:
         return ChildEnvironment({})
-    made, hidden = backend.child_environment(devices, framework), [other.show(()) for other in all_backends()]
+    made, hidden = (
+        backend.child_environment(devices, framework),
+        [other.show(()) for other in all_backends()],
+    )
     return msgspec.structs.replace(made, variables=dict(ChainMap(made.variables, *hidden)))
 
 
 def import_path(inherited: str) -> str:
     """PYTHONPATH for a child that must import this same evener.
 
-    Where `evener` was found through a folder on `sys.path`, that folder leads. An editable install needs no folder: the
-    checkout's would offer its other packages too, and a user's `workloads` folder may have the name of one.
+    Where `evener` was found through a folder on `sys.path`, that folder leads. An editable install
+    needs no folder: the checkout's would offer its other packages too, and a user's `workloads`
+    folder may have the name of one.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}

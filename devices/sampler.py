@@ -1,4 +1,6 @@
-"""Samples a source on its own thread, keeps the history, notifies a subscriber; a source that hangs blocks nobody."""
+"""Samples a source on its own thread, keeps the history, notifies a subscriber; a source that hangs
+blocks nobody.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +26,34 @@ HISTORY_TICKS = 600
 SHORTEST_INTERVAL_SECONDS = 0.1
 OVERDUE_INTERVALS = 2.5  # a tick this late makes the last snapshot stale
 JOIN_SECONDS = 2.0
-_READINGS = tuple(field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading))
+_READINGS = tuple(
+    field.name
+    for field in msgspec.structs.fields(DeviceSample)
+    if isinstance(field.default, Reading)
+)
 Sample = TypeVar("Sample", DeviceSample, ProcessSample)
 log = logging.getLogger(__name__)
 
 
 class Sampler:
-    """One polling thread over a source. The subscriber is called on the sampler's threads, once at a time.
+    """One polling thread over a source. The subscriber is called on the sampler's threads, once at
+    a time.
 
     Ticks are whole intervals from the start; those that a slow source missed are skipped.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
         if not interval_seconds >= SHORTEST_INTERVAL_SECONDS:
-            raise ValueError(f"an interval of {interval_seconds} s is below {SHORTEST_INTERVAL_SECONDS} s")
+            raise ValueError(
+                f"an interval of {interval_seconds} s is below {SHORTEST_INTERVAL_SECONDS} s"
+            )
         self.source = source
         self.interval_seconds = interval_seconds
         self._history = History(HISTORY_TICKS)
         self._subscriber: Subscriber = lambda _: None
-        self._lock = threading.Lock()  # guards what readers see; never held while the source or the subscriber runs
+        self._lock = (
+            threading.Lock()
+        )  # guards what readers see; never held while the source or the subscriber runs
         self._notifying = threading.Lock()  # one call at a time
         self._stop = threading.Event()
         self._last: Snapshot | None = None
@@ -62,7 +73,8 @@ class Sampler:
                 self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Take the first sample at once and go on every interval; `subscriber` gets every snapshot from now on.
+        """Take the first sample at once and go on every interval; `subscriber` gets every snapshot
+        from now on.
 
         A sampler that has started only gets another subscriber.
         """
@@ -73,7 +85,9 @@ class Sampler:
                 thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
-        """End sampling; the polling thread closes the source. False if the source still hangs after the wait."""
+        """End sampling; the polling thread closes the source. False if the source still hangs after
+        the wait.
+        """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds
         for thread in self._threads:
@@ -92,8 +106,12 @@ class Sampler:
             return last
         return stale(last, age)
 
-    def history(self, key: str, metric: str, newest: int = HISTORY_TICKS) -> tuple[float | None, ...]:
-        """One metric of one device in the newest ticks, oldest first; None where there was no current value."""
+    def history(
+        self, key: str, metric: str, newest: int = HISTORY_TICKS
+    ) -> tuple[float | None, ...]:
+        """One metric of one device in the newest ticks, oldest first; None where there was no
+        current value.
+        """
         with self._lock:
             return self._history.values(key, metric, newest)
 
@@ -149,10 +167,16 @@ class History:
             for sample in snapshot.devices
             for name in _READINGS
         }
-        scales = {(one.training, "noise_scale"): one.noise.safe_rows for one in snapshot.reports if one.noise}
+        scales = {
+            (one.training, "noise_scale"): one.noise.safe_rows
+            for one in snapshot.reports
+            if one.noise
+        }
         self._ticks.append(readings | scales)
 
-    def values(self, key: str, metric: str, newest: int = HISTORY_TICKS) -> tuple[float | None, ...]:
+    def values(
+        self, key: str, metric: str, newest: int = HISTORY_TICKS
+    ) -> tuple[float | None, ...]:
         """The newest of the ticks kept, oldest first."""
         ticks = islice(self._ticks, max(0, len(self._ticks) - newest), None)
         return tuple([tick.get((key, metric)) for tick in ticks])
@@ -164,7 +188,9 @@ def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
     return msgspec.structs.replace(
         snapshot,
-        devices=tuple(msgspec.structs.replace(sample, note=sample.note or note) for sample in devices),
+        devices=tuple(
+            msgspec.structs.replace(sample, note=sample.note or note) for sample in devices
+        ),
         processes=tuple(_stale_readings(process, age_seconds) for process in snapshot.processes),
         notes=(*snapshot.notes, note),
     )
@@ -174,19 +200,24 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
     changed = {
         field.name: reading.aged(reading.age_seconds + age_seconds, State.STALE)
         for field in msgspec.structs.fields(sample)
-        if isinstance(reading := getattr(sample, field.name), Reading) and reading.state is State.VALUE
+        if isinstance(reading := getattr(sample, field.name), Reading)
+        and reading.state is State.VALUE
     }
     return msgspec.structs.replace(sample, **changed)
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """The sampler for `--devices`, and the devices that a search may use; RequestError or DeviceError."""
+    """The sampler for `--devices`, and the devices that a search may use; RequestError or
+    DeviceError.
+    """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """The devices that a search uses: a monitor shows every GPU, and a variable may hide some from frameworks."""
+    """The devices that a search uses: a monitor shows every GPU, and a variable may hide some from
+    frameworks.
+    """
     if not devices or devices[0].host:
         return devices
     return find_backend(devices[0].kind).visible(devices, os.environ)

@@ -1,9 +1,11 @@
-"""Simulated devices: machines from a TOML file or the built-in catalogue, and their readings; nothing is measured.
+"""Simulated devices: machines from a TOML file or the built-in catalogue, and their readings;
+nothing is measured.
 
-Files are read strictly: every fault is a RequestError that names the file, the device and the key. Readings are derived
-from two figures of a load: busy, the share of time in which the device computes, and effort, its samples/s against the
-most that it can do. Busy drives what monitors call utilisation, effort the power; heat follows the power with a lag. So
-a small batch shows 95 % utilisation at half the power, as real cards do.
+Files are read strictly: every fault is a RequestError that names the file, the device and the key.
+Readings are derived from two figures of a load: busy, the share of time in which the device
+computes, and effort, its samples/s against the most that it can do. Busy drives what monitors call
+utilisation, effort the power; heat follows the power with a lag. So a small batch shows 95 %
+utilisation at half the power, as real cards do.
 """
 
 from __future__ import annotations
@@ -72,11 +74,14 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
     for i, table in enumerate(data["device"]):
         _check_memory_keys(table, _where(source, "device", i, table))
     _check_positions(file, source)
-    machine = Machine(file.device, file.sync, placements=file.placement, events=file.event, shards=file.shards)
+    machine = Machine(
+        file.device, file.sync, placements=file.placement, events=file.event, shards=file.shards
+    )
     for i, device in enumerate(file.device):
         if file.shards is not None and device.memory_bytes(1) < file.shards.state_mib * MIB:
             raise RequestError(
-                f"{_where(source, 'device', i, data['device'][i])} needs less memory for a sample than"
+                f"{_where(source, 'device', i, data['device'][i])} needs less memory for a "
+                f"sample than"
                 f" `shards.state_mib`, {file.shards.state_mib:g}.",
                 "The state is a part of each device's own memory figures.",
             )
@@ -89,16 +94,25 @@ def _check_positions(file: MachineFile, source: str) -> None:
     for i, placement in enumerate(file.placement):
         where = f"{source}: placement {i}"
         if placement.name in {other.name for other in file.placement[:i]}:
-            raise RequestError(f"{where}: `name` is {placement.name!r} again.", "Give each placement its own name.")
+            raise RequestError(
+                f"{where}: `name` is {placement.name!r} again.", "Give each placement its own name."
+            )
         if placement.devices > devices:
-            raise RequestError(f"{where}: `devices` is {placement.devices}.", f"The machine has {devices}.")
+            raise RequestError(
+                f"{where}: `devices` is {placement.devices}.", f"The machine has {devices}."
+            )
     for i, event in enumerate(file.event):
         if event.device >= devices:
-            raise RequestError(f"{source}: event {i}: `device` is {event.device}.", f"The last one is {devices - 1}.")
+            raise RequestError(
+                f"{source}: event {i}: `device` is {event.device}.",
+                f"The last one is {devices - 1}.",
+            )
 
 
 def catalogue(names: Sequence[str]) -> Machine:
-    """A machine of catalogue devices; a mixed one synchronises at the cost of its most expensive device."""
+    """A machine of catalogue devices; a mixed one synchronises at the cost of its most expensive
+    device.
+    """
     entries, default = _entries()
     for name in names:
         if name.lower() not in entries:
@@ -107,41 +121,56 @@ def catalogue(names: Sequence[str]) -> Machine:
                 f"It has {', '.join(entries)}; a machine file of your own ends in .toml.",
             )
     if not names:
-        raise RequestError("No simulated device is named.", f"The catalogue has {', '.join(entries)}.")
+        raise RequestError(
+            "No simulated device is named.", f"The catalogue has {', '.join(entries)}."
+        )
     chosen = [entries[name.lower()] for name in names]
-    sync = max((entry.sync or default for entry in chosen), key=lambda cost: cost.seconds(len(chosen) + 1))
+    sync = max(
+        (entry.sync or default for entry in chosen), key=lambda cost: cost.seconds(len(chosen) + 1)
+    )
     return Machine(tuple(entry.device for entry in chosen), sync)
 
 
 @cache
 def _entries() -> tuple[dict[str, _Entry], Sync]:
-    data = _decode(files("evener.devices").joinpath("catalogue.toml").read_bytes(), "catalogue.toml")
+    data = _decode(
+        files("evener.devices").joinpath("catalogue.toml").read_bytes(), "catalogue.toml"
+    )
     default = _convert(data.pop("sync"), Sync, "catalogue.toml: sync")
     entries: dict[str, _Entry] = {}
     for name, table in data.items():
         own = table.pop("sync", None)
         device = _convert(table, SimulatedDevice, f"catalogue.toml: {name}")
-        entries[name] = _Entry(device, _convert(own, Sync, f"catalogue.toml: {name}") if own else None)
+        entries[name] = _Entry(
+            device, _convert(own, Sync, f"catalogue.toml: {name}") if own else None
+        )
     return entries, default
 
 
 def _decode(text: bytes, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text.decode())
-    except (RecursionError, ValueError) as error:  # also of text that isn't Unicode, and of endless numbers
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # also of text that isn't Unicode, and of endless numbers
         raise RequestError(f"{source} is not TOML: {error}.", "Correct that line.") from None
 
 
 def _where(source: str, kind: str, position: int, table: object) -> str:
     name = table.get("name") if isinstance(table, dict) else None
-    return f"{source}: {kind} {position}" + (f" ({name})" if isinstance(name, str) and name.isprintable() else "")
+    return f"{source}: {kind} {position}" + (
+        f" ({name})" if isinstance(name, str) and name.isprintable() else ""
+    )
 
 
 def _convert(table: Any, kind: type[Table], where: str) -> Table:
     try:
         return msgspec.convert(table, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{_explain(str(error), table, where)}.", "Correct that line of the file.") from None
+        raise RequestError(
+            f"{_explain(str(error), table, where)}.", "Correct that line of the file."
+        ) from None
 
 
 def _explain(message: str, table: Any, where: str) -> str:
@@ -152,7 +181,10 @@ def _explain(message: str, table: Any, where: str) -> str:
         seen = seen[key or int(position)]
     found = re.fullmatch(r"\.(device|placement|event)\[(\d+)\](.*)", path.rstrip("`"))
     if found:
-        where, path = _where(where, found[1], int(found[2]), table[found[1]][int(found[2])]), found[3]
+        where, path = (
+            _where(where, found[1], int(found[2]), table[found[1]][int(found[2])]),
+            found[3],
+        )
     text = text.replace("Object contains unknown field", "unknown key")
     text = text.replace("Object missing required field", "missing key")
     key = path.strip(".`")
@@ -163,10 +195,14 @@ def _explain(message: str, table: Any, where: str) -> str:
 def _check_memory_keys(table: dict[str, Any], where: str) -> None:
     straight = [key for key in ("memory_base_mib", "memory_per_sample_mib") if key in table]
     if "memory_curve" in table and straight:
-        raise RequestError(f"{where}: `memory_curve` and `{straight[0]}` exclude each other.", "Keep one of them.")
+        raise RequestError(
+            f"{where}: `memory_curve` and `{straight[0]}` exclude each other.", "Keep one of them."
+        )
     if "memory_curve" not in table and len(straight) < 2:
         missing = "memory_per_sample_mib" if "memory_base_mib" in straight else "memory_base_mib"
-        raise RequestError(f"{where}: missing key `{missing}`.", "Give both of the memory line, or `memory_curve`.")
+        raise RequestError(
+            f"{where}: missing key `{missing}`.", "Give both of the memory line, or `memory_curve`."
+        )
 
 
 MIB = 1 << 20
@@ -175,7 +211,9 @@ HEAT_LAG_SECONDS = 25.0
 IDLE_MHZ, FULL_MHZ = 210.0, 1900.0
 IDLE_MEMORY_BYTES = 12 * MIB
 BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
-FULL_LINK_BYTES = 9e9  # per second, in both directions, when steps follow each other without a pause
+FULL_LINK_BYTES = (
+    9e9  # per second, in both directions, when steps follow each other without a pause
+)
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
@@ -196,17 +234,28 @@ class _State(msgspec.Struct):
 
 
 class SimulatedSource:
-    """A Source over a Machine; the same seed and times give the same readings. `set_load` is safe from any thread."""
+    """A Source over a Machine; the same seed and times give the same readings. `set_load` is safe
+    from any thread.
+    """
 
-    def __init__(self, machine: Machine, seed: int = 0, builder: SnapshotBuilder | None = None) -> None:
-        from .snapshot_builder import SnapshotBuilder  # its psutil is 20 ms that a search does without
+    def __init__(
+        self, machine: Machine, seed: int = 0, builder: SnapshotBuilder | None = None
+    ) -> None:
+        from .snapshot_builder import (
+            SnapshotBuilder,
+        )  # its psutil is 20 ms that a search does without
 
         self.machine = machine
         self._devices = machine.described()
         self._builder = builder or SnapshotBuilder()
         self._lock = threading.Lock()
         self._states = [
-            _State(self._load(position, 0.0, 0), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}"))
+            _State(
+                self._load(position, 0.0, 0),
+                AMBIENT_CELSIUS + 3,
+                0.0,
+                random.Random(f"{seed}/{device.id}"),
+            )
             for position, device in enumerate(self._devices)
         ]
 
@@ -215,7 +264,9 @@ class SimulatedSource:
         return self._devices
 
     def set_load(self, position: int, samples_per_second: float = 0.0, share: int = 0) -> None:
-        """Let the device train at this rate from now on, with `share` samples a step; 0 samples/s: it idles."""
+        """Let the device train at this rate from now on, with `share` samples a step; 0 samples/s:
+        it idles.
+        """
         with self._lock:
             self._states[position].load = self._load(position, max(0.0, samples_per_second), share)
 
@@ -235,10 +286,15 @@ class SimulatedSource:
         """The load of a device: it is busy for steps per second times seconds per step."""
         physics, busy = self.machine.devices[position], 0.0
         if samples_per_second and share:
-            busy = min(1.0, samples_per_second / share * self.machine.device_seconds(position, share, False))
+            busy = min(
+                1.0,
+                samples_per_second / share * self.machine.device_seconds(position, share, False),
+            )
         effort = min(1.0, samples_per_second / physics.samples_per_second)
         memory_bytes = self.machine.memory_bytes(position, share if samples_per_second else 0)
-        return SimulatedLoad(samples_per_second, busy, effort, physics.watts(busy, samples_per_second), memory_bytes)
+        return SimulatedLoad(
+            samples_per_second, busy, effort, physics.watts(busy, samples_per_second), memory_bytes
+        )
 
     def _sample(self, position: int, together: bool) -> DeviceSample:
         """One device now; one that trains alone exchanges nothing."""
@@ -268,7 +324,9 @@ class SimulatedSource:
             power_watts=value(watts),
             power_limit_watts=value(limit),
             energy_joules=value(state.joules),
-            clock_mhz=value(round(IDLE_MHZ + (FULL_MHZ * 0.97 - IDLE_MHZ) * busy**0.1 * (1 + jitter))),
+            clock_mhz=value(
+                round(IDLE_MHZ + (FULL_MHZ * 0.97 - IDLE_MHZ) * busy**0.1 * (1 + jitter))
+            ),
             clock_max_mhz=value(FULL_MHZ),
             throttled_percent=value(0.0),
             pcie_receive_bytes_per_second=value(moved),
@@ -294,20 +352,29 @@ class SimulatedDevices(Backend):
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         """The devices of the catalogue that the terms name, or all of a machine file."""
-        files = [term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick]
+        files = [
+            term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick
+        ]
         if files and len(terms) > 1:
             raise RequestError(
-                f"The machine file {files[0]!r} can't be combined with other devices.", "Add them to the file."
+                f"The machine file {files[0]!r} can't be combined with other devices.",
+                "Add them to the file.",
             )
         machine = load_machine(files[0]) if files else catalogue([term.pick for term in terms])
-        limits = (terms[0].limit,) * len(machine.devices) if files else tuple(term.limit for term in terms)
+        limits = (
+            (terms[0].limit,) * len(machine.devices)
+            if files
+            else tuple(term.limit for term in terms)
+        )
         if any(limit != Limit() for limit in limits):
             machine = msgspec.structs.replace(machine, limits=limits)
         return Discovery(machine.described(), (), machine)
 
     def write_term(self, device_id: str) -> str:
         """DeviceError, as nothing can be launched on a simulated device."""
-        raise DeviceError(f"The plan is for a simulated device, {device_id}.", "Make one for real devices.")
+        raise DeviceError(
+            f"The plan is for a simulated device, {device_id}.", "Make one for real devices."
+        )
 
     def open_source(self, found: Discovery) -> Source:
         """A source whose readings are computed from the machine's physics."""

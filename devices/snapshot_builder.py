@@ -1,4 +1,5 @@
-"""The parts of a snapshot that every source needs: the host line, and the processes with their samples/s.
+"""The parts of a snapshot that every source needs: the host line, and the processes with their
+samples/s.
 
 Samples/s come from the trainings' own reports, assigned to this machine's devices.
 """
@@ -14,7 +15,17 @@ from evener.live.files import LiveDevice, Training, read_trainings
 
 from .processes import HostMeter, ProcessReading, ProcessTable
 from .registry import find_backend
-from .types import UNSUPPORTED, Device, DeviceSample, HostSample, ProcessSample, Reading, Snapshot, State, value
+from .types import (
+    UNSUPPORTED,
+    Device,
+    DeviceSample,
+    HostSample,
+    ProcessSample,
+    Reading,
+    Snapshot,
+    State,
+    value,
+)
 
 
 class OnDevice(msgspec.Struct, frozen=True):
@@ -28,7 +39,9 @@ class OnDevice(msgspec.Struct, frozen=True):
 class SnapshotBuilder:
     """Makes a source's samples a snapshot, tick by tick; not safe in two threads at once."""
 
-    def __init__(self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.clock = clock
         self.interval_seconds = 0.0  # from the tick before to this one
         self._started = clock()
@@ -50,7 +63,9 @@ class SnapshotBuilder:
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
-        """The tick's snapshot. `seen`: the driver's processes by device id; `host`: the machine, if read already."""
+        """The tick's snapshot. `seen`: the driver's processes by device id; `host`: the machine, if
+        read already.
+        """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(each.pid for each in processes)
         return Snapshot(
@@ -68,28 +83,40 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[OnDevice]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """The samples with samples/s, and a row for each process: seen by the driver, or reporting itself."""
+        """The samples with samples/s, and a row for each process: seen by the driver, or reporting
+        itself.
+        """
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
         rates = self._rates.by_process(devices, pids)
-        there = [(device, each) for device in devices for each in _on(device, seen.get(device.id, ()), rates)]
+        there = [
+            (device, each)
+            for device in devices
+            for each in _on(device, seen.get(device.id, ()), rates)
+        ]
         looks = {pid: self._book.look(pid) for pid in {each.pid for _, each in there}}
         rows = []
         for device, each in there:
             tokens, padding = self._rates.tokens(each.pid)
             row = _row(device, each, looks[each.pid], rates.get((each.pid, device.id)))
-            rows.append(msgspec.structs.replace(row, tokens_per_second=tokens, padding_percent=padding))
+            rows.append(
+                msgspec.structs.replace(row, tokens_per_second=tokens, padding_percent=padding)
+            )
         return tuple(_with_rate(sample, rates) for sample in samples), tuple(rows)
 
 
 def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice]:
     """The processes on one device: seen by its driver, or known only by their own reports."""
     known = {each.pid for each in seen}
-    reported = [OnDevice(pid) for pid, identity in rates if identity == device.id and pid not in known]
+    reported = [
+        OnDevice(pid) for pid, identity in rates if identity == device.id and pid not in known
+    ]
     return [*seen, *reported]
 
 
-def _row(device: Device, seen: OnDevice, look: ProcessReading, rate: tuple[float, float] | None) -> ProcessSample:
+def _row(
+    device: Device, seen: OnDevice, look: ProcessReading, rate: tuple[float, float] | None
+) -> ProcessSample:
     unknown = Reading(State.STALE) if look.start_time else UNSUPPORTED
     memory_bytes = seen.memory_bytes
     if device.on_cpu and look.memory_bytes is not None:
@@ -118,25 +145,35 @@ def _with_rate(sample: DeviceSample, rates: Rates) -> DeviceSample:
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
 OLD_SECONDS = 5.0  # a report is out of date once the next one has been due for this long
 
-Rates = dict[tuple[int, str], tuple[float, float]]  # (pid, device id) -> (samples/s, seconds that it is late)
+Rates = dict[
+    tuple[int, str], tuple[float, float]
+]  # (pid, device id) -> (samples/s, seconds that it is late)
 
 
 class TrainingRates:
     """The samples/s of each training on each device; reports are read at most twice a second."""
 
     def __init__(
-        self, read: Callable[[], Sequence[Training]] = read_trainings, clock: Callable[[], float] = time.monotonic
+        self,
+        read: Callable[[], Sequence[Training]] = read_trainings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read, self._clock = read, clock
         self._next_read = -1.0
         self._trainings: Sequence[Training] = ()
-        self._ended: Sequence[Training] = ()  # ranks whose process has gone while others of their training go on
-        self.reports: tuple[Training, ...] = ()  # all of them, with the ids of the devices that `by_process` got last
+        self._ended: Sequence[
+            Training
+        ] = ()  # ranks whose process has gone while others of their training go on
+        self.reports: tuple[
+            Training, ...
+        ] = ()  # all of them, with the ids of the devices that `by_process` got last
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
-        """Each training's part on each device. `pids`: the processes that the driver sees, by device id.
+        """Each training's part on each device. `pids`: the processes that the driver sees, by
+        device id.
 
-        A training that names no device counts on those where the driver sees its process, in equal parts.
+        A training that names no device counts on those where the driver sees its process, in equal
+        parts.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
@@ -159,7 +196,11 @@ class TrainingRates:
         self._trainings = self._read()
         going = {each.training for each in self._trainings if each.training}
         ranks = {(each.training, each.rank) for each in self._trainings}
-        self._ended = [each for each in before if each.training in going and (each.training, each.rank) not in ranks]
+        self._ended = [
+            each
+            for each in before
+            if each.training in going and (each.training, each.rank) not in ranks
+        ]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
         """Tokens/s and padding in per cent of the process, as `by_process` read them last."""
@@ -169,7 +210,9 @@ class TrainingRates:
         newest = max(found, key=lambda training: training.updated_at)
         age = newest.late_seconds(time.time())
         state = State.VALUE if age <= OLD_SECONDS else State.STALE
-        return Reading(state, newest.tokens_per_second, age), Reading(state, 100 * newest.padding, age)
+        return Reading(state, newest.tokens_per_second, age), Reading(
+            state, 100 * newest.padding, age
+        )
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
@@ -182,15 +225,21 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     return Reading(state, sum(rate for rate, _ in used), max(age for _, age in used))
 
 
-def _place(training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Training:
+def _place(
+    training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
+) -> Training:
     """The training with its devices named as this machine names them, as far as they are here.
 
-    Ids name their device. Bare indices are the framework's own count, which CUDA_VISIBLE_DEVICES shifts: they follow
-    the GPUs that the driver sees the process on, if it sees as many, else the driver's count.
+    Ids name their device. Bare indices are the framework's own count, which CUDA_VISIBLE_DEVICES
+    shifts: they follow the GPUs that the driver sees the process on, if it sees as many, else the
+    driver's count.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
-        parts = [LiveDevice(each.id, each.index, 0, training.samples_per_second / len(seen)) for each in seen]
+        parts = [
+            LiveDevice(each.id, each.index, 0, training.samples_per_second / len(seen))
+            for each in seen
+        ]
         return msgspec.structs.replace(training, devices=tuple(parts))
     by_index = {device.index: device for device in devices if find_backend(device.kind).own_memory}
     bare = sorted({live.index for live in training.devices if not live.id and live.index >= 0})
@@ -199,7 +248,9 @@ def _place(training: Training, devices: Sequence[Device], pids: Mapping[str, Seq
     if len(bare) == len(seen):
         by_index = dict(zip(bare, sorted(seen, key=lambda device: device.index), strict=True))
     named = (
-        live if live.id or live.index not in by_index else msgspec.structs.replace(live, id=by_index[live.index].id)
+        live
+        if live.id or live.index not in by_index
+        else msgspec.structs.replace(live, id=by_index[live.index].id)
         for live in training.devices
     )
     return msgspec.structs.replace(training, devices=tuple(named))

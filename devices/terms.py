@@ -19,7 +19,7 @@
 So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, `gpu:0,gpu:1@60%+8GiB` limits the second GPU, and
 `ray:a/gpu:0,2,ray:b` is two GPUs of host a and all of host b. A request has one kind of devices: GPUs, CPU slices and
 simulated devices can't train one step together.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ from .registry import BACKENDS, all_backends
 from .types import Limit, Term
 
 REMEDY = (
-    "Write auto, gpu, gpu:0,2, cpu, cpu/4, cpu:0,1@60%, ray, ray:HOST/gpu:0, sim:gtx1080ti,gtx1080 or sim:machine.toml."
+    "Write auto, gpu, gpu:0,2, cpu, cpu/4, cpu:0,1@60%, ray, ray:HOST/gpu:0, "
+    "sim:gtx1080ti,gtx1080 or sim:machine.toml."
 )
 NO_LIMIT = Limit()
 EVERY_HOST = ""
 _TERM = re.compile(r"(\w+)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
 _WHERE = re.compile(r"ray(?::([^/]+))?(?:/(.+))?", re.IGNORECASE | re.DOTALL)
 _LIMIT_WITHOUT_AT = re.compile(  # a machine file may be named so
-    r"(?!sim:.*(?:/|\.toml$))([^+\s]+)[+\s]+([\d.]+\s*(?:%|[kmgt]?i?b\b).*)", re.IGNORECASE | re.ASCII
+    r"(?!sim:.*(?:/|\.toml$))([^+\s]+)[+\s]+([\d.]+\s*(?:%|[kmgt]?i?b\b).*)",
+    re.IGNORECASE | re.ASCII,
 )
 
 
@@ -58,11 +60,20 @@ def parse_request(spec: str) -> tuple[Term, ...]:
 def _check_together(terms: Sequence[Term], spec: str) -> None:
     """RequestError for terms that can't stand in one request."""
     if len({term.host is None for term in terms}) > 1:
-        raise RequestError(f"{spec!r} mixes this machine with the Ray cluster.", "Write ray:HOST/... for each device.")
+        raise RequestError(
+            f"{spec!r} mixes this machine with the Ray cluster.",
+            "Write ray:HOST/... for each device.",
+        )
     kinds = list(dict.fromkeys(term.kind for term in terms))
     hosts = [term.host for term in terms if term.kind == "auto"]
-    if hosts and (len(terms) > 1) and (None in hosts or EVERY_HOST in hosts or len(set(hosts)) < len(terms)):
-        raise RequestError(f"auto can't be combined, as in {spec!r}.", "Ask for auto alone, or name the devices.")
+    if (
+        hosts
+        and (len(terms) > 1)
+        and (None in hosts or EVERY_HOST in hosts or len(set(hosts)) < len(terms))
+    ):
+        raise RequestError(
+            f"auto can't be combined, as in {spec!r}.", "Ask for auto alone, or name the devices."
+        )
     if len(kinds) > 1:
         raise RequestError(
             f"{spec!r} mixes {' and '.join(kinds)}: they can't train one step together.",
@@ -79,7 +90,9 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
     if there := _WHERE.fullmatch(body):
         inner = _parse_device((there[2] or "auto").strip(), limit, None)
         if inner.kind == "sim":
-            raise RequestError(f"{body!r} is not a device: simulated devices need no cluster.", REMEDY)
+            raise RequestError(
+                f"{body!r} is not a device: simulated devices need no cluster.", REMEDY
+            )
         return msgspec.structs.replace(inner, host=(there[1] or EVERY_HOST).strip())
     return _parse_device(body, limit, before)
 
@@ -122,7 +135,9 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 
 
 def parse_limit(text: str) -> Limit:
-    """The limit that the text behind `@` asks for; RequestError names the part that can't be read."""
+    """The limit that the text behind `@` asks for; RequestError names the part that can't be
+    read.
+    """
     found: dict[str, Decimal] = {}
     for part in text.split("+"):
         number, unit = _number_and_unit(part.strip(), text)
@@ -132,9 +147,13 @@ def parse_limit(text: str) -> Limit:
         found[kind] = number * UNITS.get(unit, 1)
     percent, size = found.get("percentage"), found.get("size")
     if percent is not None and not 0 < percent <= 100:
-        raise RequestError(f"The limit {text!r} is not a share of a device.", "Give more than 0 and at most 100 %.")
+        raise RequestError(
+            f"The limit {text!r} is not a share of a device.", "Give more than 0 and at most 100 %."
+        )
     if size is not None and not 1 <= size <= LARGEST_BYTES:
-        raise RequestError(f"The limit {text!r} is not a size that a device can have.", LIMIT_REMEDY)
+        raise RequestError(
+            f"The limit {text!r} is not a size that a device can have.", LIMIT_REMEDY
+        )
     return Limit(None if percent is None else float(percent), None if size is None else round(size))
 
 
@@ -142,7 +161,9 @@ def write_limit(limit: Limit) -> str:
     """The text that `parse_limit` reads back as the same limit; empty without one."""
     parts = []
     if limit.percent is not None:
-        parts.append(f"{Decimal(repr(limit.percent)).normalize():f}%")  # the shortest decimal, without an exponent
+        parts.append(
+            f"{Decimal(repr(limit.percent)).normalize():f}%"
+        )  # the shortest decimal, without an exponent
     if limit.memory_bytes is not None:
         sizes = {unit: UNITS[unit.lower()] for unit in ("TiB", "GiB", "MiB", "KiB", "B")}
         unit = next(unit for unit in sizes if limit.memory_bytes % sizes[unit] == 0)
@@ -154,7 +175,8 @@ def _number_and_unit(part: str, text: str) -> tuple[Decimal, str]:
     found = _PART.fullmatch(part)
     if not found:
         raise RequestError(
-            f"The limit {text!r} holds {part!r}, which is neither a percentage nor a size.", LIMIT_REMEDY
+            f"The limit {text!r} holds {part!r}, which is neither a percentage nor a size.",
+            LIMIT_REMEDY,
         )
     unit = found[2].lower()
     if unit != "%" and unit not in UNITS:

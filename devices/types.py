@@ -1,4 +1,6 @@
-"""Devices, their limits and their readings: a metric is a value, or the reason why there is none."""
+"""Devices, their limits and their readings: a metric is a value, or the reason why there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit behind `@`: a share of a device's compute, a part of its memory; real on a real device."""
+    """A limit behind `@`: a share of a device's compute, a part of its memory; real on a real
+    device.
+    """
 
     percent: float | None = None  # of its compute, above 0 and at most 100
     memory_bytes: int | None = None
@@ -27,7 +31,9 @@ class Limit(msgspec.Struct, frozen=True):
 class Device(msgspec.Struct, frozen=True):
     """One accelerator of the request."""
 
-    id: str  # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, equal again on the same machine
+    # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, equal again on the same
+    # machine
+    id: str
     index: int  # among its kind, for display and for frameworks that count
     name: str  # the product name
     kind: DeviceKind
@@ -38,14 +44,18 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """True for a slice of the CPU: it owns cores, shares the host's memory, and tells no energy."""
+        """True for a slice of the CPU: it owns cores, shares the host's memory, and tells no
+        energy.
+        """
         return self.kind == "cpu"
 
     @property
     def label(self) -> str:
         """Short name for people: GPU:0, CPU:1, SIM:0; in a cluster 10.0.0.2/GPU:0."""
         short = f"{self.kind.upper()}:{self.index}"
-        return f"{self.host}/{short}" if self.host and self.host.isprintable() else short  # journals are foreign text
+        return (
+            f"{self.host}/{short}" if self.host and self.host.isprintable() else short
+        )  # journals are foreign text
 
     @property
     def key(self) -> str:
@@ -92,7 +102,9 @@ class State(StrEnum):
     STALE = "stale"  # the last value, too old to be called current
 
 
-_VALUE = State.VALUE  # looked up thousands of times in a tick, and an enum's member takes five times as long
+_VALUE = (
+    State.VALUE
+)  # looked up thousands of times in a tick, and an enum's member takes five times as long
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
@@ -108,12 +120,18 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """This reading at another age, and perhaps in another state; one without a value stays what it is."""
+        """This reading at another age, and perhaps in another state; one without a value stays what
+        it is.
+        """
         return self if self.value is None else Reading(state or self.state, self.value, age_seconds)
 
     def scaled(self, factor: float) -> Reading:
         """This reading in another unit."""
-        return self if self.value is None else Reading(self.state, self.value * factor, self.age_seconds)
+        return (
+            self
+            if self.value is None
+            else Reading(self.state, self.value * factor, self.age_seconds)
+        )
 
 
 UNSUPPORTED = Reading(State.UNSUPPORTED)
@@ -140,12 +158,16 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: Reading = UNSUPPORTED
     temperature_celsius: Reading = UNSUPPORTED
     temperature_limit_celsius: Reading = UNSUPPORTED  # where it slows itself down
-    power_watts: Reading = UNSUPPORTED  # mean over the tick, from the energy counter where there is one
+    power_watts: Reading = (
+        UNSUPPORTED  # mean over the tick, from the energy counter where there is one
+    )
     power_limit_watts: Reading = UNSUPPORTED
     energy_joules: Reading = UNSUPPORTED  # since the sampler started
     clock_mhz: Reading = UNSUPPORTED  # of the multiprocessors
     clock_max_mhz: Reading = UNSUPPORTED
-    throttled_percent: Reading = UNSUPPORTED  # share of the tick, from nanosecond counters where they exist
+    throttled_percent: Reading = (
+        UNSUPPORTED  # share of the tick, from nanosecond counters where they exist
+    )
     throttle_reasons: tuple[str, ...] = ()  # in words, like "power cap"
     pcie_receive_bytes_per_second: Reading = UNSUPPORTED
     pcie_send_bytes_per_second: Reading = UNSUPPORTED
@@ -153,7 +175,9 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     link_send_bytes_per_second: Reading = UNSUPPORTED
     fan_percent: Reading = UNSUPPORTED
     ecc_errors: Reading = UNSUPPORTED  # uncorrected, since boot
-    samples_per_second: Reading = UNSUPPORTED  # of trainings that report themselves and of running probes
+    samples_per_second: Reading = (
+        UNSUPPORTED  # of trainings that report themselves and of running probes
+    )
     events: tuple[str, ...] = ()  # XID, ECC, recovery action: newest last
     note: str = ""  # one sentence when the whole device is in trouble ("GPU is lost; ...")
 
@@ -162,7 +186,9 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     """One process on one device."""
 
     pid: int
-    start_time: float  # seconds since the epoch, as psutil has it: with the pid it names a process for good
+    start_time: (
+        float  # seconds since the epoch, as psutil has it: with the pid it names a process for good
+    )
     user: str
     device_id: str
     device_label: str
@@ -171,7 +197,9 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     cpu_percent: Reading = UNSUPPORTED
     command: str = ""  # cleaned of control characters
     samples_per_second: Reading = UNSUPPORTED
-    tokens_per_second: Reading = UNSUPPORTED  # without padding; of trainings whose rows have lengths
+    tokens_per_second: Reading = (
+        UNSUPPORTED  # without padding; of trainings whose rows have lengths
+    )
     padding_percent: Reading = UNSUPPORTED  # of the tokens that they compute
     host: str = ""  # in a Ray cluster; empty: this machine
 
@@ -198,17 +226,23 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seconds: float  # that this tick took
     driver: str = ""  # its version; "" without one
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
-    reports: tuple[Training, ...] = ()  # of this user's training processes, with the ids of these devices
+    reports: tuple[
+        Training, ...
+    ] = ()  # of this user's training processes, with the ids of these devices
 
 
 class Source(Protocol):
-    """Something that can be sampled once a tick. It never raises for trouble with a device: that is in the readings."""
+    """Something that can be sampled once a tick. It never raises for trouble with a device: that is
+    in the readings.
+    """
 
     def devices(self) -> tuple[Device, ...]:
         """The devices that are sampled, in order."""
 
     def sample(self) -> Snapshot:
-        """A snapshot of this moment; cheap enough for once a second, and safe from a thread of its own."""
+        """A snapshot of this moment; cheap enough for once a second, and safe from a thread of its
+        own.
+        """
 
     def close(self) -> None:
         """Let go of the driver."""

@@ -1,4 +1,6 @@
-"""Frames of the app as one animated SVG: each row of the screen once for every text that it shows, switched by CSS."""
+"""Frames of the app as one animated SVG: each row of the screen once for every text that it shows,
+switched by CSS.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ ROW_PX, BASELINE_PX, TITLE_PX = 24.4, 20.0, 31.0
 BACKGROUND = "#0d1219"  # of the app's dark theme
 _STYLE = re.compile(r"\.[\w-]+-(r\d+) \{ (.*?) \}")
 _RECT = re.compile(r'<rect fill="(#\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"')
-_TEXT = re.compile(r'<text class="[\w-]+-(r\d+)" x="([\d.]+)" y="([\d.]+)" textLength="([\d.]+)"[^>]*>([^<]*)</text>')
+_TEXT = re.compile(
+    r'<text class="[\w-]+-(r\d+)" x="([\d.]+)" y="([\d.]+)" '
+    r'textLength="([\d.]+)"[^>]*>([^<]*)</text>'
+)
 
 
 class Palette:
@@ -35,12 +40,18 @@ def read_rows(svg: str, palette: Palette) -> dict[int, str]:
     for fill, left, top, width in _join(_RECT.findall(svg, start)):
         if fill != BACKGROUND:
             row = round(top / ROW_PX)
-            rect = f'<rect fill="{fill}" x="{left:g}" y="{top:g}" width="{width:g}" height="{ROW_PX + 0.25}"/>'
+            rect = (
+                f'<rect fill="{fill}" x="{left:g}" y="{top:g}" width="{width:g}" '
+                f'height="{ROW_PX + 0.25}"/>'
+            )
             rows[row] = rows.get(row, "") + rect
     for style, left, baseline, length, text in _TEXT.findall(svg, start):
         if text.strip():
             row = round((float(baseline) - BASELINE_PX) / ROW_PX)
-            drawn = f'<text class="{styles[style]}" x="{left}" y="{baseline}" textLength="{length}">{text}</text>'
+            drawn = (
+                f'<text class="{styles[style]}" x="{left}" y="{baseline}" '
+                f'textLength="{length}">{text}</text>'
+            )
             rows[row] = rows.get(row, "") + drawn
     return rows
 
@@ -50,7 +61,11 @@ def _join(rects: Sequence[Sequence[str]]) -> Iterator[tuple[str, float, float, f
     before: tuple[str, float, float, float] | None = None
     for fill, *numbers in rects:
         left, top, width = map(float, numbers)
-        if before and (before[0], before[2]) == (fill, top) and abs(before[1] + before[3] - left) < 0.1:
+        if (
+            before
+            and (before[0], before[2]) == (fill, top)
+            and abs(before[1] + before[3] - left) < 0.1
+        ):
             before = (fill, before[1], top, before[3] + width)
             continue
         if before:
@@ -61,7 +76,9 @@ def _join(rects: Sequence[Sequence[str]]) -> Iterator[tuple[str, float, float, f
 
 
 def animate(svgs: Sequence[str], seconds: Sequence[float], font: str) -> str:
-    """The frames, each for its seconds, over and over; a reader without animations sees the last one."""
+    """The frames, each for its seconds, over and over; a reader without animations sees the last
+    one.
+    """
     palette = Palette()
     frames = [read_rows(svg, palette) for svg in svgs]
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svgs[0])
@@ -114,4 +131,4 @@ text{{{font};font-size:20px;white-space:pre}}
 {rows}
 </g>
 </svg>
-"""
+"""  # noqa: E501

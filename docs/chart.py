@@ -1,4 +1,6 @@
-"""The chart of README's results: what the even split and the plan make of the best GPU alone, drawn from the table."""
+"""The chart of README's results: what the even split and the plan make of the best GPU alone, drawn
+from the table.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,15 @@ from typing import NamedTuple
 
 WIDTH, ROW, BAR, LEFT, TOP = 860, 44, 14, 330, 34
 SCALE = 250.0  # pixels for the best GPU alone
-_ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+?) \| ([\d,]+) \| \+(\d+) % \| \+(\d+) % \|$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| (.+?) \| (.+?) \| (.+?) \| ([\d,]+) \| \+(\d+) % \| \+(\d+) % \|$", re.MULTILINE
+)
 
 
 class Row(NamedTuple):
-    """A row of the table: samples/s of the even split and of the plan, over those of the best GPU alone."""
+    """A row of the table: samples/s of the even split and of the plan, over those of the best GPU
+    alone.
+    """
 
     second: str
     workload: str
@@ -33,16 +39,25 @@ def read_results(readme: str) -> tuple[Row, ...]:
 def draw_results(rows: tuple[Row, ...]) -> str:
     """The chart as SVG, in colours for dark and light."""
     height = TOP + ROW * len(rows) + 12
-    body = "\n".join(line for place, row in enumerate(rows) for line in _draw_row(row, TOP + ROW * place))
-    return _CHART.format(width=WIDTH, height=height, bottom=height - 8, one=LEFT + SCALE, left=LEFT, body=body)
+    body = "\n".join(
+        line for place, row in enumerate(rows) for line in _draw_row(row, TOP + ROW * place)
+    )
+    return _CHART.format(
+        width=WIDTH, height=height, bottom=height - 8, one=LEFT + SCALE, left=LEFT, body=body
+    )
 
 
 def _draw_row(row: Row, top: float) -> Iterator[str]:
     yield f'<text class="name" x="{LEFT - 12}" y="{top + 14}">{escape(row.workload)}</text>'
-    yield f'<text class="note" x="{LEFT - 12}" y="{top + 30}">second GPU: {escape(row.second)}</text>'
+    yield (
+        f'<text class="note" x="{LEFT - 12}" y="{top + 30}">second GPU: {escape(row.second)}</text>'
+    )
     for kind, figure, shift in (("even", row.even, 2), ("plan", row.plan, 3 + BAR)):
         end = LEFT + SCALE * figure
-        yield f'<rect class="{kind}" x="{LEFT}" y="{top + shift}" width="{end - LEFT:.1f}" height="{BAR}"/>'
+        yield (
+            f'<rect class="{kind}" x="{LEFT}" y="{top + shift}" width="{end - LEFT:.1f}" '
+            f'height="{BAR}"/>'
+        )
         yield f'<text class="figure" x="{end + 6:.1f}" y="{top + shift + 11.5}">{figure:.2f}</text>'
 
 
@@ -62,4 +77,4 @@ text{{font:13px system-ui,sans-serif;fill:#1d2530}}
 <line x1="{one}" x2="{one}" y1="24" y2="{bottom}"/>
 {body}
 </svg>
-"""
+"""  # noqa: E501

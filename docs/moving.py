@@ -1,4 +1,6 @@
-"""Makes README's moving picture, docs/pictures/evener.svg: the app of `evener demo`, from the search to new shares."""
+"""Makes README's moving picture, docs/pictures/evener.svg: the app of `evener demo`, from the
+search to new shares.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ SIZE = (110, 33)
 SEARCH_SECONDS = (1, 2, 3, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 24, 27, 30, 33, 36, 39, 42, 45, 48)
 TRAINING_SECONDS = (3, 6, 9, 11, 12, 13, 15, 17, 20, 23, 26, 30, 35, 40, 44, 46, 47, 50, 54, 58)
 FRAME_SECONDS, MONITOR_SECONDS, VERDICT_SECONDS, LAST_SECONDS = 0.45, 1.5, 5.0, 3.0
-LONGER = {9: 2.0, 11: 2.0, 13: 2.0, 44: 1.5, 50: 1.5}  # frames of the training that are worth a look
+LONGER = {
+    9: 2.0,
+    11: 2.0,
+    13: 2.0,
+    44: 1.5,
+    50: 1.5,
+}  # frames of the training that are worth a look
 
 
 class _Publisher(Sampler):
@@ -57,12 +65,18 @@ class _Publisher(Sampler):
             msgspec.structs.replace(
                 each,
                 updated_at=each.updated_at + moved,
-                changes=tuple(msgspec.structs.replace(one, at=one.at + moved) for one in each.changes),
+                changes=tuple(
+                    msgspec.structs.replace(one, at=one.at + moved) for one in each.changes
+                ),
             )
             for each in read.reports
         )
         last = msgspec.structs.replace(
-            read, at_seconds=self._at + self.clock, host=self._host, reports=reports, sampling_seconds=0.001
+            read,
+            at_seconds=self._at + self.clock,
+            host=self._host,
+            reports=reports,
+            sampling_seconds=0.001,
         )
         self._history.add(last)
         return last
@@ -109,7 +123,10 @@ def _search() -> tuple[Event, ...]:
         events = tuple(session.events())
     finally:
         session.close()
-    return tuple(msgspec.structs.replace(e, run="20261126-093000-a1b2") if hasattr(e, "run") else e for e in events)
+    return tuple(
+        msgspec.structs.replace(e, run="20261126-093000-a1b2") if hasattr(e, "run") else e
+        for e in events
+    )
 
 
 async def _wait(pilot: Pilot[int], condition: Any) -> None:
@@ -126,7 +143,10 @@ async def draw(at_seconds: float, host: HostSample, font: str) -> str:
     events = await asyncio.to_thread(_search)
     publisher, gate = _Publisher(at_seconds, host), _Gated(events)
     app = EvenerApp(
-        publisher, devices=PAIR, trainable=publisher.training.devices(), session_maker=lambda _request: gate
+        publisher,
+        devices=PAIR,
+        trainable=publisher.training.devices(),
+        session_maker=lambda _request: gate,
     )
     frames: list[tuple[str, float]] = []
 

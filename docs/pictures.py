@@ -1,6 +1,8 @@
-"""Makes the pictures of the app in docs/pictures from simulated runs: `python -m docs.pictures [NAME ...]`.
+"""Makes the pictures of the app in docs/pictures from simulated runs: `python -m docs.pictures
+[NAME ...]`.
 
-Clock, host and readings are fixed, so that the same program makes the same pictures on every machine.
+Clock, host and readings are fixed, so that the same program makes the same pictures on every
+machine.
 """
 
 from __future__ import annotations
@@ -39,17 +41,26 @@ PAIR = "sim:gtx1080ti,gtx1080"
 EIGHT = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
 FONT = 'font-family: "Fira Code", "DejaVu Sans Mono", "Liberation Mono", Menlo, Consolas, monospace'
 HOST = HostSample(
-    cpu_percent=23.0, load_1min=2.4, memory_used_bytes=19 << 30, memory_total_bytes=64 << 30, cores=16, hostname="horse"
+    cpu_percent=23.0,
+    load_1min=2.4,
+    memory_used_bytes=19 << 30,
+    memory_total_bytes=64 << 30,
+    cores=16,
+    hostname="horse",
 )
 
 
 class PicturePublisher:
     """Publishes simulated devices on a clock and with trainings that the picture sets."""
 
-    def __init__(self, machine: Machine, speeds: Sequence[tuple[float, int]], reports: Sequence[Training]) -> None:
+    def __init__(
+        self, machine: Machine, speeds: Sequence[tuple[float, int]], reports: Sequence[Training]
+    ) -> None:
         self.interval_seconds = 1.0
         self._clock = 0.0
-        self._source = SimulatedSource(machine, 7, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self._clock))
+        self._source = SimulatedSource(
+            machine, 7, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self._clock)
+        )
         self._reports = tuple(reports)
         self._speeds = speeds
         self._history = History(600)
@@ -117,10 +128,15 @@ def _reports() -> tuple[Training, ...]:
     at_seconds = AT_SECONDS + 150.0
     change = "SIM:0 slower by 21 % since step 880"
     facts: dict[str, Any] = {
-        "training": "picture", "world": 2, "step_s": 0.743, "step_spread": 0.03, "input_s": 0.004, "between_s": 0.002,
+        "training": "picture",
+        "world": 2,
+        "step_s": 0.743,
+        "step_spread": 0.03,
+        "input_s": 0.004,
+        "between_s": 0.002,
         "plan_samples_per_second": 2106.0,
         "changes": (ShareChange(900, at_seconds - 1130, (820, 568), (768, 620), change),),
-    }  # fmt: skip
+    }
     ranks = (("sim-0-gtx1080ti", 768, 0.528, 0.211), ("sim-1-gtx1080", 620, 0.731, 0.008))
     return tuple(
         Training(
@@ -243,9 +259,13 @@ def main() -> None:
             if name in PICTURES:
                 asyncio.run(_draw(name))
             elif name == "results":
-                (FOLDER / "results.svg").write_text(chart.draw_results(chart.read_results(README.read_text())))
+                (FOLDER / "results.svg").write_text(
+                    chart.draw_results(chart.read_results(README.read_text()))
+                )
             else:
-                (FOLDER / f"{name}.svg").write_text(asyncio.run(moving.draw(AT_SECONDS, HOST, FONT)))
+                (FOLDER / f"{name}.svg").write_text(
+                    asyncio.run(moving.draw(AT_SECONDS, HOST, FONT))
+                )
         print(f"{name}: {(FOLDER / f'{name}.svg').stat().st_size / 1024:.0f} kB")
 
 

@@ -1,7 +1,8 @@
-"""Builds the site in build/site by Zensical: `python -m docs.site`. Needs the extra `docs`, and no network.
+"""Builds the site in build/site by Zensical: `python -m docs.site`. Needs the extra `docs`, and no
+network.
 
-build/pages gets the pages of docs/, CONTRIBUTING and CHANGELOG, and the reference, which is made from the program.
-Every link of the result is followed, and nothing may be loaded from elsewhere.
+build/pages gets the pages of docs/, CONTRIBUTING and CHANGELOG, and the reference, which is made
+from the program. Every link of the result is followed, and nothing may be loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from docs.tested import tested_page
 
 REPO = Path(__file__).resolve().parents[1]
 PAGES, SITE = REPO / "build/pages", REPO / "build/site"
-MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+MOVED = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "README.md": "index.md",
+}
 MADE = {
     "reference/commands.md": commands_page,
     "reference/files.md": files_page,
@@ -40,7 +45,9 @@ def stage(pages: Path = PAGES) -> None:
     for name, target in MOVED.items():
         if target != "index.md":
             shutil.copy(REPO / name, pages / target)
-    origins = {pages / target: REPO / name for name, target in MOVED.items() if target != "index.md"}
+    origins = {
+        pages / target: REPO / name for name, target in MOVED.items() if target != "index.md"
+    }
     for page in sorted(pages.rglob("*.md")):
         origin = origins.get(page, REPO / "docs" / page.relative_to(pages))
         move = partial(_move, origin=origin, page=page, pages=pages)
@@ -51,7 +58,9 @@ def stage(pages: Path = PAGES) -> None:
 
 
 def _move(found: re.Match[str], origin: Path, page: Path, pages: Path) -> str:
-    """The link of a page whose place in the repository is `origin`; a file that is no page is put beside the pages."""
+    """The link of a page whose place in the repository is `origin`; a file that is no page is put
+    beside the pages.
+    """
     target = Path(os.path.normpath(origin.parent / found[0]))
     if target.is_relative_to(REPO / "docs"):
         place = pages / target.relative_to(REPO / "docs")
@@ -95,7 +104,9 @@ def find_faults(site: Path = SITE) -> Iterator[str]:
                 if link in page.loaded and parts.scheme != "data":
                     yield f"{path.relative_to(site)} loads {link}"
                 continue
-            target = Path(os.path.normpath(path.parent / unquote(parts.path))) if parts.path else path
+            target = (
+                Path(os.path.normpath(path.parent / unquote(parts.path))) if parts.path else path
+            )
             if path.name == "404.html":
                 target = site / unquote(parts.path).lstrip("/")
             if target.is_dir():
@@ -110,7 +121,9 @@ def main() -> int:
     """Stage, build and check; the exit code is 1 if a link is dead."""
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=REPO, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=REPO, check=True
+    )
     faults = sorted(set(find_faults()))
     print("\n".join(faults), file=sys.stderr)
     print(f"{len(list(SITE.rglob('*.html')))} pages in build/site, {len(faults)} faults")

@@ -14,7 +14,10 @@ FRAMEWORKS = {  # the beginnings of test files' names, or of a file's tests
     "transformers, TRL": ("test_huggingface", "test_trainer_matrix", "test_loss_check"),
     "Lightning": ("test_lightning",),
     "Keras": ("test_keras_", "test_fit_kinds", "test_early_sums"),
-    "Ray Train": tuple(f"test_ray_hosts::test_{words}" for words in ("a_launch", "a_plan", "a_training", "ray_train")),
+    "Ray Train": tuple(
+        f"test_ray_hosts::test_{words}"
+        for words in ("a_launch", "a_plan", "a_training", "ray_train")
+    ),
 }
 FEATURES = {  # words in the names of tests and of their cases
     "same weights as one process": r"learns?\b|weights|exact|what_one",
@@ -49,7 +52,11 @@ class Tested(NamedTuple):
 def find_tests() -> Iterator[Tested]:
     """Every test of a training, with the words by which features are found."""
     for path in sorted((REPO / "tests").rglob("test_*.py")):
-        if not any(path.name.startswith(each.partition("::")[0]) for names in FRAMEWORKS.values() for each in names):
+        if not any(
+            path.name.startswith(each.partition("::")[0])
+            for names in FRAMEWORKS.values()
+            for each in names
+        ):
             continue
         text = path.read_text()
         tree = ast.parse(text)
@@ -62,12 +69,23 @@ def find_tests() -> Iterator[Tested]:
         }
         everywhere = bool(TWO_GPUS.search(constants.get("pytestmark", "")))
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith(
+                "test_"
+            ):
                 named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-                cases = [*_strings(node), *(constants[name] for name in sorted(named & constants.keys()))]
+                cases = [
+                    *_strings(node),
+                    *(constants[name] for name in sorted(named & constants.keys())),
+                ]
                 takes = " ".join(argument.arg for argument in node.args.args)
                 two = everywhere or bool(TWO_GPUS.search(takes))
-                place = "two" if two else "one GPU" if "cuda.is_available" in ast.unparse(node) else "CPU"
+                place = (
+                    "two"
+                    if two
+                    else "one GPU"
+                    if "cuda.is_available" in ast.unparse(node)
+                    else "CPU"
+                )
                 yield Tested(path.stem, node.name, " ".join(cases), place)
 
 
@@ -84,9 +102,11 @@ def tested_page() -> str:
     lines = [
         "# What is tested where",
         "",
-        "Made from the names of the tests and of their cases. A cell has the number of test functions: **on slices of"
+        "Made from the names of the tests and of their cases. A cell has the number of test "
+        "functions: **on slices of"
         " the CPU, over gloo or gRPC, in every run of the suite / on one GPU / on two, over NCCL**."
-        " [On real GPUs](../benchmarks/gpu.md) says when those for GPUs ran. A function may have many cases, and count"
+        " [On real GPUs](../benchmarks/gpu.md) says when those for GPUs ran. A function may "
+        "have many cases, and count"
         " in several rows.",
         "",
         f"| | {' | '.join(FRAMEWORKS)} |",

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = ["Plan", "__version__", "load_plan", "report"]
 
-_HOMES = {"Plan": "evener.plan.file", "load_plan": "evener.plan.file", "report": "evener.live.reporter"}
+_HOMES = {
+    "Plan": "evener.plan.file",
+    "load_plan": "evener.plan.file",
+    "report": "evener.live.reporter",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""`evener` and `python -m evener`: starts the command. The one module here that reaches up to `tui`."""
+"""`evener` and `python -m evener`: starts the command. The one module here that reaches up to
+`tui`.
+"""
 
 from __future__ import annotations
 

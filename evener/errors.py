@@ -1,6 +1,7 @@
 """Errors that a person can act on: whose fault, what was seen, what to do.
 
-Only these reach the user as an error. Running out of memory or losing a child process is an observation.
+Only these reach the user as an error. Running out of memory or losing a child process is an
+observation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, ClassVar
 
 
 class EvenerError(Exception):
-    """An error with one sentence that says what is wrong and one that says what to do; only subclasses are raised.
+    """An error with one sentence that says what is wrong and one that says what to do; only
+    subclasses are raised.
 
     `findings` say the same as codes with values, where a search or a probe failed.
     """
@@ -37,8 +39,12 @@ class RequestError(EvenerError):
 
 
 @contextmanager
-def as_request_error(what: str, remedy: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
-    """A failing system call of the block becomes an error: what can't be done, the system's reason, what to do."""
+def as_request_error(
+    what: str, remedy: str, kind: type[RequestError] = RequestError
+) -> Iterator[None]:
+    """A failing system call of the block becomes an error: what can't be done, the system's reason,
+    what to do.
+    """
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have

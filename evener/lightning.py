@@ -1,8 +1,10 @@
-"""Train by a plan with Lightning: `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`.
+"""Train by a plan with Lightning: `L.Trainer(strategy=split.strategy(),
+use_distributed_sampler=False)`.
 
-The trainer's batch is this rank's share of a global batch, so what it counts is global batches. The strategy weighs the
-loss before its backward pass, in automatic and in manual optimization, and cuts a share that doesn't fit into passes:
-as many on all ranks, because they meet in every pass where they log.
+The trainer's batch is this rank's share of a global batch, so what it counts is global batches. The
+strategy weighs the loss before its backward pass, in automatic and in manual optimization, and cuts
+a share that doesn't fit into passes: as many on all ranks, because they meet in every pass where
+they log.
 """
 
 from __future__ import annotations
@@ -27,10 +29,18 @@ from .torch_split.planned import PlannedTraining
 from .torch_split.wrapped import check_normalization
 
 try:
-    from .lightning_passes import LIGHTNING, PassFigures, check_module_loss, check_module_part, loss_of
+    from .lightning_passes import (
+        LIGHTNING,
+        PassFigures,
+        check_module_loss,
+        check_module_part,
+        loss_of,
+    )
 
     DDPStrategy: Any = import_module(f"{LIGHTNING}.strategies").DDPStrategy
-    _DataLoaderIterDataFetcher = import_module(f"{LIGHTNING}.loops.fetchers")._DataLoaderIterDataFetcher
+    _DataLoaderIterDataFetcher = import_module(
+        f"{LIGHTNING}.loops.fetchers"
+    )._DataLoaderIterDataFetcher
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'
@@ -40,12 +50,20 @@ except ImportError as error:
 class ShareLoader(StepLoader):
     """This rank's share of each global batch, for the trainer of one strategy."""
 
-    def __init__(self, strategy: PlanStrategy, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        strategy: PlanStrategy,
+        dataset: Any,
+        rows: UnevenBatchSampler,
+        options: dict[str, Any],
+    ) -> None:
         super().__init__(dataset, StepSampler(rows), **options)
         self.strategy = strategy
 
     def __iter__(self) -> Any:
-        """The batches; the first one raises RequestError if another strategy trains, which would weigh nothing."""
+        """The batches; the first one raises RequestError if another strategy trains, which would
+        weigh nothing.
+        """
         if not self.strategy.trains:
             return iter(_refuse_other_strategy, None)
         rows = self.batch_sampler.sampler
@@ -55,7 +73,9 @@ class ShareLoader(StepLoader):
 
 
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
-    """DistributedDataParallel with uneven shares; `options` are DDPStrategy's. Made by `Split.strategy`."""
+    """DistributedDataParallel with uneven shares; `options` are DDPStrategy's. Made by
+    `Split.strategy`.
+    """
 
     loader_class = ShareLoader
 
@@ -70,7 +90,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         super().__init__(**options)
         self.take_plan(planned, passes, count, check)
 
-    def take_plan(self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool) -> None:
+    def take_plan(
+        self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
+    ) -> None:
         """Train by these shares; for a strategy that was made before it was of this class."""
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -96,7 +118,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """The device of this rank's share."""
         return self._planned.device
 
-    def make_loader(self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> StepLoader:
+    def make_loader(
+        self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]
+    ) -> StepLoader:
         """The training data of this rank."""
         loader = self.loader_class(self, dataset, rows, options)
         if self._planned.rebalancing is not None:
@@ -117,11 +141,17 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def prepare_figures(self) -> None:
         """Join what the module logs over ranks, and compute passes that run out of memory again."""
-        self._figures = PassFigures(self.lightning_module, self.root_device, super().reduce, self._planned.timer)
-        self._retry.check = lambda part, rows: check_module_part(self, self._planned.weights, part, rows)
+        self._figures = PassFigures(
+            self.lightning_module, self.root_device, super().reduce, self._planned.timer
+        )
+        self._retry.check = lambda part, rows: check_module_part(
+            self, self._planned.weights, part, rows
+        )
 
     def sum_by_shares(self) -> None:
-        """Sum gradients in place of DistributedDataParallel, whose sums can't be taken up again after an error."""
+        """Sum gradients in place of DistributedDataParallel, whose sums can't be taken up again
+        after an error.
+        """
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
         self._exchanges = self._planned.weights.take_on(self.model)
@@ -129,18 +159,28 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._meet_on_hosts()
 
     def _meet_on_hosts(self) -> None:
-        """Ask the first rank's host before each batch if it was sent SIGTERM: Lightning's loop waits for its GPU.
+        """Ask the first rank's host before each batch if it was sent SIGTERM: Lightning's loop
+        waits for its GPU.
 
-        Lightning's handler meets the other ranks at once, which are in the sums of a step: here it only takes note. A
-        rank that is sent it alone ends by itself, a batch later.
+        Lightning's handler meets the other ranks at once, which are in the sums of a step: here it
+        only takes note. A rank that is sent it alone ends by itself, a batch later.
         """
-        loop, trainer, group = self._trainer.fit_loop.epoch_loop, self._trainer, dist.new_group(backend="gloo")
+        loop, trainer, group = (
+            self._trainer.fit_loop.epoch_loop,
+            self._trainer,
+            dist.new_group(backend="gloo"),
+        )
         stop, connector = getattr(loop, _ASKS), trainer._signal_connector
-        own, noted = connector._sigterm_notifier_fn, list[None]()  # SIGTERM, and each question since
+        own, noted = (
+            connector._sigterm_notifier_fn,
+            list[None](),
+        )  # SIGTERM, and each question since
 
         def ask() -> None:
             handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
-            handlers[:] = [(lambda *_: noted.append(None)) if each == own else each for each in handlers]
+            handlers[:] = [
+                (lambda *_: noted.append(None)) if each == own else each for each in handlers
+            ]
             sent = torch.tensor([bool(noted or trainer.received_sigterm)])
             with own_collectives():
                 dist.broadcast(sent, 0, group=group)
@@ -171,8 +211,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
         if self._passes > 1 and not self.lightning_module.automatic_optimization:
             raise RequestError(
-                f"The plan takes {self._passes} passes for a step, which manual optimization doesn't know of.",
-                "Use automatic optimization, or a plan without passes (evener balance --micro off).",
+                f"The plan takes {self._passes} passes for a step, which manual optimization "
+                f"doesn't know of.",
+                (
+                    "Use automatic optimization, or a plan without passes (evener balance --micro "
+                    "off)."
+                ),
             )
 
     def on_train_start(self) -> None:
@@ -181,17 +225,20 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         if len(given) != 1 or getattr(given[0], "strategy", None) is not self:
             raise RequestError(
                 "The training data don't come from split.loader, or from more than one loader.",
-                "Call split.loader(dataset) once, after split.strategy(), and give it to trainer.fit or return it from"
+                "Call split.loader(dataset) once, after split.strategy(), and give it to "
+                "trainer.fit or return it from"
                 " train_dataloader().",
             )
         if isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise RequestError(
-                "training_step(dataloader_iter) takes batches itself, so nobody knows which one a loss is of.",
+                "training_step(dataloader_iter) takes batches itself, so nobody knows which "
+                "one a loss is of.",
                 "Write training_step(batch, batch_idx).",
             )
         if self._passes > 1 and self._searches:
             raise RequestError(
-                "LBFGS goes by the loss of the whole batch, and a plan with passes has only a pass's at a time.",
+                "LBFGS goes by the loss of the whole batch, and a plan with passes has only a "
+                "pass's at a time.",
                 "Use a plan without passes (evener balance --micro off), or another optimizer.",
             )
         alone = self._planned.world * self._passes == 1
@@ -199,7 +246,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.check_loss(given[0])
 
     def check_loss(self, loader: Any) -> None:
-        """RequestError on every rank unless the module's loss of this loader's rows is a mean over what counts."""
+        """RequestError on every rank unless the module's loss of this loader's rows is a mean over
+        what counts.
+        """
         with self._planned.weights.checking():
             found = check_module_loss(self, loader, self._count)
             self._retry.checked = found and not self._searches
@@ -214,7 +263,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device as Lightning does; with several passes, each is moved when its turn comes."""
+        """Move a batch to the device as Lightning does; with several passes, each is moved when its
+        turn comes.
+        """
         if self._passes > 1 and self._trainer.training:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -243,18 +294,24 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._count(part) if part.rows and self._count else 0
 
     def training_step(self, *arguments: Any) -> Any:
-        """Compute the first pass of the batch; the others follow in `backward`, as each one's memory is free again."""
+        """Compute the first pass of the batch; the others follow in `backward`, as each one's
+        memory is free again.
+        """
         self._arguments = arguments
         self._figures.begin()
         again = self._exchanges  # of passes that can be computed again
         if not self.lightning_module.automatic_optimization:
             again, self._retry.final = [], _MANUAL
-        self._turns = self._retry.take(self._parts, [self.model], again, begins=self._begins, move=False)
+        self._turns = self._retry.take(
+            self._parts, [self.model], again, begins=self._begins, move=False
+        )
         self._begins = False
         return self._take_next()
 
     def _take_next(self) -> Any:
-        """What training_step returns for the next pass, or the next piece of one, that memory suffices for."""
+        """What training_step returns for the next pass, or the next piece of one, that memory
+        suffices for.
+        """
         for part in self._turns:
             self._part, self._put_back = part, self._figures.keep()
             with part:
@@ -278,13 +335,17 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """A loss with the same gradients but the whole batch's figure, so that all ranks take the same decisions."""
+        """A loss with the same gradients but the whole batch's figure, so that all ranks take the
+        same decisions.
+        """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """The backward passes of the batch, each loss by its part of it, so that the mean over ranks is the batch's."""
+        """The backward passes of the batch, each loss by its part of it, so that the mean over
+        ranks is the batch's.
+        """
         loss, result = closure_loss, None
         while self._part is not None:
             part = self._part
@@ -299,7 +360,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             if self._part is not None:
                 if loss is None:
                     raise RequestError(
-                        "training_step returned None for some rows of a batch, whose others are learned already.",
+                        "training_step returned None for some rows of a batch, whose others "
+                        "are learned already.",
                         "Return a loss for every batch, or None before anything is computed.",
                     )
                 loss = loss / self._trainer.accumulate_grad_batches
@@ -318,19 +380,30 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Let the sums of gradients know of a loss, which in manual optimization comes inside the forward pass."""
+        """Let the sums of gradients know of a loss, which in manual optimization comes inside the
+        forward pass.
+        """
         if not self._exchanges:
             super().pre_backward(closure_loss)
         elif not self.lightning_module.automatic_optimization and self._planned.world > 1:
             for exchange in self._exchanges:
                 exchange.watch([closure_loss], self.model.require_backward_grad_sync)
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """A step of the optimizer, whose first one needs room for its state: DeviceError before it moves a weight."""
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """A step of the optimizer, whose first one needs room for its state: DeviceError before it
+        moves a weight.
+        """
 
         def compute() -> Any:
             result = closure()
-            trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+            trained = [
+                each
+                for group in optimizer.param_groups
+                for each in group["params"]
+                if each.grad is not None
+            ]
             if trained:
                 check_memory(optimizer, trained)
             return result
@@ -338,7 +411,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().optimizer_step(optimizer, compute, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as DDPStrategy does; in a pass, the global batch's figure over the passes so far."""
+        """Reduce as DDPStrategy does; in a pass, the global batch's figure over the passes so
+        far.
+        """
         return self._figures.reduce(tensor, group, reduce_op)
 
 
@@ -352,6 +427,7 @@ _MANUAL = (  # why a failed pass isn't computed again, and what to do
 def _refuse_other_strategy() -> None:
     raise RequestError(
         "split.strategy() was called, but the trainer doesn't train by what it returned.",
-        "Write L.Trainer(strategy=split.strategy(), use_distributed_sampler=False); for a loop of your own, leave"
+        "Write L.Trainer(strategy=split.strategy(), use_distributed_sampler=False); for a "
+        "loop of your own, leave"
         " split.strategy() out.",
     )

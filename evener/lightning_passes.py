@@ -1,7 +1,8 @@
-"""A LightningModule in the passes of a batch: what its loss is a mean over, and the figures that it logs.
+"""A LightningModule in the passes of a batch: what its loss is a mean over, and the figures that it
+logs.
 
-The loss is checked on a few rows before the first step. Figures are joined over passes, and over the pieces of one that
-ran out of memory.
+The loss is checked on a few rows before the first step. Figures are joined over passes, and over
+the pieces of one that ran out of memory.
 """
 
 from __future__ import annotations
@@ -35,35 +36,56 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_loss(strategy: Any, loader: Any, count: OfPart | None) -> bool:
-    """True if `training_step` returns a mean over rows, or over what `count` counts; False if that can't be seen.
+    """True if `training_step` returns a mean over rows, or over what `count` counts; False if that
+    can't be seen.
 
     RequestError on every rank where it doesn't.
     """
     module = strategy.lightning_module
     rows = SimpleNamespace(  # as a loop's own loader has them
-        dataset=loader.dataset, batch_sampler=loader.batch_sampler.sampler, collate_fn=loader.collate_fn
+        dataset=loader.dataset,
+        batch_sampler=loader.batch_sampler.sampler,
+        collate_fn=loader.collate_fn,
     )
     with _silent(module):
-        return check_part_loss(partial(_compute, strategy), rows, count, [module], strategy.root_device) is not None
+        return (
+            check_part_loss(
+                partial(_compute, strategy), rows, count, [module], strategy.root_device
+            )
+            is not None
+        )
 
 
 def check_module_part(strategy: Any, weights: BatchWeights, part: Part, rows: int) -> None:
-    """RequestError on this rank unless parts of up to `rows` rows of a pass have the loss of these rows together."""
+    """RequestError on this rank unless parts of up to `rows` rows of a pass have the loss of these
+    rows together.
+    """
     module = strategy.lightning_module
     if any(isinstance(each, torch.optim.LBFGS) for each in strategy.optimizers):
         raise RequestError("LBFGS goes by the loss of the whole batch.", "Use another optimizer.")
     try:
         with _silent(module):
-            check_rows(lambda each: _step(strategy, each.batch), weights, [module], strategy.root_device, part, rows)
+            check_rows(
+                lambda each: _step(strategy, each.batch),
+                weights,
+                [module],
+                strategy.root_device,
+                part,
+                rows,
+            )
     except WholeBatchLoss:
-        raise RequestError("split.loss and split.gather are of a whole batch.", "Return a mean over rows.") from None
+        raise RequestError(
+            "split.loss and split.gather are of a whole batch.", "Return a mean over rows."
+        ) from None
 
 
 def _compute(strategy: Any, part: Part) -> Any:
     """The loss of a part, on its way as in a step."""
     module, precision = strategy.lightning_module, strategy.precision_plugin
     batch = module._on_before_batch_transfer(precision.convert_input(part.batch), dataloader_idx=0)
-    batch = module._apply_batch_transfer_handler(batch, device=strategy.root_device, dataloader_idx=0)
+    batch = module._apply_batch_transfer_handler(
+        batch, device=strategy.root_device, dataloader_idx=0
+    )
     return _step(strategy, batch)
 
 
@@ -93,23 +115,36 @@ def _silent(module: Any) -> Iterator[None]:
         trainer.loggers = loggers
 
 
-_JOINED = {"mean": torch.add, "avg": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-Sums = tuple[torch.Tensor, ...]  # a figure times its weight, and the weight; of a figure that is no mean itself alone
+_JOINED = {
+    "mean": torch.add,
+    "avg": torch.add,
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+Sums = tuple[
+    torch.Tensor, ...
+]  # a figure times its weight, and the weight; of a figure that is no mean itself alone
 
 
 class PassFigures:
-    """The figures of a batch, over its passes so far; ranks meet for each of them once in a pass, with its last piece.
+    """The figures of a batch, over its passes so far; ranks meet for each of them once in a pass,
+    with its last piece.
 
     `reduce` is the strategy's own, over the ranks.
     """
 
-    def __init__(self, module: Any, device: torch.device, reduce: Callable[..., Any], timer: StepTimer) -> None:
+    def __init__(
+        self, module: Any, device: torch.device, reduce: Callable[..., Any], timer: StepTimer
+    ) -> None:
         self._module, self._device, self._reduce, self._timer = module, device, reduce, timer
         self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._part: Part | None = None  # whose forward pass runs
         self._calls = 0  # for figures of all ranks, in this forward pass
         self._left = 0  # rows of the pass that aren't computed yet
-        self._earlier: dict[Any, Sums] = {}  # of passes before, by the call's number or the figure's name
+        self._earlier: dict[
+            Any, Sums
+        ] = {}  # of passes before, by the call's number or the figure's name
         self._pieces: dict[Any, Sums] = {}  # of pieces of the pass before this one
         self._met: dict[Any, Sums] = {}  # of the whole pass
 
@@ -129,7 +164,9 @@ class PassFigures:
             self._pieces, self._met = {}, {}
 
     def keep(self) -> Callable[[], None]:
-        """Note what the module has and logs; the function that puts it back, but for what ranks have met for."""
+        """Note what the module has and logs; the function that puts it back, but for what ranks
+        have met for.
+        """
         attributes = keep_attributes(self._module, *self._metrics, apart=(self._module._buffers,))
         logged, pieces = self._keep_logged(), dict(self._pieces)
 
@@ -144,15 +181,22 @@ class PassFigures:
         before = {name: dict(vars(figure)) for name, figure in self._logged.items()}
 
         def put_back() -> None:
-            for name, figure in self._logged.items():  # also a new one stays known to ranks that meet for it
+            for (
+                name,
+                figure,
+            ) in self._logged.items():  # also a new one stays known to ranks that meet for it
                 for state, default in figure._defaults.items():
-                    setattr(figure, state, before[name][state] if name in before else default.clone())
+                    setattr(
+                        figure, state, before[name][state] if name in before else default.clone()
+                    )
 
         return put_back
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """The context of a part's forward pass, whose figures count by `rows`; not at all where it has no weight."""
+        """The context of a part's forward pass, whose figures count by `rows`; not at all where it
+        has no weight.
+        """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size
         module._current_fx_name, logged.batch_size = "training_step", rows
@@ -170,15 +214,25 @@ class PassFigures:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Let what was logged of a step on this rank alone be the mean over the passes so far, as over ranks."""
+        """Let what was logged of a step on this rank alone be the mean over the passes so far, as
+        over ranks.
+        """
         for name, figure in self._logged.items():
             meta, own = figure.meta, figure._forward_cache
-            alone = figure.is_tensor and meta.on_step and meta.is_mean_reduction and not meta.sync.should
+            alone = (
+                figure.is_tensor
+                and meta.on_step
+                and meta.is_mean_reduction
+                and not meta.sync.should
+            )
             if alone and own is not before.get(name):
-                figure._forward_cache = self._join(name, "mean", self._weigh(own), lambda each: each).to(own.dtype)
+                figure._forward_cache = self._join(
+                    name, "mean", self._weigh(own), lambda each: each
+                ).to(own.dtype)
 
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
-        """The figure of all ranks; in a pass, a mean is that of the global batch over the passes so far.
+        """The figure of all ranks; in a pass, a mean is that of the global batch over the passes so
+        far.
 
         A mean of whole numbers isn't cut off: Lightning divides by the mean number of rows.
         """
@@ -191,15 +245,23 @@ class PassFigures:
         mean = op in ("mean", "avg")
         key, self._calls = self._calls, self._calls + 1
         own = self._weigh(figure) if mean else (figure.clone(),)
-        return self._join(key, op, own, lambda each: self._reduce(each, group, "sum" if mean else op)).to(figure.dtype)
+        return self._join(
+            key, op, own, lambda each: self._reduce(each, group, "sum" if mean else op)
+        ).to(figure.dtype)
 
     def _weigh(self, figure: torch.Tensor) -> Sums:
         assert self._part is not None
-        weight = torch.as_tensor(self._part.weight, dtype=torch.float64, device=figure.device).clone()
+        weight = torch.as_tensor(
+            self._part.weight, dtype=torch.float64, device=figure.device
+        ).clone()
         return (figure * weight if weight else torch.zeros_like(figure)), weight
 
-    def _join(self, key: Any, op: str, own: Sums, meet: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The figure with those of pieces and passes before; what ranks have met for already stays."""
+    def _join(
+        self, key: Any, op: str, own: Sums, meet: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The figure with those of pieces and passes before; what ranks have met for already
+        stays.
+        """
         assert self._part is not None
         if key not in self._met:
             own = _add(op, self._pieces.get(key), own)
@@ -213,7 +275,11 @@ class PassFigures:
 
 
 def _add(op: str, before: Sums | None, own: Sums) -> Sums:
-    return own if before is None else tuple(_JOINED[op](*pair) for pair in zip(before, own, strict=True))
+    return (
+        own
+        if before is None
+        else tuple(_JOINED[op](*pair) for pair in zip(before, own, strict=True))
+    )
 
 
 def _figure(sums: Sums) -> torch.Tensor:

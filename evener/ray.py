@@ -1,4 +1,5 @@
-"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`, with `Split()` in the training loop.
+"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`, with `Split()` in the
+training loop.
 
 Each worker runs on its share's host and device. Ranks, the process group and checkpoints are Ray's.
 """
@@ -44,17 +45,27 @@ def trainer(
     ray_address: str = "",
     **options: Any,
 ) -> TorchTrainer:
-    """A TorchTrainer with a worker for each share of the plan, on its host and device; `options` are TorchTrainer's.
+    """A TorchTrainer with a worker for each share of the plan, on its host and device; `options`
+    are TorchTrainer's.
 
-    Where the plan uses some GPUs of a host, the others are reserved too, as long as the trainer is kept.
-    PlanError, RequestError or DeviceError if the plan, the options or the cluster at `ray_address` aren't fit for it.
+    Where the plan uses some GPUs of a host, the others are reserved too, as long as the trainer is
+    kept. PlanError, RequestError or DeviceError if the plan, the options or the cluster at
+    `ray_address` aren't fit for it.
     """
     chosen = plan if isinstance(plan, Plan) else load_plan(plan)
     _check(chosen, options)
     nodes = find_plan_nodes(chosen, ray_address)
     active = chosen.layout.active
-    gpus = {host: [share.device for share in active if share.host == host and not is_cpu(share)] for host in nodes}
-    held = [agent for host, node in nodes.items() if gpus[host] for agent in hold_other_gpus(node, gpus[host])]
+    gpus = {
+        host: [share.device for share in active if share.host == host and not is_cpu(share)]
+        for host in nodes
+    }
+    held = [
+        agent
+        for host, node in nodes.items()
+        if gpus[host]
+        for agent in hold_other_gpus(node, gpus[host])
+    ]
     base = torch_config or TorchConfig()
     given = {each.name: getattr(base, each.name) for each in fields(TorchConfig)}
     if any(gpus.values()) and not base.backend:
@@ -90,14 +101,18 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """The resources of each worker, the same for all: a CPU each, or as much as every host has for each."""
+    """The resources of each worker, the same for all: a CPU each, or as much as every host has for
+    each.
+    """
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
     return resources if all(map(is_cpu, plan.layout.active)) else {**resources, "GPU": 1}
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The training loop of a worker, which finds the plan and its device as evener launch would say them."""
+    """The training loop of a worker, which finds the plan and its device as evener launch would say
+    them.
+    """
     text = to_toml(plan)
 
     @functools.wraps(train_loop)
@@ -107,7 +122,9 @@ def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]
             path.write_bytes(text)
             os.environ[PLAN] = str(path)
             own = get_device()
-            os.environ[DEVICE] = next((name for name, i in visible_gpus().items() if own.index == i), "")
+            os.environ[DEVICE] = next(
+                (name for name, i in visible_gpus().items() if own.index == i), ""
+            )
             return train_loop(*arguments)
 
     return train
@@ -127,7 +144,9 @@ class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Have gloo and NCCL take the interface to the other hosts, before the process group is made."""
+        """Have gloo and NCCL take the interface to the other hosts, before the process group is
+        made.
+        """
         worker_group.execute(_settle_on_host, backend_config.hosts)
         super().on_start(worker_group, backend_config)
 

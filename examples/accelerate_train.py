@@ -1,7 +1,7 @@
 """Train a small network with accelerate and a plan: two lines differ.
 
-    evener balance --framework torch --workload examples/accelerate_train.py:build --export plan.toml
-    evener launch plan.toml examples/accelerate_train.py
+    evener balance --framework torch --workload examples/accelerate_train.py:build --export
+    plan.toml evener launch plan.toml examples/accelerate_train.py
 
 A plan with shares in passes needs one more loop, over split.parts: see docs/training_torch.md.
 """
@@ -24,7 +24,9 @@ ROWS, SIZE, CLASSES = 65_536, 256, 10
 
 def network() -> nn.Module:
     """Three dense layers."""
-    return nn.Sequential(nn.Linear(SIZE, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES))
+    return nn.Sequential(
+        nn.Linear(SIZE, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES)
+    )
 
 
 def vectors(rows: int = ROWS) -> TensorDataset:
@@ -43,7 +45,9 @@ def build() -> tuple[Any, ...]:
 
 def main() -> None:
     """Train, and print a line per epoch on the first rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
 
@@ -52,7 +56,10 @@ def main() -> None:
     torch.manual_seed(0)
     module = network()
     model, optimizer = accelerator.prepare(module, torch.optim.Adam(module.parameters(), 1e-3))
-    model, loader = split.wrap(model), split.loader(vectors(), seed=0)  # 1: instead of preparing the loader
+    model, loader = (
+        split.wrap(model),
+        split.loader(vectors(), seed=0),
+    )  # 1: instead of preparing the loader
     for epoch in range(options.epochs):
         began = time.monotonic()
         for inputs, labels in loader:
@@ -62,7 +69,10 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         mean = split.mean(loss)  # 2: over all ranks' rows
-        accelerator.print(f"epoch {epoch + 1}: loss {mean:.4f}, {ROWS / (time.monotonic() - began):,.0f} samples/s")
+        accelerator.print(
+            f"epoch {epoch + 1}: loss {mean:.4f}, {ROWS / (time.monotonic() - began):,.0f} "
+            f"samples/s"
+        )
 
 
 if __name__ == "__main__":

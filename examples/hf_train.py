@@ -1,4 +1,5 @@
-"""Train a small Llama from its configuration with transformers' Trainer and a plan: two lines differ.
+"""Train a small Llama from its configuration with transformers' Trainer and a plan: two lines
+differ.
 
 evener balance --framework torch --workload examples/hf_train.py:build --export plan.toml
 evener launch plan.toml examples/hf_train.py --planned
@@ -36,7 +37,12 @@ class Texts(torch.utils.data.Dataset[dict[str, Any]]):
 
 def network() -> LlamaForCausalLM:
     """Four layers."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes))
 
 
@@ -63,7 +69,9 @@ def build() -> Any:
 
 def main() -> None:
     """Train, by a plan if one is given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--planned", action="store_true", help="by the plan of evener launch")
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--epochs", type=float, default=1.0)
@@ -72,7 +80,10 @@ def main() -> None:
     trainer = make_trainer(kind, options.rows, options.epochs)
     result = trainer.train()
     if trainer.is_world_process_zero():
-        print(f"{result.metrics['train_samples_per_second']:,.0f} samples/s, loss {result.training_loss:.4f}")
+        print(
+            f"{result.metrics['train_samples_per_second']:,.0f} samples/s, loss "
+            f"{result.training_loss:.4f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Recurrent layers on one device and on two: time, accuracy and validation accuracy by batch size.
 
-    python examples/keras_gru_digits.py --seeds 3                     # 4 x GRU 512 and Dense 128, as on GPUs
-    python examples/keras_gru_digits.py --seeds 4 --units 32 --layers 2 --epochs 20 --sizes 128 256   # small, for a CPU
+    python examples/keras_gru_digits.py --seeds 3                     # 4 x GRU 512 and Dense 128,
+    as on GPUs python examples/keras_gru_digits.py --seeds 4 --units 32 --layers 2 --epochs 20
+    --sizes 128 256   # small, for a CPU
 
-The data are scikit-learn's handwritten digits, 1797 pictures of 8 x 8, read as 8 lines of 8 dots. Such a
-training has lost half of its accuracy on two GPUs; with correctly weighted shares it loses none.
+The data are scikit-learn's handwritten digits, 1797 pictures of 8 x 8, read as 8 lines of 8 dots.
+Such a training has lost half of its accuracy on two GPUs; with correctly weighted shares it loses
+none.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ import numpy as np
 
 from evener.keras_split import Split, make_logical_cpus
 
-HEADER = ("Epochs", "Batch size", "acc (1)", "val_acc (1)", "Time (1)", "acc (2)", "val_acc (2)", "Time (2)")
+HEADER = (
+    "Epochs",
+    "Batch size",
+    "acc (1)",
+    "val_acc (1)",
+    "Time (1)",
+    "acc (2)",
+    "val_acc (2)",
+    "Time (2)",
+)
 
 
 def main() -> None:
@@ -27,13 +38,19 @@ def main() -> None:
     devices = two_devices()
     data = load(options.seed)
     shares = " : ".join(f"{ratio:g}" for ratio in options.ratios)
-    print(f"{options.layers} x GRU {options.units}, Dense {options.dense}; {' and '.join(devices)} share {shares}\n")
+    print(
+        f"{options.layers} x GRU {options.units}, Dense {options.dense}; "
+        f"{' and '.join(devices)} share {shares}\n"
+    )
     print("|" + "|".join(HEADER) + "|")
     print("|" + "---:|" * len(HEADER))
     said = []
     for batch in options.sizes:
         seeds = range(options.seed, options.seed + options.seeds)
-        results = [np.array([train(options, devices[:count], batch, data, seed) for seed in seeds]) for count in (1, 2)]
+        results = [
+            np.array([train(options, devices[:count], batch, data, seed) for seed in seeds])
+            for count in (1, 2)
+        ]
         cells = [str(options.epochs), str(batch), *summary(results[0]), *summary(results[1])]
         print("|" + "|".join(cells) + "|", flush=True)
         said.append(verdict(batch, *results))
@@ -44,12 +61,21 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256, 512, 1024], help="batch sizes")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[128, 256, 512, 1024], help="batch sizes"
+    )
     parser.add_argument("--units", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dense", type=int, default=128)
-    parser.add_argument("--ratios", type=float, nargs=2, default=[3.0, 2.0], help="how two devices share a batch")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings with other initial weights; the table shows ±")
+    parser.add_argument(
+        "--ratios", type=float, nargs=2, default=[3.0, 2.0], help="how two devices share a batch"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="trainings with other initial weights; the table shows ±",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     return parser.parse_args()
 
@@ -76,15 +102,25 @@ def load(seed: int) -> tuple[Any, Any, Any, Any]:
 
 
 def train(
-    options: argparse.Namespace, devices: Sequence[str], batch: int, data: tuple[Any, Any, Any, Any], seed: int
+    options: argparse.Namespace,
+    devices: Sequence[str],
+    batch: int,
+    data: tuple[Any, Any, Any, Any],
+    seed: int,
 ) -> tuple[float, float, float]:
     """Accuracy, validation accuracy and seconds of one training."""
     import keras
 
     def make_model() -> Any:
         keras.utils.set_random_seed(seed)
-        gru = [keras.layers.GRU(options.units, return_sequences=i < options.layers - 1) for i in range(options.layers)]
-        dense = [keras.layers.Dense(options.dense, activation="relu"), keras.layers.Dense(10, activation="softmax")]
+        gru = [
+            keras.layers.GRU(options.units, return_sequences=i < options.layers - 1)
+            for i in range(options.layers)
+        ]
+        dense = [
+            keras.layers.Dense(options.dense, activation="relu"),
+            keras.layers.Dense(10, activation="softmax"),
+        ]
         model = keras.Sequential([keras.Input((8, 8)), *gru, *dense])
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
         return model
@@ -94,17 +130,25 @@ def train(
     model = split.build(make_model)
     x, y, held_x, held_y = data
     started = time.perf_counter()
-    log = model.fit(x, y, epochs=options.epochs, validation_data=(held_x, held_y), verbose=0).history
+    log = model.fit(
+        x, y, epochs=options.epochs, validation_data=(held_x, held_y), verbose=0
+    ).history
     return log["accuracy"][-1], log["val_accuracy"][-1], time.perf_counter() - started
 
 
 def summary(results: Any) -> list[str]:
-    """The means of (seeds, 3) results as cells; with several seeds, the spread of the accuracies."""
+    """The means of (seeds, 3) results as cells; with several seeds, the spread of the
+    accuracies.
+    """
     accuracy, validation, seconds = results.mean(0)
     if len(results) == 1:
         return [f"{accuracy:.2f}", f"{validation:.2f}", f"{seconds:.1f}"]
     spread = results.std(0, ddof=1)
-    return [f"{accuracy:.3f} ± {spread[0]:.3f}", f"{validation:.3f} ± {spread[1]:.3f}", f"{seconds:.1f}"]
+    return [
+        f"{accuracy:.3f} ± {spread[0]:.3f}",
+        f"{validation:.3f} ± {spread[1]:.3f}",
+        f"{seconds:.1f}",
+    ]
 
 
 def verdict(batch: int, one: Any, two: Any) -> str:

@@ -35,11 +35,18 @@ def training_data() -> Any:
 
 def main() -> None:
     """Train by the plan of evener launch."""
-    parser = argparse.ArgumentParser(description="Train a small network by the plan of evener launch.")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="train for about this long, by the plan's samples/s"
+    parser = argparse.ArgumentParser(
+        description="Train a small network by the plan of evener launch."
     )
-    parser.add_argument("--rows", type=int, default=ROWS, help="the least number of pictures to train on")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="train for about this long, by the plan's samples/s",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=ROWS, help="the least number of pictures to train on"
+    )
     options = parser.parse_args()
 
     from evener.keras_split import Report, Split
@@ -61,8 +68,14 @@ def main() -> None:
         measured = plan.throughput.samples_per_second
         print(f"Engine {split.engine}: {split.why}")
         print(f"Shares {', '.join(map(str, split.shares))}: {batch} samples a step.")
-        print(f"{clock.rate:,.0f} samples/s over {clock.steps} steps; the plan says {measured:,.0f}.")
-        print("On 1000 other samples: " + ", ".join(f"{name} {value:.3f}" for name, value in held.items()) + ".")
+        print(
+            f"{clock.rate:,.0f} samples/s over {clock.steps} steps; the plan says {measured:,.0f}."
+        )
+        print(
+            "On 1000 other samples: "
+            + ", ".join(f"{name} {value:.3f}" for name, value in held.items())
+            + "."
+        )
 
 
 def parts(plan: Plan) -> tuple[Any, Any]:
@@ -83,7 +96,9 @@ def whole_batches(rows: int, batch: int, one: tuple[Any, Any]) -> int:
 
 
 def clock_callback(wanted: int, batch: int) -> Any:
-    """A callback that stops after this number of steps and has their samples/s, without the first ones."""
+    """A callback that stops after this number of steps and has their samples/s, without the first
+    ones.
+    """
     import keras
 
     class Clock(keras.callbacks.Callback):

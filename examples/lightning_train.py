@@ -24,10 +24,18 @@ class Classifier(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Linear(SIZE, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES)]
+        layers = [
+            nn.Linear(SIZE, 512),
+            nn.ReLU(),
+            nn.Linear(512, 512),
+            nn.ReLU(),
+            nn.Linear(512, CLASSES),
+        ]
         self.network = nn.Sequential(*layers)
 
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(
+        self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int
+    ) -> torch.Tensor:
         """The mean loss of a batch."""
         inputs, labels = batch
         loss = nn.functional.cross_entropy(self.network(inputs), labels)
@@ -54,7 +62,9 @@ def build() -> tuple[Classifier, TensorDataset]:
 
 def main() -> None:
     """Train, and print the rate and the last epoch's loss on the first rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
 
@@ -73,7 +83,10 @@ def main() -> None:
     trainer.fit(Classifier(), split.loader(vectors(), seed=0))  # 3
     if trainer.is_global_zero:
         rate = ROWS * options.epochs / (time.monotonic() - began)
-        print(f"{rate:,.0f} samples/s with the start, loss {float(trainer.callback_metrics['loss']):.4f}")
+        print(
+            f"{rate:,.0f} samples/s with the start, loss "
+            f"{float(trainer.callback_metrics['loss']):.4f}"
+        )
 
 
 if __name__ == "__main__":

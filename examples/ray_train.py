@@ -1,7 +1,8 @@
-"""Train a small network with Ray Train by a plan over several hosts; a failed training goes on from Ray's checkpoint.
+"""Train a small network with Ray Train by a plan over several hosts; a failed training goes on from
+Ray's checkpoint.
 
-evener balance --devices ray --framework torch --workload examples/torch_train.py:build --export plan.toml
-python examples/ray_train.py plan.toml --storage /shared/runs
+evener balance --devices ray --framework torch --workload examples/torch_train.py:build --export
+plan.toml python examples/ray_train.py plan.toml --storage /shared/runs
 """
 
 from __future__ import annotations
@@ -60,19 +61,26 @@ def save(parts: tuple[Any, ...], epoch: int, loss: float, rank: int) -> None:
         if rank == 0:
             torch.save(([part.state_dict() for part in parts], epoch), Path(folder, "state.pt"))
         ray.train.report(
-            {"epoch": epoch, "loss": loss}, ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
+            {"epoch": epoch, "loss": loss},
+            ray.train.Checkpoint.from_directory(folder) if rank == 0 else None,
         )
 
 
 def main() -> None:
     """Train, and print what the first worker said last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("plan")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--storage", help="a folder that every host can write")
     options = parser.parse_args()
-    run = ray.train.RunConfig(storage_path=options.storage, failure_config=ray.train.FailureConfig(max_failures=1))
-    result = trainer(options.plan, train_loop, train_loop_config={"epochs": options.epochs}, run_config=run).fit()
+    run = ray.train.RunConfig(
+        storage_path=options.storage, failure_config=ray.train.FailureConfig(max_failures=1)
+    )
+    result = trainer(
+        options.plan, train_loop, train_loop_config={"epochs": options.epochs}, run_config=run
+    ).fit()
     print(result.metrics)
 
 

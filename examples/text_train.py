@@ -1,4 +1,5 @@
-"""Train a small decoder in PyTorch on texts of unequal length: each pass has texts of like length, dealt by cost.
+"""Train a small decoder in PyTorch on texts of unequal length: each pass has texts of like length,
+dealt by cost.
 
 evener balance --framework torch --workload examples/text_train.py:build --export plan.toml
 evener launch plan.toml examples/text_train.py
@@ -28,7 +29,9 @@ IGNORED = -100  # the target of padding
 
 
 class Texts(Dataset):
-    """Generated texts: a word follows from the two before it. `lengths` are their words, lognormal."""
+    """Generated texts: a word follows from the two before it. `lengths` are their words,
+    lognormal.
+    """
 
     def __init__(self, rows: int, seed: int) -> None:
         draws = random.Random(seed)
@@ -51,7 +54,9 @@ class Texts(Dataset):
 def collate(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Words and the words that follow them, (rows, longest of these texts)."""
     words = pad_sequence([text[:-1] for text in texts], batch_first=True)
-    return words, pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
+    return words, pad_sequence(
+        [text[1:] for text in texts], batch_first=True, padding_value=IGNORED
+    )
 
 
 class Decoder(nn.Module):
@@ -60,7 +65,9 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST + 1, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.scores = nn.Linear(WIDTH, WORDS)
 
@@ -75,7 +82,9 @@ class Decoder(nn.Module):
 
 def mean_loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     """The mean over the words that aren't padding."""
-    return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten(), ignore_index=IGNORED)
+    return nn.functional.cross_entropy(
+        scores.flatten(0, 1), following.flatten(), ignore_index=IGNORED
+    )
 
 
 def count(part: Any) -> torch.Tensor:
@@ -85,7 +94,9 @@ def count(part: Any) -> torch.Tensor:
 
 
 def build(rows: int = ROWS) -> tuple[Any, ...]:
-    """For `--workload examples/text_train.py:build`: what is trained, the texts' lengths, and the loader's options."""
+    """For `--workload examples/text_train.py:build`: what is trained, the texts' lengths, and the
+    loader's options.
+    """
     model = Decoder()
     data = (Texts(rows, seed=1), {"collate_fn": collate})
     return model, torch.optim.AdamW(model.parameters(), 1e-3), mean_loss, data
@@ -106,8 +117,12 @@ def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Op
 
 def main() -> None:
     """Train, and print a line per epoch on the first rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a file written by evener balance --export; evener launch has said it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plan", help="a file written by evener balance --export; evener launch has said it"
+    )
     parser.add_argument("--global-batch", type=int, help="texts per step, if not the plan's")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", type=int, default=ROWS)

@@ -1,9 +1,10 @@
-"""Train on from one checkpoint with two batches, to see what the larger one costs: docs/learning.md says how.
+"""Train on from one checkpoint with two batches, to see what the larger one costs: docs/learning.md
+says how.
 
-evener balance --framework torch -w examples/torch_branch.py:build --global-batch 512 --export plan.toml
-evener launch plan.toml examples/torch_branch.py --save last.pt
-evener launch plan.toml examples/torch_branch.py --resume last.pt
-evener launch plan.toml examples/torch_branch.py --resume last.pt --global-batch 1024 --rate 1.4e-3
+evener balance --framework torch -w examples/torch_branch.py:build --global-batch 512 --export
+plan.toml evener launch plan.toml examples/torch_branch.py --save last.pt evener launch plan.toml
+examples/torch_branch.py --resume last.pt evener launch plan.toml examples/torch_branch.py --resume
+last.pt --global-batch 1024 --rate 1.4e-3
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def points(rows: int, seed: int) -> TensorDataset:
     """Random points, labelled by the largest of three coordinates and noise."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, 16, generator=generator)
-    return TensorDataset(inputs, (inputs[:, :3] + torch.randn(rows, 3, generator=generator)).argmax(1))
+    return TensorDataset(
+        inputs, (inputs[:, :3] + torch.randn(rows, 3, generator=generator)).argmax(1)
+    )
 
 
 def network() -> nn.Module:
@@ -34,18 +37,24 @@ def network() -> nn.Module:
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
-    """For `--workload examples/torch_branch.py:build`: the same network, optimizer, loss and data."""
+    """For `--workload examples/torch_branch.py:build`: the same network, optimizer, loss and
+    data.
+    """
     model = network()
     return model, torch.optim.Adam(model.parameters()), CRITERION, points(HELD_OUT, seed=1)
 
 
-def train(split: Split, model: Any, optimizer: torch.optim.Optimizer, loader: Any, rows: int) -> int:
+def train(
+    split: Split, model: Any, optimizer: torch.optim.Optimizer, loader: Any, rows: int
+) -> int:
     """Train on this number of rows, as near as whole steps come; returns how many they were."""
     trained = 0
     while trained < rows:
         for images, labels in loader:
             optimizer.zero_grad()
-            split.step((images, labels), lambda part: CRITERION(model(part.batch[0]), part.batch[1]))
+            split.step(
+                (images, labels), lambda part: CRITERION(model(part.batch[0]), part.batch[1])
+            )
             optimizer.step()
             trained += split.global_batch
             if trained >= rows:
@@ -59,14 +68,22 @@ def held_out_loss(split: Split, model: Any) -> float:
     with torch.no_grad():
         for images, labels in split.loader(points(HELD_OUT, seed=2), shuffle=False, training=False):
             found = model(images.to(split.device))[: split.rows]
-            total += float(nn.functional.cross_entropy(found, labels.to(split.device)[: split.rows], reduction="sum"))
+            total += float(
+                nn.functional.cross_entropy(
+                    found, labels.to(split.device)[: split.rows], reduction="sum"
+                )
+            )
     return split.total(total) / HELD_OUT
 
 
 def main() -> None:
     """Train, and print the loss of rows that weren't seen."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a file written by evener balance --export; evener launch says it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plan", help="a file written by evener balance --export; evener launch says it"
+    )
     parser.add_argument("--global-batch", type=int, help="samples per step, if not the plan's")
     parser.add_argument("--rows", type=int, default=32_768, help="to train on")
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -87,7 +104,10 @@ def main() -> None:
     trained = train(split, model, optimizer, loader, options.rows)
     loss = held_out_loss(split, model)
     if split.rank == 0:
-        print(f"{split.global_batch} rows a step at a rate of {options.rate:g}: loss {loss:.4f} after {trained} rows")
+        print(
+            f"{split.global_batch} rows a step at a rate of {options.rate:g}: loss {loss:.4f} "
+            f"after {trained} rows"
+        )
         if options.save:
             torch.save((net.state_dict(), optimizer.state_dict()), options.save)
     split.close()

@@ -1,10 +1,13 @@
-"""Four recurrent layers on handwritten digits, on one device and on several unequal ones: time, accuracy, table.
+"""Four recurrent layers on handwritten digits, on one device and on several unequal ones: time,
+accuracy, table.
 
-    python examples/torch_gru_digits.py                          # 4 x GRU 512 and Dense 128, batch 128 to 1024
-    python examples/torch_gru_digits.py --units 64 --ratios 3 1  # smaller; two devices at 3:1
+    python examples/torch_gru_digits.py                          # 4 x GRU 512 and Dense 128, batch
+    128 to 1024 python examples/torch_gru_digits.py --units 64 --ratios 3 1  # smaller; two devices
+    at 3:1
 
-The digits are scikit-learn's 1797, each a sequence of 8 rows of 8 dots. Two devices take another time than one and
-learn the same: the columns (2) would be worse if the split changed what is learned. On a CPU a device is one thread.
+The digits are scikit-learn's 1797, each a sequence of 8 rows of 8 dots. Two devices take another
+time than one and learn the same: the columns (2) would be worse if the split changed what is
+learned. On a CPU a device is one thread.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class Digits(nn.Module):
 def data() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
     """Four fifths to train on, one to test."""
     images, labels = load_digits(return_X_y=True)
-    parts = train_test_split(images.reshape(-1, 8, 8) / 16.0, labels, test_size=0.2, random_state=0, stratify=labels)
+    parts = train_test_split(
+        images.reshape(-1, 8, 8) / 16.0, labels, test_size=0.2, random_state=0, stratify=labels
+    )
     train_x, test_x, train_y, test_y = (torch.as_tensor(part) for part in parts)
     dataset = torch.utils.data.TensorDataset
     return dataset(train_x.float(), train_y), dataset(test_x.float(), test_y)
@@ -62,7 +67,9 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
     return split.total(right) / split.total(rows)
 
 
-def train(options: argparse.Namespace, ratios: list[float], batch: int, seed: int) -> dict[str, float]:
+def train(
+    options: argparse.Namespace, ratios: list[float], batch: int, seed: int
+) -> dict[str, float]:
     """One training of one cell of the table."""
     split = Split(ratios=ratios, global_batch=batch)
     training, testing = data()
@@ -73,12 +80,17 @@ def train(options: argparse.Namespace, ratios: list[float], batch: int, seed: in
     started = time.monotonic()
     for _ in range(options.epochs):
         for images, labels in loader:
-            loss = nn.functional.cross_entropy(model(images.to(split.device)), labels.to(split.device))
+            loss = nn.functional.cross_entropy(
+                model(images.to(split.device)), labels.to(split.device)
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     seconds = time.monotonic() - started
-    found = [accuracy(split, model, split.loader(part, shuffle=False, training=False)) for part in (training, testing)]
+    found = [
+        accuracy(split, model, split.loader(part, shuffle=False, training=False))
+        for part in (training, testing)
+    ]
     return dict(zip(COLUMNS, [*found, seconds], strict=True))
 
 
@@ -91,7 +103,14 @@ def column(options: argparse.Namespace, ratios: list[float]) -> Iterator[dict[st
 
 def several_devices(count: int) -> list[dict[str, float]]:
     """The cells of several devices' column, from a process for each of them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(count),
+    ]
     command += [__file__, "--column", *sys.argv[1:]]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -104,24 +123,34 @@ def cell(cells: list[dict[str, float]], batch: int, name: str) -> str:
     mean = sum(values) / len(values)
     if name == "Time":
         return f"{mean:.1f}"
-    return f"{mean:.2f}" if len(values) == 1 else f"{mean:.2f} ({min(values):.2f}–{max(values):.2f})"
+    return (
+        f"{mean:.2f}" if len(values) == 1 else f"{mean:.2f} ({min(values):.2f}–{max(values):.2f})"
+    )
 
 
 def verdict(one: list[dict[str, float]], several: list[dict[str, float]], batch: int) -> str:
     """Whether several devices' mean accuracies lie within the range of one device's seeds."""
     found = []
     for name in ("acc", "val_acc"):
-        alone, together = ([cell[name] for cell in cells if cell["batch"] == batch] for cells in (one, several))
+        alone, together = (
+            [cell[name] for cell in cells if cell["batch"] == batch] for cells in (one, several)
+        )
         mean = sum(together) / len(together)
         inside = "inside" if min(alone) <= mean <= max(alone) else "OUTSIDE"
-        found.append(f"{name} {mean:.3f} is {inside} one device's {min(alone):.3f} to {max(alone):.3f}")
+        found.append(
+            f"{name} {mean:.3f} is {inside} one device's {min(alone):.3f} to {max(alone):.3f}"
+        )
     return f"Batch {batch}, several devices: {'; '.join(found)}."
 
 
 def main() -> None:
     """Print the table; with --column, be one rank of one column."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 1.0], help="of the several devices")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[2.0, 1.0], help="of the several devices"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--units", type=int, default=512)

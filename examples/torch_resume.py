@@ -1,4 +1,5 @@
-"""Train in PyTorch so that killed processes and lost devices cost no more than the steps since the last checkpoint.
+"""Train in PyTorch so that killed processes and lost devices cost no more than the steps since the
+last checkpoint.
 
 evener launch --max-restarts 3 plan.toml examples/torch_resume.py --checkpoint checkpoint.pt
 """
@@ -34,8 +35,12 @@ def save(checkpoint: Path, parts: Any) -> None:
 
 def main() -> None:
     """Train, and go on from the checkpoint if there is one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a file written by evener balance --export; evener launch says it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plan", help="a file written by evener balance --export; evener launch says it"
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
@@ -46,7 +51,11 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
     model, loader = split.wrap(net), split.loader(points(), seed=0)
     optimizer = torch.optim.AdamW(net.parameters())
-    parts = (net, optimizer, split)  # the bare network: its state is the same on any number of devices
+    parts = (
+        net,
+        optimizer,
+        split,
+    )  # the bare network: its state is the same on any number of devices
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint, map_location=split.device)
         for part, state in zip(parts, saved, strict=True):
@@ -58,7 +67,9 @@ def main() -> None:
             loss = 0.0
             for part in split.parts(batch):  # one, unless the plan computes shares in passes
                 inputs, labels = part.batch
-                loss += part.backward(criterion(model(inputs.to(split.device)), labels.to(split.device)))
+                loss += part.backward(
+                    criterion(model(inputs.to(split.device)), labels.to(split.device))
+                )
             optimizer.step()
             optimizer.zero_grad()
             if step % options.every == 0 and split.rank == 0:

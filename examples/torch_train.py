@@ -1,4 +1,5 @@
-"""Train a small network in PyTorch with a plan: three lines and the loop over parts differ from one for one device.
+"""Train a small network in PyTorch with a plan: three lines and the loop over parts differ from one
+for one device.
 
 evener balance --framework torch --workload examples/torch_train.py:build --export plan.toml
 evener launch plan.toml examples/torch_train.py
@@ -23,7 +24,9 @@ ROWS = 16_384
 
 
 def pictures(rows: int, seed: int) -> TensorDataset:
-    """Ten generated patterns with noise. A TensorDataset's rows are fetched one batch at a time, not one by one."""
+    """Ten generated patterns with noise. A TensorDataset's rows are fetched one batch at a time,
+    not one by one.
+    """
     patterns = torch.rand(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
@@ -48,9 +51,16 @@ def network() -> nn.Module:
 
 
 def build(rows: int = ROWS) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
-    """For `--workload examples/torch_train.py:build`: the same network, optimizer, loss and data set."""
+    """For `--workload examples/torch_train.py:build`: the same network, optimizer, loss and data
+    set.
+    """
     model = network()
-    return model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), pictures(rows, seed=1)
+    return (
+        model,
+        torch.optim.Adam(model.parameters()),
+        nn.CrossEntropyLoss(),
+        pictures(rows, seed=1),
+    )
 
 
 def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Optimizer) -> float:
@@ -62,7 +72,9 @@ def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Op
         loss = 0.0
         for part in split.parts(batch):  # one, unless the plan computes shares in passes
             images, labels = part.batch
-            loss += part.backward(criterion(model(images.to(split.device)), labels.to(split.device)))
+            loss += part.backward(
+                criterion(model(images.to(split.device)), labels.to(split.device))
+            )
         optimizer.step()
     return split.mean(loss)
 
@@ -80,13 +92,21 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
 
 def main() -> None:
     """Train, and print a line per epoch on the first rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", help="a file written by evener balance --export; evener launch says it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plan", help="a file written by evener balance --export; evener launch says it"
+    )
     parser.add_argument("--global-batch", type=int, help="samples per step, if not the plan's")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--seconds", type=float, default=0.0, help="train for this long instead of --epochs")
-    parser.add_argument("--strict", action="store_true", help="refuse a plan of other devices or another model")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="train for this long instead of --epochs"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a plan of other devices or another model"
+    )
     options = parser.parse_args()
 
     split = Split(options.plan, global_batch=options.global_batch, strict=options.strict)  # 1
@@ -104,14 +124,20 @@ def main() -> None:
         rates.append(options.rows / (time.monotonic() - began))
         right = accuracy(split, model, held_out)
         if split.rank == 0:
-            print(f"epoch {len(rates)}: loss {loss:.4f}, accuracy {right:.3f}, {rates[-1]:,.0f} samples/s", flush=True)
+            print(
+                f"epoch {len(rates)}: loss {loss:.4f}, accuracy {right:.3f}, {rates[-1]:,.0f} "
+                f"samples/s",
+                flush=True,
+            )
     if split.rank == 0:
         print(summary(rates, split))
     split.close()
 
 
 def summary(rates: list[float], split: Split) -> str:
-    """Samples/s over all epochs but the first, in which memory is allocated and kernels are chosen."""
+    """Samples/s over all epochs but the first, in which memory is allocated and kernels are
+    chosen.
+    """
     steady = rates[1:] or rates
     rate = len(steady) / sum(1 / each for each in steady)
     promised = split.plan.throughput.samples_per_second if split.plan else 0.0  # 0: a plan by hand

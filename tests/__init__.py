@@ -1,7 +1,7 @@
 """Tests, and what they share in tests/support.
 
-Code that pytest rewrites is kept even under PYTHONDONTWRITEBYTECODE. All of Hypothesis is, which would take each worker
-a second.
+Code that pytest rewrites is kept even under PYTHONDONTWRITEBYTECODE. All of Hypothesis is, which
+would take each worker a second.
 """
 
 import sys

@@ -41,19 +41,26 @@ LONGEST = (
     "test_keras_workloads.py",
     "test_lightning_oom.py",
 )  # a minute and more
-settings.register_profile("evener", max_examples=40, deadline=None)  # others each time; a busy machine is slow
+settings.register_profile(
+    "evener", max_examples=40, deadline=None
+)  # others each time; a busy machine is slow
 settings.register_profile("more", max_examples=1000, deadline=None)  # --hypothesis-profile=more
 settings.load_profile("evener")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A killed test run leaves no training behind that would hold a GPU's memory; the recorded journals are trusted."""
+    """A killed test run leaves no training behind that would hold a GPU's memory; the recorded
+    journals are trusted.
+    """
     end_with_this_process()
     gc.set_threshold(50_000, 20, 100)  # as in every Python that a test starts (light_start)
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
+    if (
+        "PYTEST_XDIST_WORKER" not in os.environ
+    ):  # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
         for folder in ("evener", "devices", "workloads", "balancer", "tui", "tests/support"):
             compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
-    # threads of OpenMP, which PyTorch computes with, sleep while they wait for work: spinning would take the cores from
+    # threads of OpenMP, which PyTorch computes with, sleep while they wait for work: spinning would
+    # take the cores from
     # other workers' tests, and small operations ten times as long; read when PyTorch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     add_to(registry)
@@ -69,11 +76,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def write_asserts(config: pytest.Config) -> None:
     """Rewrite the asserts of this worker's part of the test files, for all workers.
 
-    Each would rewrite every file else, which is half of what collecting takes, where PYTHONDONTWRITEBYTECODE is set.
+    Each would rewrite every file else, which is half of what collecting takes, where
+    PYTHONDONTWRITEBYTECODE is set.
     """
-    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    worker, workers = (
+        os.environ.get("PYTEST_XDIST_WORKER"),
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)),
+    )
     if worker:
-        for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: workers]:
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"))[
+            int(worker.removeprefix("gw")) :: workers
+        ]:
             written = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
             if rewrite._read_pyc(path, written) is None and rewrite.try_makedirs(written.parent):
                 status, code = rewrite._rewrite_test(path, config)
@@ -90,47 +103,64 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = list(dict.fromkeys(item.path for item in items if item.path not in slow))
     places = {path: i / len(others) for i, path in enumerate(others)}
     places |= {path: 0.75 * i / len(slow) for i, path in enumerate(slow)}
-    places |= {path: LONGEST.index(path.name) - len(LONGEST) for path in slow if path.name in LONGEST}
+    places |= {
+        path: LONGEST.index(path.name) - len(LONGEST) for path in slow if path.name in LONGEST
+    }
     items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for all tests stays: each search for garbage would go through it, a sixth of a test's time."""
+    """What was imported for all tests stays: each search for garbage would go through it, a sixth
+    of a test's time.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Search for garbage once, which says what it raises: pytest does it five times, and goes through all of it."""
+    """Search for garbage once, which says what it raises: pytest does it five times, and goes
+    through all of it.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def default_signal_handlers() -> None:
-    """Restore the handlers that nohup or `&` turned off: child processes inherit ignored signals."""
-    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    """Restore the handlers that nohup or `&` turned off: child processes inherit ignored
+    signals.
+    """
+    for number, handler in (
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def no_exported_terminal_size() -> None:
-    """COLUMNS and LINES of the caller would override the size of every terminal that a test opens."""
+    """COLUMNS and LINES of the caller would override the size of every terminal that a test
+    opens.
+    """
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
 def state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Paths that nothing is at yet; most tests never make theirs, and need no folder of pytest's for it."""
+    """Paths that nothing is at yet; most tests never make theirs, and need no folder of pytest's
+    for it.
+    """
     folder = tmp_path_factory.mktemp("states")
     return (folder / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
 def own_state(state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """XDG_STATE_HOME of the test's own: no test sees or locks what another test, or a person, left."""
+    """XDG_STATE_HOME of the test's own: no test sees or locks what another test, or a person,
+    left.
+    """
     home = next(state_folders)
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home
@@ -138,7 +168,9 @@ def own_state(state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Trainers set RANK, MASTER_PORT and the like for themselves; later tests of the worker must not see them."""
+    """Trainers set RANK, MASTER_PORT and the like for themselves; later tests of the worker must
+    not see them.
+    """
     before = dict(os.environ)
     yield
     after = dict(os.environ)
@@ -151,14 +183,18 @@ def same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_ctrl_c() -> Iterator[None]:
-    """Ray Train and trainings of several ranks leave a handler behind; later tests send themselves Ctrl-C."""
+    """Ray Train and trainings of several ranks leave a handler behind; later tests send themselves
+    Ctrl-C.
+    """
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
-    """A process group that a test left open would fail later tests of the same worker; the test that left it fails."""
+    """A process group that a test left open would fail later tests of the same worker; the test
+    that left it fails.
+    """
     yield
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed and distributed.is_initialized():
@@ -184,7 +220,8 @@ def rank_server(shared_folder: Path) -> Callable[[str], RankServer]:
 def trainer_ranks(
     rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[Any]]:
-    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see rank_server.py.
+    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see
+    rank_server.py.
 
     `imports` is a module that they use, which is imported once for all.
     """
@@ -203,7 +240,8 @@ def trainer_ranks(
 def keras_ranks(
     rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[Any]]:
-    """`keras_ranks("module.function", *arguments, world=2, roles=())`: what each process of it returned.
+    """`keras_ranks("module.function", *arguments, world=2, roles=())`: what each process of it
+    returned.
 
     `roles` are those of TensorFlow's group: `chief` and `worker`.
     """
@@ -212,7 +250,9 @@ def keras_ranks(
     def run(function: str, *arguments: Any, world: int = 1, roles: Sequence[str] = ()) -> list[Any]:
         own = folder / str(len(list(folder.iterdir())))
         ranks = [{"TF_CONFIG": config} for config in make_configs(roles)] or [{}] * world
-        server.run("tests.support.keras_start.save", own, function, *arguments, ranks=ranks, seconds=950)
+        server.run(
+            "tests.support.keras_start.save", own, function, *arguments, ranks=ranks, seconds=950
+        )
         return [json.loads((own / f"{rank}.json").read_text()) for rank in range(len(ranks))]
 
     return run
@@ -236,16 +276,20 @@ def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[An
 
 @pytest.fixture
 def own_folder(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test runs in a folder of its own, as commands do that read and write files beside them."""
+    """The test runs in a folder of its own, as commands do that read and write files beside
+    them.
+    """
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def cores_of_one_user(shared_folder: Path) -> Iterator[int]:
-    """For tests that measure on the machine's cores: a file that each of them holds with a shared lock.
+    """For tests that measure on the machine's cores: a file that each of them holds with a shared
+    lock.
 
-    Tests run in several workers at once. A test that plays another user on these cores takes the lock alone (LOCK_EX).
+    Tests run in several workers at once. A test that plays another user on these cores takes the
+    lock alone (LOCK_EX).
     """
     descriptor = os.open(shared_folder / "cores", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -270,14 +314,18 @@ def servers_of_all(
 
 @pytest.fixture
 def shared_servers(servers_of_all: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Searches in this process fork their children from servers that imported the framework for an earlier test."""
+    """Searches in this process fork their children from servers that imported the framework for an
+    earlier test.
+    """
     with servers_of_all():
         yield
 
 
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
-    """One thread for a module's tests: small tensors are fastest on one; restored because it counts for the process."""
+    """One thread for a module's tests: small tensors are fastest on one; restored because it counts
+    for the process.
+    """
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -287,11 +335,15 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`fake_nvml(gpus=2, driver=True)` replaces pynvml by a scripted double and returns it; none is hidden."""
+    """`fake_nvml(gpus=2, driver=True)` replaces pynvml by a scripted double and returns it; none is
+    hidden.
+    """
 
     def install(gpus: int = 2, driver: bool = True) -> Any:
         double = FakeNvml(gpus, driver)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # a machine's own GPUs may be hidden from the tests
+        monkeypatch.delenv(
+            "CUDA_VISIBLE_DEVICES", raising=False
+        )  # a machine's own GPUs may be hidden from the tests
         monkeypatch.setitem(sys.modules, "pynvml", double)
         return double
 
@@ -300,7 +352,9 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def alone_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This process is no rank of anybody's, PyTorch sees no GPU, and reports go to a folder of the test."""
+    """This process is no rank of anybody's, PyTorch sees no GPU, and reports go to a folder of the
+    test.
+    """
     torch = pytest.importorskip("torch")
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -51,7 +51,12 @@ class EvenerApp(BaseApp):
     ]
 
     def __init__(
-        self, publisher: Sampler, *, theme: str = "dark", replayed: tuple[Record, float] | None = None, **options: Any
+        self,
+        publisher: Sampler,
+        *,
+        theme: str = "dark",
+        replayed: tuple[Record, float] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(publisher, **options)
         self._replayed = replayed  # the run, and how many times as fast, that is in front first
@@ -67,8 +72,11 @@ class EvenerApp(BaseApp):
         return meanings(dark=True)
 
     async def on_mount(self) -> None:
-        """Open the Monitor, or a replay, start sampling, and end in good order on SIGTERM and SIGHUP."""
-        # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
+        """Open the Monitor, or a replay, start sampling, and end in good order on SIGTERM and
+        SIGHUP.
+        """
+        # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on
+        # the stack
         await self.switch_mode("balance" if self._replayed else "monitor")
         if self._replayed:
             self.replay(*self._replayed)
@@ -99,8 +107,9 @@ class EvenerApp(BaseApp):
     async def on_event(self, event: Event) -> None:
         """Finish each key before the next one.
 
-        Textual passes a key through the widgets first, and runs what Tab or Ctrl-U is bound to when it comes back from
-        them: text typed at once after it has by then gone to the field before, or is deleted.
+        Textual passes a key through the widgets first, and runs what Tab or Ctrl-U is bound to when
+        it comes back from them: text typed at once after it has by then gone to the field before,
+        or is deleted.
         """
         if not isinstance(event, Key) or event.is_forwarded:
             await super().on_event(event)
@@ -109,7 +118,10 @@ class EvenerApp(BaseApp):
         field = self.focused
         if isinstance(field, Input) and event.is_printable:
             field.replace(event.character or "", *field.selection)
-        elif not (await self._check_bindings(event.key, priority=True) or await self._check_bindings(event.key)):
+        elif not (
+            await self._check_bindings(event.key, priority=True)
+            or await self._check_bindings(event.key)
+        ):
             await super().on_event(event)
 
     def hang_up(self) -> None:
@@ -128,7 +140,9 @@ class EvenerApp(BaseApp):
         if not self.searches:
             self.exit()
             return
-        question = "A search is running. Quit? Its measurements are kept, and the run can be resumed."
+        question = (
+            "A search is running. Quit? Its measurements are kept, and the run can be resumed."
+        )
         confirm(self, "Quit", question, self.exit)
 
     def action_show(self, name: str) -> None:
@@ -151,16 +165,24 @@ class EvenerApp(BaseApp):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Commands of the palette in addition to the keys of the screen."""
         for name, title in SCREENS.items():
-            yield SystemCommand(f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name))
-        yield SystemCommand("Dark or light", "Switch between the two themes", self.action_switch_theme)
+            yield SystemCommand(
+                f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name)
+            )
+        yield SystemCommand(
+            "Dark or light", "Switch between the two themes", self.action_switch_theme
+        )
         yield SystemCommand("Theme", "Choose among all themes", self.action_change_theme)
         yield SystemCommand("Help", "Keys, and what the marks mean", self.action_help)
         if not self.readonly:
-            yield SystemCommand("Save a picture", "The screen as an SVG file", self.action_screenshot)
+            yield SystemCommand(
+                "Save a picture", "The screen as an SVG file", self.action_screenshot
+            )
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Keep the traceback in a file, so that the terminal stays clean; `tui.start` prints where."""
+        """Keep the traceback in a file, so that the terminal stays clean; `tui.start` prints
+        where.
+        """
         self.crash_log = self.crash_log or write_crash_log(error)
         super()._handle_exception(error)
         self._exit_renderables.clear()
@@ -174,7 +196,8 @@ def _settle_memory() -> None:
     gc.enable()
 
 
-_MEANINGS = {  # on dark and on light: one for each tone of `evener.tui.view.cells` that Textual's themes lack
+# on dark and on light: one for each tone of `evener.tui.view.cells` that Textual's themes lack
+_MEANINGS = {
     "dim": ("#76839a", "#66717f"),
     "title": ("#93a1b8", "#4d5866"),
     "strong": ("#f2f6fc", "#0d1117"),

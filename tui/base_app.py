@@ -1,4 +1,5 @@
-"""The app as its screens see it: the newest snapshot, at most one session, and messages to the user.
+"""The app as its screens see it: the newest snapshot, at most one session, and messages to the
+user.
 
 Screens and widgets import this class and never the full app, which imports them.
 """
@@ -110,8 +111,13 @@ class SessionThread:
                     self._post(SessionReported(self.source, event))
         except EvenerError as error:
             fault, remedy = error.message, error.remedy
-        except Exception as error:  # a bug becomes a sentence on the screen, with its traceback kept
-            fault, remedy = f"The session crashed: {error!r}.", f"The traceback is in {write_crash_log(error)}."
+        except (
+            Exception
+        ) as error:  # a bug becomes a sentence on the screen, with its traceback kept
+            fault, remedy = (
+                f"The session crashed: {error!r}.",
+                f"The traceback is in {write_crash_log(error)}.",
+            )
         self._post(SessionEnded(self.source, fault, remedy))
 
 
@@ -122,7 +128,10 @@ def write_crash_log(error: BaseException) -> Path | None:
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     text = f"evener on Python {platform.python_version()}, {platform.platform()}\n\n"
     text += "".join(traceback.format_exception(error))
-    for folder in (Path(platformdirs.user_state_dir("evener")) / "crashes", Path(tempfile.gettempdir())):
+    for folder in (
+        Path(platformdirs.user_state_dir("evener")) / "crashes",
+        Path(tempfile.gettempdir()),
+    ):
         with suppress(OSError):
             make_private(folder)
             _write_new(folder / name, text)
@@ -131,8 +140,12 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a new and private file: in a shared folder, an existing name could be another user's link."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
+    """Write a new and private file: in a shared folder, an existing name could be another user's
+    link.
+    """
+    with open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
+    ) as stream:
         stream.write(text)
 
 
@@ -151,7 +164,9 @@ class Sampled(Message):
 
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
-    """A session of this request on this machine; `request.compare` names the families of a comparison."""
+    """A session of this request on this machine; `request.compare` names the families of a
+    comparison.
+    """
     from evener.balancer.families import FAMILIES
     from evener.balancer.intake import take_in_comparison
     from evener.balancer.run import begin, open_run
@@ -159,7 +174,9 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
 
     if request.compare is not None and not resumed:
         families = request.compare.families
-        return Session(begin(take_in_comparison(request, None if families == tuple(FAMILIES) else families)))
+        return Session(
+            begin(take_in_comparison(request, None if families == tuple(FAMILIES) else families))
+        )
     return Session(open_run(request, **resumed))
 
 
@@ -190,7 +207,9 @@ class BaseApp(App[int]):
         self._session_maker = session_maker
         self._session: SessionThread | None = None
         self.replays = False  # it is a run of the past
-        self._before: SessionState | None = None  # the state that was shown, until the session has begun
+        self._before: SessionState | None = (
+            None  # the state that was shown, until the session has begun
+        )
         self._session_devices: tuple[Device, ...] = ()
         self.set_class(ascii, "-ascii")
 
@@ -209,13 +228,22 @@ class BaseApp(App[int]):
         self.snapshot = message.snapshot
 
     def start_session(
-        self, request: Request, devices: tuple[Device, ...], kept: Sequence[ObservationEntry] = (), **resumed: Any
+        self,
+        request: Request,
+        devices: tuple[Device, ...],
+        kept: Sequence[ObservationEntry] = (),
+        **resumed: Any,
     ) -> None:
-        """Begin a search, or go on with a run that has `kept`, unless one is running; `resumed` is as for a Session."""
+        """Begin a search, or go on with a run that has `kept`, unless one is running; `resumed` is
+        as for a Session.
+        """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
         elif not self.searches:
-            state, self._before = first_state(devices, request.workload or "", kept=kept), self.balance
+            state, self._before = (
+                first_state(devices, request.workload or "", kept=kept),
+                self.balance,
+            )
             self._follow(lambda: self._session_maker(request, **resumed), state, devices)
 
     def replay(self, record: Record, speed: float = 8.0) -> None:
@@ -230,7 +258,10 @@ class BaseApp(App[int]):
         self._follow(lambda: RunReplay(recorded_events(record), speed=speed), state)
 
     def _follow(
-        self, make: Callable[[], EventThread], state: SessionState, devices: tuple[Device, ...] | None = None
+        self,
+        make: Callable[[], EventThread],
+        state: SessionState,
+        devices: tuple[Device, ...] | None = None,
     ) -> None:
         """Start a session in place of the last one; a replay trains on no `devices`."""
         self.forget_session()
@@ -269,7 +300,9 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Note that the session is over, and why; one that could not begin leaves the screen as it was."""
+        """Note that the session is over, and why; one that could not begin leaves the screen as it
+        was.
+        """
         if self._session is None or message.source != self._session.source:
             return
         fault = f"{message.fault} {message.remedy}" if message.fault else ""
@@ -278,7 +311,12 @@ class BaseApp(App[int]):
             self.balance = self._before or SessionState()
         else:
             self.balance = msgspec.structs.replace(
-                self.balance, running=(), ended=True, stopping=False, fault=message.fault, remedy=message.remedy
+                self.balance,
+                running=(),
+                ended=True,
+                stopping=False,
+                fault=message.fault,
+                remedy=message.remedy,
             )
         self._publish_loads()
         in_form = self.balance == SessionState()
@@ -302,8 +340,14 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """The newest sample of each device of the session, None where the monitor doesn't see it."""
-        seen = {sample.device.key: sample for sample in self.snapshot.devices} if self.snapshot is not None else {}
+        """The newest sample of each device of the session, None where the monitor doesn't see
+        it.
+        """
+        seen = (
+            {sample.device.key: sample for sample in self.snapshot.devices}
+            if self.snapshot is not None
+            else {}
+        )
         return tuple(seen.get(device.key) for device in self._session_devices)
 
     def change_interval(self, direction: int) -> None:
@@ -320,7 +364,9 @@ class BaseApp(App[int]):
         except EvenerError as fault:
             self.say(str(fault), severity="error")
 
-    def say(self, text: str, *, severity: Literal["information", "warning", "error"] = "information") -> None:
+    def say(
+        self, text: str, *, severity: Literal["information", "warning", "error"] = "information"
+    ) -> None:
         """Show a message that disappears after a while; markup in the text is not interpreted."""
         self.notify(plain(text), severity=severity, markup=False)
 

@@ -1,4 +1,6 @@
-"""The app of `evener demo`: it searches over a simulated pair of cards, then trains on them by the plan."""
+"""The app of `evener demo`: it searches over a simulated pair of cards, then trains on them by the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ READING_SECONDS = 12.0  # from the verdict to the training
 
 
 class DemoApp(EvenerApp):
-    """The app, which opens the screens of a search and of a training by itself; every key works as usual."""
+    """The app, which opens the screens of a search and of a training by itself; every key works as
+    usual.
+    """
 
     def __init__(self, **options: Any) -> None:
         self._cards = TrainingSource()
@@ -26,7 +30,9 @@ class DemoApp(EvenerApp):
         self._trains = False
 
     async def on_mount(self) -> None:
-        """Show the cards for a moment first: what a search imports would delay the first picture."""
+        """Show the cards for a moment first: what a search imports would delay the first
+        picture.
+        """
         self.set_timer(FIRST_SECONDS, self._search)
 
     def _search(self) -> None:
@@ -34,7 +40,9 @@ class DemoApp(EvenerApp):
 
         self.start_session(Request(devices=PAIR, pace=PACE), self.trainable)
         self.action_show("balance")
-        self.say("A search over two simulated cards, at four times real speed. All keys work; q quits.")
+        self.say(
+            "A search over two simulated cards, at four times real speed. All keys work; q quits."
+        )
 
     def on_session_ended(self, message: SessionEnded) -> None:
         """Leave time to read the verdict of the first search, then train by its plan."""
@@ -46,4 +54,7 @@ class DemoApp(EvenerApp):
         if self.balance.finished is not None:
             self._cards.train(self.balance.finished.plan)
             self.action_show("trainings")
-            self.say("A simulated training by the plan. In ten seconds SIM:0 gets hot: watch the shares follow.")
+            self.say(
+                "A simulated training by the plan. In ten seconds SIM:0 gets hot: watch the "
+                "shares follow."
+            )

@@ -22,7 +22,9 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of each signal. An ignored SIGHUP, as under `nohup`, stays ignored."""
+    """Call `handle` with the number of each signal. An ignored SIGHUP, as under `nohup`, stays
+    ignored.
+    """
     with restored_signals():
         for number in ENDING:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:

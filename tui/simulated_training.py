@@ -1,4 +1,6 @@
-"""A simulated training by a plan: a card gets hot now and then, and the shares follow by the rule of real trainings."""
+"""A simulated training by a plan: a card gets hot now and then, and the shares follow by the rule
+of real trainings.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from evener.training.rebalance import Rebalancer
 
 CARDS = ("gtx1080ti", "gtx1080")
 PAIR = f"sim:{','.join(CARDS)}"
-PERIOD_SECONDS, HOT_FROM, HOT_UNTIL, SLOWED = 70.0, 10.0, 45.0, 0.3  # the first device loses this share of its speed
+PERIOD_SECONDS, HOT_FROM, HOT_UNTIL, SLOWED = (
+    70.0,
+    10.0,
+    45.0,
+    0.3,
+)  # the first device loses this share of its speed
 WINDOW_SECONDS = 2.0  # between two figures for the rule
 NOISE = 0.004
 
@@ -33,14 +40,23 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Train by this plan, which has a share for each device, from the next reading on; from any thread."""
+        """Train by this plan, which has a share for each device, from the next reading on; from any
+        thread.
+        """
         shares, names = plan.layout.share, [device.label for device in self.devices()]
         most = [share.most for share in shares]
-        self._rule = Rebalancer(plan.layout.batches, read_curves(shares), most, passes=False, names=names)
+        self._rule = Rebalancer(
+            plan.layout.batches, read_curves(shares), most, passes=False, names=names
+        )
         self._begun = self._ticked = self._observed = self._clock()
         self._steps, self._changes = 0.0, list[ShareChange]()
-        first = Training("simulated", plan.workload, 0.0, 0, 0.0, (), training="simulated", pid=os.getpid())
-        of_plan = {"plan_samples_per_second": plan.throughput.samples_per_second, "world": len(shares)}
+        first = Training(
+            "simulated", plan.workload, 0.0, 0, 0.0, (), training="simulated", pid=os.getpid()
+        )
+        of_plan = {
+            "plan_samples_per_second": plan.throughput.samples_per_second,
+            "world": len(shares),
+        }
         self._first = msgspec.structs.replace(first, step_spread=NOISE, **of_plan)
 
     def sample(self) -> Snapshot:
@@ -51,34 +67,54 @@ class TrainingSource(SimulatedSource):
         hot = HOT_FROM <= (now - self._begun) % PERIOD_SECONDS < HOT_UNTIL
         reports = self._train_until(now, SLOWED if hot else 0.0, self._first)
         snapshot = super().sample()
-        devices = (_heat(snapshot.devices[0]) if hot else snapshot.devices[0], *snapshot.devices[1:])
-        return msgspec.structs.replace(snapshot, devices=devices, reports=reports, at_seconds=self._epoch + now)
+        devices = (
+            _heat(snapshot.devices[0]) if hot else snapshot.devices[0],
+            *snapshot.devices[1:],
+        )
+        return msgspec.structs.replace(
+            snapshot, devices=devices, reports=reports, at_seconds=self._epoch + now
+        )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """What the ranks report after training until now; the rule's shares hold for the next reading."""
+        """What the ranks report after training until now; the rule's shares hold for the next
+        reading.
+        """
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
-        own = [random.gauss(work, NOISE * work) / (1 - slowed * (not place)) for place, work in enumerate(own)]
+        own = [
+            random.gauss(work, NOISE * work) / (1 - slowed * (not place))
+            for place, work in enumerate(own)
+        ]
         step_s = max(own) + self.machine.sync_seconds(range(len(own)))
         self._steps += (now - self._ticked) / step_s
         self._ticked, step = now, round(self._steps)
         changes = tuple(self._changes[-3:])
-        report = msgspec.structs.replace(first, step=step, step_s=step_s, updated_at=self._epoch + now, changes=changes)
+        report = msgspec.structs.replace(
+            first, step=step, step_s=step_s, updated_at=self._epoch + now, changes=changes
+        )
         if now - self._observed >= WINDOW_SECONDS:
             self._observed = now
             if (change := self._rule.observe(step, own, rows)) is not None:
-                self._changes.append(ShareChange(step + 1, self._epoch + now, rows, change.shares, change.reason))
+                self._changes.append(
+                    ShareChange(step + 1, self._epoch + now, rows, change.shares, change.reason)
+                )
         return tuple(self._of_rank(rank, report, rows[rank], own[rank]) for rank in range(len(own)))
 
     def _of_rank(self, rank: int, report: Training, rows: int, own_s: float) -> Training:
         device, speed = self.devices()[rank], rows / report.step_s
         self.set_load(rank, speed, rows)
-        live = LiveDevice(device.id, rank, rows, speed, rows, own_s, report.step_s - own_s, own_spread=NOISE)
+        live = LiveDevice(
+            device.id, rank, rows, speed, rows, own_s, report.step_s - own_s, own_spread=NOISE
+        )
         return msgspec.structs.replace(report, rank=rank, samples_per_second=speed, devices=(live,))
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:
     """The reading of a device that heat slows down."""
     clock_mhz = value(round((1 - SLOWED) * (sample.clock_mhz.current or 0.0)))
-    held = {"throttled_percent": value(100 * SLOWED), "throttle_reasons": ("heat (hardware)",), "clock_mhz": clock_mhz}
+    held = {
+        "throttled_percent": value(100 * SLOWED),
+        "throttle_reasons": ("heat (hardware)",),
+        "clock_mhz": clock_mhz,
+    }
     return msgspec.structs.replace(sample, temperature_celsius=value(SLOWDOWN_CELSIUS), **held)

@@ -1,7 +1,9 @@
-"""Starts the app on a terminal, and ends it when the terminal, or the server of its browser, is gone without a signal.
+"""Starts the app on a terminal, and ends it when the terminal, or the server of its browser, is
+gone without a signal.
 
-The devices are read for the first time while Textual is imported. Only a terminal's own session gets the hang-up
-signal; without it Textual's writer blocks forever on a deleted terminal, and the loop runs no signal handler.
+The devices are read for the first time while Textual is imported. Only a terminal's own session
+gets the hang-up signal; without it Textual's writer blocks forever on a deleted terminal, and the
+loop runs no signal handler.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ LIBRARIES = ("textual", "textual_plotext")  # of the extra `app`
 
 
 def prepare_app() -> None:
-    """Prepare the import of the app; RequestError with the line that installs it, where its libraries are missing."""
-    gc.disable()  # the app collects once it has been drawn: what a start makes stays, and looking through it is slow
+    """Prepare the import of the app; RequestError with the line that installs it, where its
+    libraries are missing.
+    """
+    # the app collects once it has been drawn: what a start makes stays, and looking through it is
+    # slow
+    gc.disable()
     if any(find_spec(name) is None for name in LIBRARIES):
         raise RequestError(
-            "The app isn't installed.", "Install it: pip install 'evener[app]'. Every other command works without it."
+            "The app isn't installed.",
+            "Install it: pip install 'evener[app]'. Every other command works without it.",
         )
 
 
@@ -42,24 +49,30 @@ def run_app(
     *,
     theme: str | None = None,
     ray_address: str = "",
-    serving: Callable[[Callable[[], Snapshot | None]], AbstractContextManager[object]] | None = None,
+    serving: Callable[[Callable[[], Snapshot | None]], AbstractContextManager[object]]
+    | None = None,
     **options: Any,
 ) -> int:
     """Run the app on this terminal and return the exit code; `options` are the app's own.
 
-    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, address,
-    no app) are raised before the terminal is touched.
+    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices,
+    address, no app) are raised before the terminal is touched.
     """
     prepare_app()
     publisher, trainable = open_sampler(devices, ray_address)
     publisher.start()
     from .app import EvenerApp
 
-    app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
+    app = EvenerApp(
+        publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options
+    )
     return draw_app(app, serving(publisher.latest) if serving else contextlib.nullcontext())
 
 
-def draw_app(app: EvenerApp, around: AbstractContextManager[object] = contextlib.nullcontext()) -> int:  # noqa: B008
+def draw_app(
+    app: EvenerApp,
+    around: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
+) -> int:
     """Run an app on this terminal, within `around`, and return the exit code."""
     app.publisher.start()
     app.snapshot = app.publisher.latest()
@@ -70,21 +83,29 @@ def draw_app(app: EvenerApp, around: AbstractContextManager[object] = contextlib
         finally:
             _end_threads(app)
     if app.crash_log is not None or app.return_code == 1:
-        where = f"the traceback is in {app.crash_log}" if app.crash_log else "its traceback could not be written"
+        where = (
+            f"the traceback is in {app.crash_log}"
+            if app.crash_log
+            else "its traceback could not be written"
+        )
         print(f"evener crashed; {where}.", file=sys.stderr)
         return CRASH_EXIT_CODE
     return result or 0
 
 
 def _end_threads(app: EvenerApp) -> None:
-    """End the app's own, and Textual's that reads the terminal: SIGCONT, which comes with a hang-up, starts another."""
+    """End the app's own, and Textual's that reads the terminal: SIGCONT, which comes with a
+    hang-up, starts another.
+    """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()
 
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Textual draws on `sys.__stderr__`: while the app runs, that is standard output's terminal if stderr is a file."""
+    """Textual draws on `sys.__stderr__`: while the app runs, that is standard output's terminal if
+    stderr is a file.
+    """
     before = sys.__stderr__
     if before is not None and before.isatty():
         yield
@@ -103,7 +124,9 @@ CODE = 129  # as after SIGHUP
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """While the app runs on a terminal: when it hangs up, call `leave`, after a grace period `end`, then exit."""
+    """While the app runs on a terminal: when it hangs up, call `leave`, after a grace period `end`,
+    then exit.
+    """
     if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
         yield
         return

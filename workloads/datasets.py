@@ -24,10 +24,14 @@ NOISE = 0.3
 
 
 def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """`rows` pictures (rows, 28, 28, 1) in 0 to 1, shifted and noisy, as float32, and their digits (rows,) as int64."""
+    """`rows` pictures (rows, 28, 28, 1) in 0 to 1, shifted and noisy, as float32, and their digits
+    (rows,) as int64.
+    """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
-    dots = np.array([[[int(dot) for dot in line] for line in text.split()] for text in _FONT], np.float32)
+    dots = np.array(
+        [[[int(dot) for dot in line] for line in text.split()] for text in _FONT], np.float32
+    )
     glyphs = np.kron(dots, np.ones((1, _SCALE, _SCALE), np.float32))
     height, width = glyphs.shape[1:]
     tops = random.integers(0, SIZE - height + 1, rows)
@@ -40,7 +44,9 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
-    """Coloured pictures (rows, side, side, 3) around 0 as float32, and as classes (rows,) their stripes' angle."""
+    """Coloured pictures (rows, side, side, 3) around 0 as float32, and as classes (rows,) their
+    stripes' angle.
+    """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)
     angles = np.pi * labels / classes
@@ -51,7 +57,9 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
     return (waves + NOISE * random.standard_normal(waves.shape)).astype(np.float32), labels
 
 
-def sine_waves(rows: int, steps: int = 64, features: int = 32, classes: int = 10) -> tuple[Any, Any]:
+def sine_waves(
+    rows: int, steps: int = 64, features: int = 32, classes: int = 10
+) -> tuple[Any, Any]:
     """Noisy waves (rows, steps, features) as float32, and as classes (rows,) their frequency."""
     random = np.random.default_rng(rows)
     labels = random.integers(0, classes, rows)
@@ -62,7 +70,9 @@ def sine_waves(rows: int, steps: int = 64, features: int = 32, classes: int = 10
 
 
 def grey_noise(rows: int) -> tuple[Any, Any]:
-    """Grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,): the shapes of MNIST, nothing to learn."""
+    """Grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,): the shapes of MNIST,
+    nothing to learn.
+    """
     random = np.random.default_rng(rows)
     x = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8).astype(np.float32)
     return x, random.integers(0, 10, rows)

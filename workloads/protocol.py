@@ -1,7 +1,8 @@
-"""The workload that a probe child drives: built once for a place, then prepared for shares and stepped.
+"""The workload that a probe child drives: built once for a place, then prepared for shares and
+stepped.
 
-A workload knows nothing of batches to try, of time or of memory limits. When memory runs out, its framework raises what
-it likes; `evener.balancer.probes` recognises such errors.
+A workload knows nothing of batches to try, of time or of memory limits. When memory runs out, its
+framework raises what it likes; `evener.balancer.probes` recognises such errors.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from evener.shares.curves import Cost, Work
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 Input = Literal["host", "device"]
-BACKENDS = {"tensorflow": "evener.workloads.keras_backend", "torch": "evener.workloads.torch_backend"}  # by framework
+BACKENDS = {
+    "tensorflow": "evener.workloads.keras_backend",
+    "torch": "evener.workloads.torch_backend",
+}  # by framework
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The place of a child as its framework sees it: its own devices, and its group if it is one of several."""
+    """The place of a child as its framework sees it: its own devices, and its group if it is one of
+    several.
+    """
 
-    devices: tuple[str, ...]  # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
-    memory_limit_bytes: tuple[int | None, ...] = ()  # the framework's cap for each, where it can set one
+    devices: tuple[
+        str, ...
+    ]  # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
+    memory_limit_bytes: tuple[
+        int | None, ...
+    ] = ()  # the framework's cap for each, where it can set one
     rank: int = 0
     peers: tuple[str, ...] = ()  # "127.0.0.1:port" of every rank, this one's too; empty: no group
     trainings: int = 1  # of their own side by side: a pack
@@ -36,7 +46,9 @@ class Place(msgspec.Struct, frozen=True):
     xla: bool = False
     input: Input = "host"  # host: batches come from host memory each step, as in training
     placement: str = ""  # place layouts: the workload's own name for it
-    state: tuple[float, ...] = ()  # of a sharded model: the part of each rank; alone, of a rank measured by itself
+    state: tuple[
+        float, ...
+    ] = ()  # of a sharded model: the part of each rank; alone, of a rank measured by itself
 
     @property
     def world(self) -> int:
@@ -45,22 +57,29 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC):
-    """A model that trains, built at its place. Its constructor may take minutes; `step` returns when it is enqueued."""
+    """A model that trains, built at its place. Its constructor may take minutes; `step` returns
+    when it is enqueued.
+    """
 
     memory: MemoryMeter
 
     @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Make batches of these samples per device (of all ranks in a group, else of the place's devices, in order)
-        and whatever a first step needs. Called again for each new size; a share of 0 leaves that device out.
+        """Make batches of these samples per device (of all ranks in a group, else of the place's
+        devices, in order) and whatever a first step needs. Called again for each new size; a share
+        of 0 leaves that device out.
 
         `micro` has the rows of one pass for each device; without it, each share is one pass.
         """
 
-    def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
-        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens` padded tokens.
+    def prepare_dealt(
+        self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
+    ) -> None:
+        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens`
+        padded tokens.
 
-        This and the next are asked of workloads whose facts have an even sample of their rows' `lengths`.
+        This and the next are asked of workloads whose facts have an even sample of their rows'
+        `lengths`.
         """
         raise NotImplementedError
 
@@ -78,22 +97,30 @@ class Workload(ABC):
 
     @abstractmethod
     def loss_is_finite(self) -> bool:
-        """True if the loss of the last step was finite, or isn't known; called when nothing is pending."""
+        """True if the loss of the last step was finite, or isn't known; called when nothing is
+        pending.
+        """
 
     def work(self) -> Work | None:
         """The sum over all steps of this process; None where rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
-        """The seconds that its device waited for others since this was last read; None where that can't be known."""
+        """The seconds that its device waited for others since this was last read; None where that
+        can't be known.
+        """
         return None
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
+        """Peak of the framework's allocator on each of this process' devices since `prepare`; None:
+        unknown.
+        """
         return self.memory.read()
 
     def release_memory(self) -> tuple[int | None, ...]:
-        """Give back memory that isn't in use; the bytes kept on each device, None where the framework keeps all."""
+        """Give back memory that isn't in use; the bytes kept on each device, None where the
+        framework keeps all.
+        """
         return self.memory.release()
 
     @abstractmethod
@@ -110,9 +137,13 @@ class Entry(msgspec.Struct, frozen=True):
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
-    largest_share: int | None = None  # its data can't make, or its kernels can't take, a larger batch
+    largest_share: int | None = (
+        None  # its data can't make, or its kernels can't take, a larger batch
+    )
     least: Mapping[str, int] = {}  # of settings
-    placements: tuple[str, ...] = ()  # place layouts that it has; "single" is one device, as in a solo layout
+    placements: tuple[
+        str, ...
+    ] = ()  # place layouts that it has; "single" is one device, as in a solo layout
     placement_devices: int = 2  # most devices that a placement uses
 
 
@@ -122,7 +153,8 @@ def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 class MemoryMeter:
-    """The memory of this process, made before the model: its growth since then, as allocators on a CPU tell nothing.
+    """The memory of this process, made before the model: its growth since then, as allocators on a
+    CPU tell nothing.
 
     GPUs have meters with the same three methods, by their framework's allocator.
     """
@@ -139,14 +171,18 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
 
     def read(self) -> tuple[int | None, ...]:
-        """The most bytes for each device; None where several share the process' memory, or the kernel doesn't say."""
+        """The most bytes for each device; None where several share the process' memory, or the
+        kernel doesn't say.
+        """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:
             return (None,) * self._devices
         return (max(0, peak - self._before),)
 
     def release(self) -> tuple[int | None, ...]:
-        """Give back what isn't in use: the bytes kept on each device; None where that can't be done."""
+        """Give back what isn't in use: the bytes kept on each device; None where that can't be
+        done.
+        """
         return (None,) * self._devices
 
 

@@ -1,6 +1,8 @@
-"""Names to workloads: what there is, its settings, and how it is built. Imports nothing until it is built.
+"""Names to workloads: what there is, its settings, and how it is built. Imports nothing until it is
+built.
 
-A name is one of the table below, or the user's own `file.py:attribute` or `package.module:attribute`.
+A name is one of the table below, or the user's own `file.py:attribute` or
+`package.module:attribute`.
 """
 
 from __future__ import annotations
@@ -21,29 +23,44 @@ from .protocol import BACKENDS, Entry, Place, Workload
 Framework = Literal["tensorflow", "torch", "none"]
 FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
 
-_MAXER = "jinkos/multi-gpus, gpu_maxing_model.py: an MNIST network with far more layers than it needs"
+_MAXER = (
+    "jinkos/multi-gpus, gpu_maxing_model.py: an MNIST network with far more layers than it needs"
+)
 _MNIST = "a small convolutional network on 28 x 28 images made in code; nothing is downloaded"
 _GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences made in code"
 LARGEST_MNIST = 16384  # more than a quarter of such a data set in one step is no training
 _MNIST_SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
 _GRU_SIZES = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
-_TOWERS = {"vocabulary": 20_000, "words": 800, "embedding": 50, "filters": 10, "kernel": 3, "dense": 64}
+_TOWERS = {
+    "vocabulary": 20_000,
+    "words": 800,
+    "embedding": 50,
+    "filters": 10,
+    "kernel": 3,
+    "dense": 64,
+}
 _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
     """A model of the backend that its name begins with."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
-    return Entry(name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits)
+    return Entry(
+        name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
+    )
 
 
 _TABLE = (
     _model(
         "keras_maxer",
-        "the network that shows what GPUs of different sizes can do together (78,923,530 parameters)",
+        (
+            "the network that shows what GPUs of different sizes can do together (78,923,530 "
+            "parameters)"
+        ),
         _MAXER,
         {"learning_rate": 0.001},
-        largest_share=10_699,  # more, and its first tensors pass the 2^31 elements that TensorFlow counts on a GPU
+        # more, and its first tensors pass the 2^31 elements that TensorFlow counts on a GPU
+        largest_share=10_699,
     ),
     _model(
         "keras_mnist",
@@ -101,7 +118,10 @@ _TABLE = (
     ),
     _model(
         "torch_depth",
-        "a convolutional stack in two halves on two devices, plain and with micro-batches in flight",
+        (
+            "a convolutional stack in two halves on two devices, plain and with micro-batches in "
+            "flight"
+        ),
         "slides on several GPUs: model parallelism in depth",
         {"side": 32, "classes": 10, "norm": "group", "micro_batches": 4, "learning_rate": 0.001},
         least={"side": 32, "micro_batches": 2},  # five poolings
@@ -109,7 +129,10 @@ _TABLE = (
     ),
     _model(
         "torch_tiles",
-        "images cut in 2 x 2 tiles on several devices, borders exchanged: exactly the whole image's result",
+        (
+            "images cut in 2 x 2 tiles on several devices, borders exchanged: exactly the whole "
+            "image's result"
+        ),
         "slides on several GPUs: tile parallelism for images",
         {"side": 128, "classes": 10, "learning_rate": 0.001},
         least={"side": 8},  # two poolings, and no tile is empty
@@ -138,11 +161,14 @@ def default_name(framework: str, on_cpu: bool) -> str:
 def find(name: str, framework: str = "") -> Entry:
     """The entry of `name`; RequestError lists what there is, close matches first.
 
-    The user's own code is not run: a file is only parsed for the attribute, since a model's script may import a
-    framework, which no command does in its own process.
+    The user's own code is not run: a file is only parsed for the attribute, since a model's script
+    may import a framework, which no command does in its own process.
     """
     if framework and framework not in FRAMEWORKS:
-        raise RequestError(f"There is no framework {framework!r}.", f"Choose one of {_listed(FRAMEWORKS, framework)}.")
+        raise RequestError(
+            f"There is no framework {framework!r}.",
+            f"Choose one of {_listed(FRAMEWORKS, framework)}.",
+        )
     from . import user_code
 
     entry = _ENTRIES.get(name)
@@ -150,17 +176,23 @@ def find(name: str, framework: str = "") -> Entry:
         return user_code.entry(name, framework or "tensorflow")
     if entry is None:
         known = _listed(names(framework), name)
-        raise RequestError(f"There is no workload {name!r}.", f"Known: {known}; or your own, as train.py:build.")
+        raise RequestError(
+            f"There is no workload {name!r}.", f"Known: {known}; or your own, as train.py:build."
+        )
     if framework and entry.framework not in (framework, "none"):
         known = _listed(names(framework), name.split("_", 1)[-1])
-        raise RequestError(f"{name} is a {entry.framework} workload, not a {framework} one.", f"Known: {known}.")
+        raise RequestError(
+            f"{name} is a {entry.framework} workload, not a {framework} one.", f"Known: {known}."
+        )
     return entry
 
 
 def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with `given` over them, each converted to its default's type; RequestError names a wrong one.
+    """The settings with `given` over them, each converted to its default's type; RequestError names
+    a wrong one.
 
-    The user's own workload takes any setting here: its function's signature decides when it is called.
+    The user's own workload takes any setting here: its function's signature decides when it is
+    called.
     """
     if ":" in entry.name:
         return dict(given)
@@ -178,21 +210,27 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"It is {_article(kind)}, {settings[key]!r} by default.",
             ) from None
         if key in entry.least and settings[key] < entry.least[key]:
-            raise RequestError(f"{entry.name} can't have {key}={settings[key]}.", f"Give {entry.least[key]} or more.")
+            raise RequestError(
+                f"{entry.name} can't have {key}={settings[key]}.",
+                f"Give {entry.least[key]} or more.",
+            )
     return settings
 
 
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
-    """ "module" or "module:attribute" to import before a workload's children are forked, in order; none if unknown.
+    """ "module" or "module:attribute" to import before a workload's children are forked, in order;
+    none if unknown.
 
-    They are the framework's module and a script's libraries. Nothing of the user's own runs: their module may start
-    CUDA, and is imported by each child alone.
+    They are the framework's module and a script's libraries. Nothing of the user's own runs: their
+    module may start CUDA, and is imported by each child alone.
     """
     from . import user_code
 
     with suppress(EvenerError, OSError, SyntaxError, ValueError):
         module, script = find(name, framework).home.partition(":")[0], name.rpartition(":")[0]
-        libraries = user_code.find_library_imports(Path(script)) if user_code.names_a_file(script) else ()
+        libraries = (
+            user_code.find_library_imports(Path(script)) if user_code.names_a_file(script) else ()
+        )
         return (module, *libraries)
     return ()
 
@@ -204,9 +242,13 @@ def build(name: str, place: Place, settings: Mapping[str, Any], framework: str =
     if place.placement not in ("", "single"):
         if place.placement not in entry.placements:
             known = _listed(entry.placements, place.placement)
-            raise RequestError(f"There is no placement {place.placement!r}.", f"Choose one of {known}.")
+            raise RequestError(
+                f"There is no placement {place.placement!r}.", f"Choose one of {known}."
+            )
         if len(place.devices) < 2:
-            raise RequestError(f"The placement {place.placement} needs 2 devices.", "Name more with --devices.")
+            raise RequestError(
+                f"The placement {place.placement} needs 2 devices.", "Name more with --devices."
+            )
     module, _, attribute = entry.home.partition(":")
     make = getattr(import_module(module), attribute)
     workload: Workload = make(name, place, chosen)

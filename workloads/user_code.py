@@ -1,4 +1,5 @@
-"""The user's own model as a workload: finds the function, calls it, and says which of the user's lines is wrong.
+"""The user's own model as a workload: finds the function, calls it, and says which of the user's
+lines is wrong.
 
 The framework decides which backend trains it; no framework is imported here.
 """
@@ -30,15 +31,32 @@ _PACKAGES = {
     "tensorflow": {"keras", "tensorflow"},
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
-LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own when they are imported
-    ("accelerate", "datasets", "lightning", "peft", "pytorch_lightning", "timm", "torchvision", "transformers", "trl")
+LIBRARIES = (
+    frozenset(  # known to start neither CUDA nor threads of their own when they are imported
+        (
+            "accelerate",
+            "datasets",
+            "lightning",
+            "peft",
+            "pytorch_lightning",
+            "timm",
+            "torchvision",
+            "transformers",
+            "trl",
+        )
+    )
 )
-_SETS_VARIABLES = ("environ", "putenv")  # a script that does this does it before it imports what reads them
+_SETS_VARIABLES = (
+    "environ",
+    "putenv",
+)  # a script that does this does it before it imports what reads them
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class UserCodeError(EvenerError):
-    """The user's own code can't be parsed; the message is one line with their file, line and error."""
+    """The user's own code can't be parsed; the message is one line with their file, line and
+    error.
+    """
 
     kind: ClassVar[str] = "user_code"
     exit_code: ClassVar[int] = 2
@@ -54,20 +72,29 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """The entry of `file.py:attribute` or `package.module:attribute`; the code is parsed, not run."""
+    """The entry of `file.py:attribute` or `package.module:attribute`; the code is parsed, not
+    run.
+    """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
         if names_a_file(home or attribute):
             raise _without_function(name, Path(home or attribute))
-        raise RequestError(f"{name!r} doesn't name a function.", "Write it as train.py:build or package.module:build.")
+        raise RequestError(
+            f"{name!r} doesn't name a function.",
+            "Write it as train.py:build or package.module:build.",
+        )
     if framework not in BACKENDS:
         raise RequestError(f"{name} needs a framework.", f"Choose one of {', '.join(BACKENDS)}.")
     if names_a_file(home):
         _check_file(Path(home), attribute)
     elif not all(part.isidentifier() for part in home.split(".")):
-        raise RequestError(f"{home!r} is neither a Python file nor a module.", "Write it as train.py:build.")
+        raise RequestError(
+            f"{home!r} is neither a Python file nor a module.", "Write it as train.py:build."
+        )
     kind = cast(Literal["tensorflow", "torch"], framework)
-    return Entry(name, kind, f"{BACKENDS[framework]}.user_model:build", f"your own {attribute}", home, {})
+    return Entry(
+        name, kind, f"{BACKENDS[framework]}.user_model:build", f"your own {attribute}", home, {}
+    )
 
 
 def names_a_file(home: str) -> bool:
@@ -76,7 +103,9 @@ def names_a_file(home: str) -> bool:
 
 
 def guess_framework(name: str) -> str:
-    """The framework that the file of `file.py:attribute` imports; tensorflow where that isn't clear."""
+    """The framework that the file of `file.py:attribute` imports; tensorflow where that isn't
+    clear.
+    """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
         return "tensorflow"
@@ -85,16 +114,22 @@ def guess_framework(name: str) -> str:
 
 
 def script_framework(script: Path) -> str:
-    """The framework that a Python file imports, or that what it imports is for; empty where that isn't clear."""
+    """The framework that a Python file imports, or that what it imports is for; empty where that
+    isn't clear.
+    """
     imported: list[str] = []
     with suppress(EvenerError):
         imported = [name for node in ast.walk(_parsed(script)) for name in list_imports(node)]
-    found = [framework for framework, own in _PACKAGES.items() if own & set(map(package_of, imported))]
+    found = [
+        framework for framework, own in _PACKAGES.items() if own & set(map(package_of, imported))
+    ]
     return found[0] if len(found) == 1 else ""
 
 
 def list_imports(node: ast.AST) -> list[str]:
-    """ "module", or "module:attribute", for each name that an import statement takes from elsewhere."""
+    """ "module", or "module:attribute", for each name that an import statement takes from
+    elsewhere.
+    """
     if isinstance(node, ast.ImportFrom) and not node.level:
         return [f"{node.module}:{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -106,7 +141,9 @@ def package_of(name: str) -> str:
 
 
 def find_library_imports(script: Path) -> tuple[str, ...]:
-    """The libraries among a script's imports, as `list_imports` gives them; none if it sets variables before."""
+    """The libraries among a script's imports, as `list_imports` gives them; none if it sets
+    variables before.
+    """
     source = script.read_text()
     if any(word in source for word in _SETS_VARIABLES):
         return ()
@@ -115,41 +152,59 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
-    """Import the user's module and call the function with `settings` as keywords; what their code raises, it raises."""
+    """Import the user's module and call the function with `settings` as keywords; what their code
+    raises, it raises.
+    """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise RequestError(f"{home} has no function {attribute!r}.", "Name one that builds the model.")
+        raise RequestError(
+            f"{home} has no function {attribute!r}.", "Name one that builds the model."
+        )
     arguments = {key: _literal(value) for key, value in settings.items()}
     parameters = inspect.signature(function)
     try:
         parameters.bind(**arguments)
     except TypeError as error:
-        raise RequestError(f"{name}: {error}.", f"It is {attribute}{parameters}; write --set KEY=VALUE.") from None
+        raise RequestError(
+            f"{name}: {error}.", f"It is {attribute}{parameters}; write --set KEY=VALUE."
+        ) from None
     made = (getattr(module, each, None) for each in _DATA_FUNCTIONS)
     return UserModule(function(**arguments), *(each if callable(each) else None for each in made))
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """The last line of user code that an error passed through, as "file.py:12"; empty if there is none.
+    """The last line of user code that an error passed through, as "file.py:12"; empty if there is
+    none.
 
-    User code is what belongs to neither evener nor Python's own and installed packages, and the module of the workload
-    of that name. An error of a TensorFlow graph names its lines in its text alone.
+    User code is what belongs to neither evener nor Python's own and installed packages, and the
+    module of the workload of that name. An error of a TensorFlow graph names its lines in its text
+    alone.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
     module = sys.modules.get(name.rpartition(":")[0])
-    own = [f"{file}:{line}" for file, line in places if file == getattr(module, "__file__", "") or is_user_file(file)]
+    own = [
+        f"{file}:{line}"
+        for file, line in places
+        if file == getattr(module, "__file__", "") or is_user_file(file)
+    ]
     return own[-1] if own else ""
 
 
-INSTALLED = {"site-packages", "dist-packages"}  # folders of packages, also of an environment that this one sees
+INSTALLED = {
+    "site-packages",
+    "dist-packages",
+}  # folders of packages, also of an environment that this one sees
 
 
 def is_user_file(file: str) -> bool:
     """True for a Python file outside of evener, the standard library and installed packages."""
-    folders = [Path(evener.__file__).parent, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
+    folders = [
+        Path(evener.__file__).parent,
+        *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
+    ]
     try:
         paths = {Path(file), Path(file).resolve()}
         return file.endswith(".py") and not any(
@@ -190,17 +245,33 @@ def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise RequestError(f"There is no file {path}.", f"Check the path, and write it as {path}:FUNCTION.") from None
+        raise RequestError(
+            f"There is no file {path}.", f"Check the path, and write it as {path}:FUNCTION."
+        ) from None
     except OSError as error:
-        raise RequestError(f"{path} can't be read: {error.strerror or error}.", "Check the path.") from None
+        raise RequestError(
+            f"{path} can't be read: {error.strerror or error}.", "Check the path."
+        ) from None
     except (SyntaxError, ValueError) as error:
-        where, why = (f"{path}:{error.lineno or 1}", error.msg) if isinstance(error, SyntaxError) else (path, error)
-        raise UserCodeError(f"{where}: {type(error).__name__}: {why}.", "Correct that line.") from None
+        where, why = (
+            (f"{path}:{error.lineno or 1}", error.msg)
+            if isinstance(error, SyntaxError)
+            else (path, error)
+        )
+        raise UserCodeError(
+            f"{where}: {type(error).__name__}: {why}.", "Correct that line."
+        ) from None
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """The words to write instead of a file alone, with its functions that could return the model."""
-    functions = [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef) and _could_build(node)]
+    """The words to write instead of a file alone, with its functions that could return the
+    model.
+    """
+    functions = [
+        node
+        for node in _parsed(path).body
+        if isinstance(node, ast.FunctionDef) and _could_build(node)
+    ]
     free = [node for node in functions if not _required(node)]
     known = " or ".join(node.name for node in free or functions)
     could = f"it could be {known}" if known else "it has none yet that could give a model"
@@ -211,20 +282,29 @@ def _could_build(function: ast.FunctionDef) -> bool:
     """Public, makes no data, and returns something."""
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
-    inner = [node for node in ast.walk(function) if isinstance(node, _SCOPES) and node is not function]
+    inner = [
+        node for node in ast.walk(function) if isinstance(node, _SCOPES) and node is not function
+    ]
     others = {id(node) for scope in inner for node in ast.walk(scope)}
-    return any(isinstance(node, ast.Return) and node.value and id(node) not in others for node in ast.walk(function))
+    return any(
+        isinstance(node, ast.Return) and node.value and id(node) not in others
+        for node in ast.walk(function)
+    )
 
 
 def _required(function: ast.FunctionDef) -> bool:
     """True if the function can't be called without arguments."""
     given = function.args
-    return len(given.posonlyargs) + len(given.args) > len(given.defaults) or None in given.kw_defaults
+    return (
+        len(given.posonlyargs) + len(given.args) > len(given.defaults) or None in given.kw_defaults
+    )
 
 
 def _check_file(path: Path, attribute: str) -> None:
     tree = _parsed(path)
-    stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
+    stars = any(
+        isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body
+    )
     symbols = symtable.symtable(ast.unparse(tree), str(path), "exec").get_symbols()
     names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
     if attribute not in names and not stars:

@@ -1,10 +1,11 @@
-"""Decides how many steps to time next, and when a step's time is known well enough. Pure: it has no clock.
+"""Decides how many steps to time next, and when a step's time is known well enough. Pure: it has no
+clock.
 
-It warms up until two windows of steps agree, then takes blocks of equal length until the 95 % interval of the mean step
-is within `TIGHT`, or the time is spent: half of it, if the rest would not make the interval that narrow. A step that
-takes longer than the whole probe was meant to ends it. A probe whose
-speed drifted or was throttled is timed once more, with a warning in any case. A whole run ends with its time or its
-steps, however sure the figure is.
+It warms up until two windows of steps agree, then takes blocks of equal length until the 95 %
+interval of the mean step is within `TIGHT`, or the time is spent: half of it, if the rest would not
+make the interval that narrow. A step that takes longer than the whole probe was meant to ends it. A
+probe whose speed drifted or was throttled is timed once more, with a warning in any case. A whole
+run ends with its time or its steps, however sure the figure is.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ WARM_UP_WINDOWS = 24  # at most
 FEWEST_BLOCKS = 3  # even when they take longer than the probe's seconds
 ENOUGH_BLOCKS = 5  # before an interval is believed to be tight
 MOST_BLOCKS = 400
-FINEST = 200  # in a whole run, which may be long, each block takes at least 1 / this of the steps before it
+# in a whole run, which may be long, each block takes at least 1 / this of the steps before it
+FINEST = 200
 BLOCKS_PER_PROBE = 16  # a block is meant to take the probe's seconds / this,
 SHORTEST_BLOCK_SECONDS, LONGEST_BLOCK_SECONDS = 0.02, 0.5  # within these
 
 NOISY = 0.03  # half-width / mean
 DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
 DRIFT_ERRORS = 4.0
-THROTTLED = 0.05  # gap between the mean and the median block, or share of the time in which a device was held back
+# gap between the mean and the median block, or share of the time in which a device was held back
+THROTTLED = 0.05
 CAPPED = 0.2  # share of the time at the power limit that is worth a warning
 STALLED = 3.0  # times the median: a block that took longer
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
@@ -47,16 +50,23 @@ AGAIN_SHARE = 0.5  # for this part of its time
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Steps that were timed together. `own_seconds`: each device's own compute, where that is known."""
+    """Steps that were timed together. `own_seconds`: each device's own compute, where that is
+    known.
+    """
 
     steps: int
     wall_seconds: float
-    cpu_share: float | None = None  # CPU time / wall time of a process that owns its cores and never waits
+    cpu_share: float | None = (
+        None  # CPU time / wall time of a process that owns its cores and never waits
+    )
     own_seconds: tuple[float | None, ...] = ()
-    slowed: float = 0.0  # share of the block in which a device held itself back (heat, a power brake, a fault)
+    slowed: float = (
+        0.0  # share of the block in which a device held itself back (heat, a power brake, a fault)
+    )
     capped: float = 0.0  # share of it in which one was at its power limit
     slowest: int = -1  # position of the device that was slowed most; -1: none, or unknown
-    grew: bool = False  # True if processes took new memory in the block: a training does so in its first steps only
+    # True if processes took new memory in the block: a training does so in its first steps only
+    grew: bool = False
 
     @property
     def step_seconds(self) -> float:
@@ -85,12 +95,16 @@ class BlockTimer:
         self._whole = whole or steps > 0  # it lasts as long as it was asked to
         self._steps_asked = steps  # 0: it lasts by its seconds
         self._seconds = max(seconds, SHORTEST_BLOCK_SECONDS)
-        self._block_seconds = min(max(self._seconds / BLOCKS_PER_PROBE, SHORTEST_BLOCK_SECONDS), LONGEST_BLOCK_SECONDS)
+        self._block_seconds = min(
+            max(self._seconds / BLOCKS_PER_PROBE, SHORTEST_BLOCK_SECONDS), LONGEST_BLOCK_SECONDS
+        )
         self._windows: list[Block] = []
         self._blocks: list[Block] = []
         self._steps = 0  # of each timed block; 0 while warming up
         self._slow_start = 0.0
-        self._unsteady: tuple[Warned, ...] | None = None  # warnings of the first round, after its end
+        self._unsteady: tuple[Warned, ...] | None = (
+            None  # warnings of the first round, after its end
+        )
 
     @property
     def phase(self) -> str:
@@ -106,7 +120,9 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _cannot_pay(self) -> bool:
-        """True if one step takes longer than the whole probe was meant to: that step is then its figure."""
+        """True if one step takes longer than the whole probe was meant to: that step is then its
+        figure.
+        """
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
@@ -137,8 +153,14 @@ class BlockTimer:
         return StepTiming(step, steps, _own(clean), self._warnings(clean, step))
 
     def _sized(self, last: Block) -> int:
-        """Steps that fill a block; after a tiny block not more than 16 times as many, as its time says little."""
-        wanted = round(self._block_seconds / last.step_seconds) if last.step_seconds > 0 else 16 * last.steps
+        """Steps that fill a block; after a tiny block not more than 16 times as many, as its time
+        says little.
+        """
+        wanted = (
+            round(self._block_seconds / last.step_seconds)
+            if last.step_seconds > 0
+            else 16 * last.steps
+        )
         return max(1, min(wanted, 16 * last.steps))
 
     def _steady(self) -> bool:
@@ -148,7 +170,10 @@ class BlockTimer:
             return False
         before, last = windows[-2].step_seconds, windows[-1].step_seconds
         gap = abs(before - last) / max(before, last, 1e-12)
-        full = windows[-1].wall_seconds >= self._block_seconds / 2 or len(windows) >= WARM_UP_WINDOWS // 2
+        full = (
+            windows[-1].wall_seconds >= self._block_seconds / 2
+            or len(windows) >= WARM_UP_WINDOWS // 2
+        )
         if full and gap <= AGREE:
             return True
         spent = sum(window.wall_seconds for window in windows)
@@ -158,7 +183,8 @@ class BlockTimer:
         return over
 
     def _start_again(self) -> bool:
-        """After an unsteady first round, once: a round of half the time follows, and its figure counts.
+        """After an unsteady first round, once: a round of half the time follows, and its figure
+        counts.
 
         Not in a whole run, which lasts for the time or the steps that were asked for.
         """
@@ -174,7 +200,9 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """The steps of the next block; a whole run's blocks grow with the steps done, up to the steps asked for."""
+        """The steps of the next block; a whole run's blocks grow with the steps done, up to the
+        steps asked for.
+        """
         if not self._whole:
             return self._steps
         done = self._done()
@@ -195,7 +223,9 @@ class BlockTimer:
         clean = self._clean()
         if len(clean) < ENOUGH_BLOCKS or len(clean) < len(blocks) / 2:
             return False
-        return relative_half_width(interval_of(clean)) <= TIGHT or (part >= HOPELESS_FROM and _is_hopeless(clean, part))
+        return relative_half_width(interval_of(clean)) <= TIGHT or (
+            part >= HOPELESS_FROM and _is_hopeless(clean, part)
+        )
 
     def _clean(self) -> list[Block]:
         """The blocks that were not disturbed and took no new memory, or all where too few are."""
@@ -215,14 +245,23 @@ class BlockTimer:
             "too_short": (spent, len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS),
             "noisy": (relative_half_width(step), relative_half_width(step) > NOISY),
             "drift": _drift(means),
-            "throttled": (max(slowed, gap), slowed > THROTTLED or (gap > THROTTLED and len(means) >= ENOUGH_BLOCKS)),
+            "throttled": (
+                max(slowed, gap),
+                slowed > THROTTLED or (gap > THROTTLED and len(means) >= ENOUGH_BLOCKS),
+            ),
             "capped": (capped, capped > CAPPED),
             "stalled": (max(means) / middle, max(means) / middle > STALLED),
             "disturbed": (disturbed, disturbed > DISTURBED_SHARE),
         }
-        who = {"throttled": max(clean, key=lambda block: block.slowed).slowest} if slowed > THROTTLED else {}
+        who = (
+            {"throttled": max(clean, key=lambda block: block.slowed).slowest}
+            if slowed > THROTTLED
+            else {}
+        )
         found = {
-            code: msgspec.convert({"code": code, "value": value, "device": who.get(code, -1)}, Warned)
+            code: msgspec.convert(
+                {"code": code, "value": value, "device": who.get(code, -1)}, Warned
+            )
             for code, (value, holds) in seen.items()
             if holds
         }
@@ -231,9 +270,11 @@ class BlockTimer:
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """True if the peak memory of a device, in bytes, rose by more than 1 % in a block; False if it is unknown.
+    """True if the peak memory of a device, in bytes, rose by more than 1 % in a block; False if it
+    is unknown.
 
-    The kernel's work for new pages shows: on a virtual machine 16 us for each 4 KiB, 70 % of a step of 0.36 s.
+    The kernel's work for new pages shows: on a virtual machine 16 us for each 4 KiB, 70 % of a step
+    of 0.36 s.
     """
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
@@ -242,7 +283,8 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
 def interval_of(blocks: Sequence[Block]) -> Interval:
     """Seconds per step of timed blocks, by Student's t on block means.
 
-    The value is total time over total steps, so blocks may differ in length. A lone block is said to be within ±50 %.
+    The value is total time over total steps, so blocks may differ in length. A lone block is said
+    to be within ±50 %.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -250,7 +292,9 @@ def interval_of(blocks: Sequence[Block]) -> Interval:
     value = fsum(block.wall_seconds for block in blocks) / steps
     if len(blocks) < 2:
         return Interval(value, value * (1 - LONE_BLOCK), value * (1 + LONE_BLOCK))
-    weighted = fsum(block.steps * (block.step_seconds - value) ** 2 for block in blocks if block.steps)
+    weighted = fsum(
+        block.steps * (block.step_seconds - value) ** 2 for block in blocks if block.steps
+    )
     half = student(len(blocks) - 1) * sqrt(weighted / (len(blocks) - 1) / steps)
     return Interval(value, max(0.0, value - half), value + half)
 
@@ -258,7 +302,8 @@ def interval_of(blocks: Sequence[Block]) -> Interval:
 def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
     """True if a probe would stay rough to its end, judging by the noise between the blocks so far.
 
-    The median of the gaps doesn't show a single change of speed: that isn't noise, and needs all of the time.
+    The median of the gaps doesn't show a single change of speed: that isn't noise, and needs all of
+    the time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
@@ -266,22 +311,36 @@ def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
 
 
 def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Each device's own compute per step, over all blocks; None where it is unknown in one of them."""
+    """Each device's own compute per step, over all blocks; None where it is unknown in one of
+    them.
+    """
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
-    return tuple(None if None in column else sum(s for s in column if s is not None) / steps for column in columns)
+    return tuple(
+        None if None in column else sum(s for s in column if s is not None) / steps
+        for column in columns
+    )
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """The difference between the later half's mean and the earlier one's, and whether it is more than noise."""
+    """The difference between the later half's mean and the earlier one's, and whether it is more
+    than noise.
+    """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False
     half = len(means) // 2
-    (early, early_error), (late, late_error) = _mean_and_error(means[:half]), _mean_and_error(means[half:])
+    (early, early_error), (late, late_error) = (
+        _mean_and_error(means[:half]),
+        _mean_and_error(means[half:]),
+    )
     change = late / early - 1
-    return change, abs(change) > DRIFT and abs(late - early) > DRIFT_ERRORS * sqrt(early_error**2 + late_error**2)
+    return change, abs(change) > DRIFT and abs(late - early) > DRIFT_ERRORS * sqrt(
+        early_error**2 + late_error**2
+    )
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     mean = sum(values) / len(values)
-    return mean, sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return mean, sqrt(
+        sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
+    )

@@ -1,7 +1,9 @@
-"""Measures with real children: started when needed, kept between probes where memory allows, replaced on failure.
+"""Measures with real children: started when needed, kept between probes where memory allows,
+replaced on failure.
 
-A solo probe has its own child. A split has one child over all its devices where one process can drive them (GPUs
-without limits, in TensorFlow), else a child per device; these step as a group over loopback.
+A solo probe has its own child. A split has one child over all its devices where one process can
+drive them (GPUs without limits, in TensorFlow), else a child per device; these step as a group over
+loopback.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 
 
 class ChildProber:
-    """Measures probes with real children. What failing children wrote is kept in `error_file`, if one is given.
+    """Measures probes with real children. What failing children wrote is kept in `error_file`, if
+    one is given.
 
     A probe that fails is an observation, never an exception.
     """
@@ -78,24 +81,34 @@ class ChildProber:
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=resolved.driver)
-        self._used: set[int] = set()  # positions of devices that have been in a probe, and so are watched
+        self._used: set[int] = (
+            set()
+        )  # positions of devices that have been in a probe, and so are watched
         self._unused: tuple[int, ...] = ()  # those of them that none of the running probes uses
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def measure(
-        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, finished: tuple[Probe, ...] = ()
+        self,
+        probes: tuple[Probe, ...],
+        report: Report,
+        stop: threading.Event,
+        finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at the same time, each driven by its own thread, and yield each one's observation as it ends.
+        """Run all probes at the same time, each driven by its own thread, and yield each one's
+        observation as it ends.
 
-        Once `stop` is set it ends early, without inventing observations. A resumed run asks again for a part of what it
-        had asked for: `finished` are the other probes, which count as running where devices share something.
+        Once `stop` is set it ends early, without inventing observations. A resumed run asks again
+        for a part of what it had asked for: `finished` are the other probes, which count as running
+        where devices share something.
         """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
         self._unused = tuple(sorted(self._used - busy))
         self._used |= busy
-        results: queue.SimpleQueue[tuple[Probe, Observation | BaseException | None]] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[Probe, Observation | BaseException | None]] = (
+            queue.SimpleQueue()
+        )
         running = {probe: ProgressReporter(probe, report, self.now) for probe in probes}
         self._running = set(probes)
 
@@ -122,14 +135,18 @@ class ChildProber:
                 yield seen
 
     def learn(self, seconds: float, batch: int | None) -> Learned | OutOfMemory | Failed:
-        """Measure the gradient's noise on the first device, in batches of this size; an observation if that fails."""
+        """Measure the gradient's noise on the first device, in batches of this size; an observation
+        if that fails.
+        """
         probe = Probe(solo(len(self._devices), 0, 1), "solo", seconds)
         progress, stop = ProgressReporter(probe, lambda _: None, self.now), threading.Event()
         try:
             group = self._start(probe.layout.children, progress, stop)
             progress.enter("measuring")
             limit = seconds + self._timeouts.prepare
-            return cast(Learned, group.call(lambda _: Learn(seconds, batch), Learned, limit, stop)[0])
+            return cast(
+                Learned, group.call(lambda _: Learn(seconds, batch), Learned, limit, stop)[0]
+            )
         except GroupError as error:
             return self._failed(probe, error.root, progress.phase, 0.0)
 
@@ -142,12 +159,16 @@ class ChildProber:
         return self._facts
 
     def close(self) -> None:
-        """Kill every child at once; it may be called twice, from any thread, and while `measure` runs."""
+        """Kill every child at once; it may be called twice, from any thread, and while `measure`
+        runs.
+        """
         self._closed.set()
         self._hosts.close()
         self._idle.clear()
 
-    def _observe(self, probe: Probe, progress: ProgressReporter, stop: threading.Event) -> Observation | None:
+    def _observe(
+        self, probe: Probe, progress: ProgressReporter, stop: threading.Event
+    ) -> Observation | None:
         """Measure with idle children or new ones; again if a port of theirs was taken."""
         started = time.monotonic()
         for left in reversed(range(PORT_TRIES)):
@@ -163,16 +184,24 @@ class ChildProber:
                 if isinstance(error, HostLostError):
                     error = self._blame_host(probe, error)
                 if not left or not any(sign in error.root.detail.lower() for sign in _PORT_TAKEN):
-                    return self._failed(probe, error.root, progress.phase, time.monotonic() - started)
+                    return self._failed(
+                        probe, error.root, progress.phase, time.monotonic() - started
+                    )
         raise AssertionError("unreachable")
 
     def _blame_host(self, probe: Probe, lost: HostLostError) -> GroupError:
         """The failure of the first rank on a host that has gone."""
         active = probe.layout.active
-        rank = next(rank for rank, position in enumerate(active) if self._devices[position].host == lost.host)
+        rank = next(
+            rank
+            for rank, position in enumerate(active)
+            if self._devices[position].host == lost.host
+        )
         return GroupError(RankFailure(rank, "device", lost.message))
 
-    def _attempt(self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float) -> Timed:
+    def _attempt(
+        self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float
+    ) -> Timed:
         key = probe.layout.children
         idle = read_idle(self._hosts, self._unused)
         self._hosts.wait_for_drivers(key.active, stop)
@@ -182,7 +211,9 @@ class ChildProber:
             if group is None:
                 group = self._start(key, progress, stop)
             row_tokens = fmean(self._facts.lengths or (0,))
-            measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens, idle)
+            measurement = Measurement(
+                probe, group, self._timeouts, progress, self._hosts, row_tokens, idle
+            )
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except BaseException:
             if group is not None:
@@ -201,13 +232,20 @@ class ChildProber:
         return group
 
     def _keep(
-        self, key: Layout, group: ChildGroup, seen: Timed, busy_cores: float | None, stop: threading.Event
+        self,
+        key: Layout,
+        group: ChildGroup,
+        seen: Timed,
+        busy_cores: float | None,
+        stop: threading.Event,
     ) -> None:
         """Keep the children for the next probe, with what this one showed of them."""
         layout = seen.probe.layout
         group.fresh = False
         try:
-            while self._running:  # devices that share cores or caches slow each other: to the end of the round
+            while (
+                self._running
+            ):  # devices that share cores or caches slow each other: to the end of the round
                 group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
             kept = group.rest(self._timeouts.prepare, self._closed)
         except (GroupError, HostLostError, StoppedError):
@@ -225,7 +263,8 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """The bytes of each device's memory that others hold; empty where none is seen and one of them is unknown.
+        """The bytes of each device's memory that others hold; empty where none is seen and one of
+        them is unknown.
 
         `clean`: no child of this layout runs.
         """
@@ -241,9 +280,13 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """TensorFlow traces the first size for itself and the second for all: new children get another one first."""
+        """TensorFlow traces the first size for itself and the second for all: new children get
+        another one first.
+        """
         request = self._resolved.request
-        traced = self._resolved.framework == "tensorflow" and not request.xla and not probe.layout.knobs
+        traced = (
+            self._resolved.framework == "tensorflow" and not request.xla and not probe.layout.knobs
+        )
         return WARM_UP_SHARE if traced and group.fresh else 0
 
     def _start(self, key: Layout, progress: ProgressReporter, stop: threading.Event) -> ChildGroup:
@@ -259,7 +302,9 @@ class ChildProber:
             group.import_seconds = time.monotonic() - started
             progress.enter("building")
             grouped = key.traits.together and len(assigned) > 1
-            peers = self._hosts.find_addresses([devices[0] for devices in assigned]) if grouped else ()
+            peers = (
+                self._hosts.find_addresses([devices[0] for devices in assigned]) if grouped else ()
+            )
             commands = build_commands(self._resolved, key, assigned, environments, ranks, peers)
             replies = group.call(lambda rank: commands[rank], Built, self._timeouts.build, stop)
         except BaseException:
@@ -276,7 +321,9 @@ class ChildProber:
         if key.traits.side_by_side and key.placement == "mps":  # an older run that goes on
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
-            environment: ChildEnvironment = self._hosts.find(devices[0]).ask("make_environment", tuple(devices))
+            environment: ChildEnvironment = self._hosts.find(devices[0]).ask(
+                "make_environment", tuple(devices)
+            )
         except HostLostError:
             raise
         except DeviceError as error:
@@ -284,24 +331,33 @@ class ChildProber:
         return environment
 
     def _start_processes(
-        self, assigned: Sequence[Sequence[Device]], environments: Sequence[ChildEnvironment], ranks: RankMap
+        self,
+        assigned: Sequence[Sequence[Device]],
+        environments: Sequence[ChildEnvironment],
+        ranks: RankMap,
     ) -> ChildGroup:
         inbox: Inbox = queue.Queue(1000)
         group = ChildGroup([], inbox, ranks)
         try:
             for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
                 cap = devices[0].usable_memory_bytes if devices[0].on_cpu else None
-                group.children.append(self._hosts.find(devices[0]).start_child(rank, inbox, environment, cap))
+                group.children.append(
+                    self._hosts.find(devices[0]).start_child(rank, inbox, environment, cap)
+                )
         except BaseException as error:
             group.end()
             if self._closed.is_set():
                 raise StoppedError from None
             if isinstance(error, OSError | RuntimeError | CancelledError):
-                raise GroupError(RankFailure(0, "exit", f"no process could be started: {error}")) from None
+                raise GroupError(
+                    RankFailure(0, "exit", f"no process could be started: {error}")
+                ) from None
             raise
         return group
 
-    def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> OutOfMemory | Failed:
+    def _failed(
+        self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float
+    ) -> OutOfMemory | Failed:
         key = probe.layout.children
         devices = self._find_devices(key, failure)
         if failure.out_of_memory:
@@ -317,7 +373,9 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """The devices on which a rank has failed; empty if its process has several devices and named none."""
+        """The devices on which a rank has failed; empty if its process has several devices and
+        named none.
+        """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
         if len(key.active) == 1:
@@ -325,16 +383,24 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report where a probe was stopped that had not begun to measure; a stack with a line of the user's is kept."""
+        """Report where a probe was stopped that had not begun to measure; a stack with a line of
+        the user's is kept.
+        """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
-        saved = stack.where and self._save_output(f"{labels}, {progress.phase}: stopped at {stack.where}", stack.text)
+        saved = stack.where and self._save_output(
+            f"{labels}, {progress.phase}: stopped at {stack.where}", stack.text
+        )
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
         """Append what a failing child wrote to the run's error file; False if it can't be kept."""
         if self._error_file is None:
             return False
-        with self._lock, suppress(OSError), self._error_file.open("a", encoding="utf-8", errors="replace") as stream:
+        with (
+            self._lock,
+            suppress(OSError),
+            self._error_file.open("a", encoding="utf-8", errors="replace") as stream,
+        ):
             if stream.tell() < LARGEST_ERROR_FILE_BYTES:
                 stream.write(f"{title}\n\n{output.strip()}\n\n\n")
             return True
@@ -348,9 +414,11 @@ class ChildProber:
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """The facts with those of one more child; `engine` keeps its split in step, empty if it isn't a split.
+    """The facts with those of one more child; `engine` keeps its split in step, empty if it isn't a
+    split.
 
-    The digest is that of the first: the model's own, which a training script compares with its model, if it has one.
+    The digest is that of the first: the model's own, which a training script compares with its
+    model, if it has one.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -373,12 +441,17 @@ Prober = ChildProber | SimulatedProber
 
 
 def make_prober(
-    job: Job, start_seconds: float = 0.0, error_file: Path | None = None, end_seconds: float = math.inf
+    job: Job,
+    start_seconds: float = 0.0,
+    error_file: Path | None = None,
+    end_seconds: float = math.inf,
 ) -> Prober:
     """A prober whose clock starts at `start_seconds`; tracebacks of children go to `error_file`.
 
     Simulated probes stop at `end_seconds` of its clock; real ones are stopped by the session.
     """
     if job.machine is not None:
-        return SimulatedProber(job.machine, job.request.seed, job.request.pace, start_seconds, end_seconds)
+        return SimulatedProber(
+            job.machine, job.request.seed, job.request.pace, start_seconds, end_seconds
+        )
     return ChildProber(job, start_seconds=start_seconds, error_file=error_file)

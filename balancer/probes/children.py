@@ -1,8 +1,10 @@
-"""The child processes of a layout: each is started, written to, read from and ended; together they form a group.
+"""The child processes of a layout: each is started, written to, read from and ended; together they
+form a group.
 
-Threads of this process drain a child's two pipes, so no amount of output can block it or fill this process' memory.
-A layout has one child on one device, one child over several GPUs, or a child per device that step as a group. When one
-of them fails, the others get a moment to report too; the failure that caused the rest is then chosen by what they said.
+Threads of this process drain a child's two pipes, so no amount of output can block it or fill this
+process' memory. A layout has one child on one device, one child over several GPUs, or a child per
+device that step as a group. When one of them fails, the others get a moment to report too; the
+failure that caused the rest is then chosen by what they said.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class RunningChild(ABC):
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
-        """The stack of the child as it is now, once it has said that it is ready; None if it doesn't answer."""
+        """The stack of the child as it is now, once it has said that it is ready; None if it
+        doesn't answer.
+        """
 
     def find_loss(self) -> str:
         """The reason why the child's host doesn't answer; empty if it does, as this machine."""
@@ -82,10 +86,17 @@ class RunningChild(ABC):
 
 
 class Child(RunningChild):
-    """A worker that `server` forks. Its messages go to `inbox` with its rank; it is killed with its process group."""
+    """A worker that `server` forks. Its messages go to `inbox` with its rank; it is killed with its
+    process group.
+    """
 
     def __init__(
-        self, rank: int, inbox: Inbox, server: ServerProcess, environment: ChildEnvironment, cap_bytes: int | None
+        self,
+        rank: int,
+        inbox: Inbox,
+        server: ServerProcess,
+        environment: ChildEnvironment,
+        cap_bytes: int | None,
     ) -> None:
         self.rank, self.alive = rank, True
         self.pid = 0  # until it runs
@@ -95,7 +106,11 @@ class Child(RunningChild):
         self._exit = Exited(0)  # once it has ended
         self._ended = threading.Event()
         (stdin, write), (read, stdout), (errors, stderr) = (os.pipe() for _ in range(3))
-        own = self._stdin, replies, output = os.fdopen(write, "wb"), os.fdopen(read, "rb"), os.fdopen(errors, "rb")
+        own = self._stdin, replies, output = (
+            os.fdopen(write, "wb"),
+            os.fdopen(read, "rb"),
+            os.fdopen(errors, "rb"),
+        )
         try:
             self._key = server.start(self, environment, (stdin, stdout, stderr))
         except OSError:
@@ -106,12 +121,16 @@ class Child(RunningChild):
         self._start_thread(self._read_replies, replies)
 
     def _start_thread(self, read: Callable[[BinaryIO], None], stream: BinaryIO) -> threading.Thread:
-        thread = threading.Thread(target=read, args=(stream,), name=f"child of rank {self.rank}", daemon=True)
+        thread = threading.Thread(
+            target=read, args=(stream,), name=f"child of rank {self.rank}", daemon=True
+        )
         thread.start()
         return thread
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has ended, as its server says; `peak_bytes` is the most memory that it held."""
+        """Record that the child has ended, as its server says; `peak_bytes` is the most memory that
+        it held.
+        """
         self.alive = False
         self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
         self._ended.set()
@@ -124,15 +143,23 @@ class Child(RunningChild):
 
     @property
     def stderr_tail(self) -> str:
-        """The end of what it wrote to standard error and standard output; until it runs, of what its server wrote."""
+        """The end of what it wrote to standard error and standard output; until it runs, of what
+        its server wrote.
+        """
         written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """The stack of the child as it is now, once it has said that it is ready; None if it doesn't answer."""
+        """The stack of the child as it is now, once it has said that it is ready; None if it
+        doesn't answer.
+        """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
-        while (stack := read_stack(self.stderr_tail)) is None and self.alive and time.monotonic() < deadline:
+        while (
+            (stack := read_stack(self.stderr_tail)) is None
+            and self.alive
+            and time.monotonic() < deadline
+        ):
             time.sleep(POLL_SECONDS)
         return stack
 
@@ -179,7 +206,9 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """The number of processes that the kernel has killed for memory since boot; 0 if it does not say."""
+    """The number of processes that the kernel has killed for memory since boot; 0 if it does not
+    say.
+    """
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -192,12 +221,18 @@ class ChildGroup:
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
         self.fresh = True  # it has not measured anything yet
-        self.import_seconds = 0.0  # that its children waited for the process that they are forked from
+        self.import_seconds = (
+            0.0  # that its children waited for the process that they are forked from
+        )
         self.held_bytes: dict[int, int] = {}  # position -> what it keeps there while it rests
         self._inbox = inbox
 
     def call(
-        self, command: Callable[[int], Command], expected: type[Reply], seconds: float, stop: threading.Event
+        self,
+        command: Callable[[int], Command],
+        expected: type[Reply],
+        seconds: float,
+        stop: threading.Event,
     ) -> list[Reply]:
         """Send every rank its command at once and wait for all replies."""
         for child in self.children:
@@ -205,9 +240,11 @@ class ChildGroup:
         return self.receive(expected, seconds, stop)
 
     def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
-        """One reply of the expected type from every rank, in rank order; GroupError if they don't come in `seconds`.
+        """One reply of the expected type from every rank, in rank order; GroupError if they don't
+        come in `seconds`.
 
-        A rank that is silent when another fails is no failure of its own: it only was not waited for.
+        A rank that is silent when another fails is no failure of its own: it only was not waited
+        for.
         """
         deadline = time.monotonic() + seconds
         replies: dict[int, Reply] = {}
@@ -215,7 +252,9 @@ class ChildGroup:
         while len(replies) + len(failures) < len(self.children) and time.monotonic() <= deadline:
             if stop.is_set():
                 late = [child for child in self.children if child.rank not in replies]
-                raise StoppedError(late[0].find_stack() if expected in (Ready, Built, Prepared) else None)
+                raise StoppedError(
+                    late[0].find_stack() if expected in (Ready, Built, Prepared) else None
+                )
             try:
                 rank, message = self._inbox.get(timeout=TICK_SECONDS)
             except queue.Empty:
@@ -227,8 +266,14 @@ class ChildGroup:
                 failures[rank] = self._failure(rank, message)
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         ranks = range(len(self.children))
-        for rank in ranks if failures else ():  # the others may have failed because its host has gone
-            if rank not in replies and rank not in failures and (loss := self.children[rank].find_loss()):
+        for rank in (
+            ranks if failures else ()
+        ):  # the others may have failed because its host has gone
+            if (
+                rank not in replies
+                and rank not in failures
+                and (loss := self.children[rank].find_loss())
+            ):
                 failures[rank] = RankFailure(rank, "device", loss)
         if not failures:
             failures = {rank: self._silence(rank, seconds) for rank in ranks if rank not in replies}
@@ -237,7 +282,8 @@ class ChildGroup:
         return [replies[rank] for rank in ranks]
 
     def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Let every rank give back memory that isn't in use: position -> the bytes that are kept, where that is known.
+        """Let every rank give back memory that isn't in use: position -> the bytes that are kept,
+        where that is known.
 
         It may take `seconds`; GroupError and StoppedError as in `receive`.
         """
@@ -261,7 +307,11 @@ class ChildGroup:
 
     def _silence(self, rank: int, seconds: float) -> RankFailure:
         stack = self.children[rank].find_stack()
-        at, text = (f", at {stack.where}" if stack.where else "", stack.text) if stack is not None else ("", "")
+        at, text = (
+            (f", at {stack.where}" if stack.where else "", stack.text)
+            if stack is not None
+            else ("", "")
+        )
         return RankFailure(rank, "timeout", f"no answer within {seconds:.0f} s{at}", output=text)
 
     def _failure(self, rank: int, message: Message) -> RankFailure:
@@ -274,6 +324,10 @@ class ChildGroup:
                 return RankFailure(rank, "device", message.text)
             case InvalidReply():
                 text = one_line(message.text, 80)
-                return RankFailure(rank, "protocol", f"it sent something that is not a reply: {text!r}")
+                return RankFailure(
+                    rank, "protocol", f"it sent something that is not a reply: {text!r}"
+                )
             case _:
-                return RankFailure(rank, "protocol", f"it sent {type(message).__name__} when it was not asked for")
+                return RankFailure(
+                    rank, "protocol", f"it sent {type(message).__name__} when it was not asked for"
+                )

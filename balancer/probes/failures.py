@@ -1,7 +1,8 @@
-"""Failures of a layout's children: what an exception, exit code or signal means, memory or something else. Pure.
+"""Failures of a layout's children: what an exception, exit code or signal means, memory or
+something else. Pure.
 
-The lists come from TensorFlow's and PyTorch's issue trackers and from experiments with capped CPU allocators. Kills by
-the kernel for lack of memory are counted by the kernel itself.
+The lists come from TensorFlow's and PyTorch's issue trackers and from experiments with capped CPU
+allocators. Kills by the kernel for lack of memory are counted by the kernel itself.
 """
 
 from __future__ import annotations
@@ -21,10 +22,30 @@ from .protocol import (
     Stack,
 )
 
-_CAUSE_ORDER: tuple[Cause, ...] = ("device", "raised", "signal", "exit", "protocol", "unsupported", "timeout")
-_LOST_A_PEER = ("unavailable", "cancelled", "canceled", "connection reset", "connection closed", "has gone", "aborted")
+_CAUSE_ORDER: tuple[Cause, ...] = (
+    "device",
+    "raised",
+    "signal",
+    "exit",
+    "protocol",
+    "unsupported",
+    "timeout",
+)
+_LOST_A_PEER = (
+    "unavailable",
+    "cancelled",
+    "canceled",
+    "connection reset",
+    "connection closed",
+    "has gone",
+    "aborted",
+)
 _USER_ERRORS = ("UserCodeError", "RequestError", "SyntaxError")
-_OWN_WORDS = ("UserCodeError", "RequestError", "EvenerError")  # their text says what kind of error it is
+_OWN_WORDS = (
+    "UserCodeError",
+    "RequestError",
+    "EvenerError",
+)  # their text says what kind of error it is
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
 _NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted of a message that is too long
 _TEXT = (
@@ -45,13 +66,20 @@ _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]+")
-_LAST_LINE_BEHIND = ("in user code:", "Graph execution error:")  # TensorFlow: where it was, then what it was
-_NEXT_LINE_BEHIND = ("Exception encountered when calling",)  # Keras: the layer, what it was, then the arguments
+_LAST_LINE_BEHIND = (
+    "in user code:",
+    "Graph execution error:",
+)  # TensorFlow: where it was, then what it was
+_NEXT_LINE_BEHIND = (
+    "Exception encountered when calling",
+)  # Keras: the layer, what it was, then the arguments
 _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 
 class StoppedError(Exception):
-    """The session stops: what was running has no outcome. `stack`: where a child was that had not begun to measure."""
+    """The session stops: what was running has no outcome. `stack`: where a child was that had not
+    begun to measure.
+    """
 
     def __init__(self, stack: Stack | None = None) -> None:
         super().__init__(stack)
@@ -65,7 +93,9 @@ class RankFailure(msgspec.Struct, frozen=True):
     cause: Cause
     detail: str  # one line
     out_of_memory: bool = False
-    gpu: int | None = None  # the framework's number of the GPU that ran out of memory, if it named one
+    gpu: int | None = (
+        None  # the framework's number of the GPU that ran out of memory, if it named one
+    )
     output: str = ""  # the whole traceback, or the end of standard error
     user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
 
@@ -84,9 +114,12 @@ class GroupError(Exception):
 
     @property
     def root(self) -> RankFailure:
-        """The likely cause: out of memory before other failures, a rank that only lost a peer last."""
+        """The likely cause: out of memory before other failures, a rank that only lost a peer
+        last.
+        """
         return min(
-            self.failures, key=lambda f: (not f.out_of_memory, f.lost_a_peer, _CAUSE_ORDER.index(f.cause), f.rank)
+            self.failures,
+            key=lambda f: (not f.out_of_memory, f.lost_a_peer, _CAUSE_ORDER.index(f.cause), f.rank),
         )
 
 
@@ -120,8 +153,13 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def names_hardware(text: str) -> bool:
-    """True if an error's text mentions a GPU or its libraries, so that the fault may be that of one device."""
-    lowered, makers = text.lower(), [word for backend in all_backends() for word in backend.device_words]
+    """True if an error's text mentions a GPU or its libraries, so that the fault may be that of one
+    device.
+    """
+    lowered, makers = (
+        text.lower(),
+        [word for backend in all_backends() for word in backend.device_words],
+    )
     return any(sign in lowered for sign in (*_HARDWARE, *makers))
 
 
@@ -162,7 +200,9 @@ def find_gpu_number(text: str) -> int | None:
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """The line of an error's text that says what was wrong, without colors and control characters."""
+    """The line of an error's text that says what was wrong, without colors and control
+    characters.
+    """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]
     if not lines:

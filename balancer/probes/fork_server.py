@@ -1,7 +1,9 @@
-"""The process that children are forked from: it imports what they need once, so that each of them starts at once.
+"""The process that children are forked from: it imports what they need once, so that each of them
+starts at once.
 
-`ForkServer` runs there: it reads requests from a socket, a datagram each, and answers; it never imports the user's own
-code. It ends when the other end of its socket closes, and its children with it. `ServerProcess` is the other end.
+`ForkServer` runs there: it reads requests from a socket, a datagram each, and answers; it never
+imports the user's own code. It ends when the other end of its socket closes, and its children with
+it. `ServerProcess` is the other end.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ LOG_BYTES = 64 << 10  # how much of the end of a server's output is kept
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Fork a child with these variables on these cores; its three standard streams come with the message."""
+    """Fork a child with these variables on these cores; its three standard streams come with the
+    message.
+    """
 
     key: int  # by which both sides know it
     folder: str  # in which it runs
@@ -160,7 +164,9 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str]) -> None:
-    """Import "module" or "module:attribute"; start without if that fails, or starts a driver: it can't be forked."""
+    """Import "module" or "module:attribute"; start without if that fails, or starts a driver: it
+    can't be forked.
+    """
     try:
         for name in names:
             module, _, attribute = name.partition(":")
@@ -169,9 +175,12 @@ def import_first(names: Sequence[str]) -> None:
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # until the program that starts now can answer it
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, [STACK_SIGNAL]
+        )  # until the program that starts now can answer it
         os.execv(sys.executable, sys.orig_argv[: -len(names)])
-    gc.freeze()  # all children share these objects: their collections need not visit, and so copy, them
+    # all children share these objects: their collections need not visit, and so copy, them
+    gc.freeze()
 
 
 def _has_started_driver() -> bool:
@@ -201,7 +210,9 @@ class ForkedChild(Protocol):
 
 
 class ServerProcess:
-    """A running fork server; OSError if it can't be started. Ends with the thread that made it, or by `close`."""
+    """A running fork server; OSError if it can't be started. Ends with the thread that made it, or
+    by `close`.
+    """
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._keys = itertools.count()
@@ -216,7 +227,9 @@ class ServerProcess:
                 self._process = _run(theirs.fileno(), self._log, variables, imports)
             self._resources = stack.pop_all()  # closed once all has been read
         self.pid = self._process.pid
-        self._reader = threading.Thread(target=self._read, name=f"fork server {self.pid}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, name=f"fork server {self.pid}", daemon=True
+        )
         self._reader.start()
 
     @property
@@ -224,15 +237,20 @@ class ServerProcess:
         """True if the server still runs."""
         return self._process.poll() is None
 
-    def start(self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]) -> int:
-        """Fork a child once everything is imported, and close its streams here; returns the server's key for it.
+    def start(
+        self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
+    ) -> int:
+        """Fork a child once everything is imported, and close its streams here; returns the
+        server's key for it.
 
         If the server has ended, so has the child. OSError if the request can't be sent.
         """
         key = next(self._keys)
         self._children[key] = child
         try:
-            request = msgspec.json.encode(Start(key, os.getcwd(), environment.variables, environment.cores))
+            request = msgspec.json.encode(
+                Start(key, os.getcwd(), environment.variables, environment.cores)
+            )
             socket.send_fds(self._channel, [request], streams)
         except OSError:
             self._reader.join(WAIT_SECONDS)
@@ -256,7 +274,9 @@ class ServerProcess:
         """The end of what it wrote."""
         if self._last_words is None:
             with suppress(OSError):
-                return os.pread(self._log, LOG_BYTES, max(0, os.fstat(self._log).st_size - LOG_BYTES))
+                return os.pread(
+                    self._log, LOG_BYTES, max(0, os.fstat(self._log).st_size - LOG_BYTES)
+                )
         return self._last_words or b""
 
     def close(self) -> None:
@@ -281,8 +301,12 @@ class ServerProcess:
         self._resources.close()
 
 
-def _run(channel: int, log: int, variables: Mapping[str, str], imports: Sequence[str]) -> subprocess.Popen[bytes]:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # in the server too, until it can answer
+def _run(
+    channel: int, log: int, variables: Mapping[str, str], imports: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    blocked = signal.pthread_sigmask(
+        signal.SIG_BLOCK, [STACK_SIGNAL]
+    )  # in the server too, until it can answer
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(channel), *imports],
@@ -298,7 +322,9 @@ def _run(channel: int, log: int, variables: Mapping[str, str], imports: Sequence
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process' environment with `variables` over it; the server imports the evener that runs here."""
+    """This process' environment with `variables` over it; the server imports the evener that runs
+    here.
+    """
     merged = {**os.environ, **variables}
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))
     merged["PYTHONUNBUFFERED"] = "1"

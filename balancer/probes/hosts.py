@@ -1,7 +1,8 @@
-"""The hosts of a session's devices, asked as if they were one machine: this one, and others through Ray.
+"""The hosts of a session's devices, asked as if they were one machine: this one, and others through
+Ray.
 
-A `RemoteHost` reaches a `HostServant` in evener's actor on a host of the cluster. A thread waits for what the children
-there send, and puts it where a child of this machine would.
+A `RemoteHost` reaches a `HostServant` in evener's actor on a host of the cluster. A thread waits
+for what the children there send, and puts it where a child of this machine would.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class LocalHost:
     find_ports = staticmethod(find_free_ports)
     available_memory_bytes = staticmethod(available_memory_bytes)
 
-    def __init__(self, devices: Sequence[Device], framework: str, workload: str, name: str = "") -> None:
+    def __init__(
+        self, devices: Sequence[Device], framework: str, workload: str, name: str = ""
+    ) -> None:
         self._framework = framework
         self._imports = find_imports(workload, framework)
         self._network = choose_interface(name, [device.host for device in devices])
@@ -54,23 +57,30 @@ class LocalHost:
         self._running: set[Child] = set()
         self._servers: dict[frozenset[tuple[str, str]], ServerProcess] = {}
         self._closed = threading.Event()
-        # the kernel ends a server with the *thread* that started it, so all are started by one thread that lasts
+        # the kernel ends a server with the *thread* that started it, so all are started by one
+        # thread that lasts
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of this host, or of what it holds: "monitor.read"."""
         return attrgetter(method)(self)(*arguments)
 
-    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event | None = None) -> None:
+    def wait_for_drivers(
+        self, positions: Collection[int], stop: threading.Event | None = None
+    ) -> None:
         """Wait for each driver's answer; GroupError names a device that has none or is gone."""
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
         """A child's start on these devices; DeviceError if they can't have it."""
         environment = child_environment(devices, self._framework)
-        return msgspec.structs.replace(environment, variables={**environment.variables, **self._network})
+        return msgspec.structs.replace(
+            environment, variables={**environment.variables, **self._network}
+        )
 
-    def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> Child:
+    def start_child(
+        self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
+    ) -> Child:
         """A new child; OSError or RuntimeError if none can be started."""
 
         def start() -> Child:
@@ -86,9 +96,13 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
-        """The server that forks children whose variables that matter during the framework's import are equal."""
+        """The server that forks children whose variables that matter during the framework's import
+        are equal.
+        """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
-        before = {name: text for name, text in environment.variables.items() if not name.startswith(late)}
+        before = {
+            name: text for name, text in environment.variables.items() if not name.startswith(late)
+        }
         key = frozenset(before.items())
         if key not in self._servers or not self._servers[key].alive:
             self._servers[key] = ServerProcess(before, self._imports)
@@ -101,7 +115,9 @@ class LocalHost:
             server.close()
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """Bytes that each device lacks because others hold them; no child runs on the `clean` ones."""
+        """Bytes that each device lacks because others hold them; no child runs on the `clean`
+        ones.
+        """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
 
@@ -115,10 +131,17 @@ class LocalHost:
 
 
 class HostServant(LocalHost):
-    """A host whose methods are called from another machine, each call in its thread; children have keys there."""
+    """A host whose methods are called from another machine, each call in its thread; children have
+    keys there.
+    """
 
     def __init__(
-        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: ScriptCopy | None
+        self,
+        devices: Sequence[Device],
+        framework: str,
+        workload: str,
+        name: str,
+        script: ScriptCopy | None,
     ) -> None:
         self._script = WrittenScript(script) if script else None
         function = workload.rpartition(":")[2]
@@ -138,7 +161,9 @@ class HostServant(LocalHost):
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """The messages that children have sent, with the children's keys; waits a limited time for the first one."""
+        """The messages that children have sent, with the children's keys; waits a limited time for
+        the first one.
+        """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
             messages.append(self._inbox.get(timeout=RECEIVE_SECONDS))
@@ -164,7 +189,10 @@ class HostServant(LocalHost):
         script = self._script
         if script is None or not isinstance(message, ChildError):
             return message
-        texts = {name: script.name_origin(getattr(message, name)) for name in ("text", "where", "traceback")}
+        texts = {
+            name: script.name_origin(getattr(message, name))
+            for name in ("text", "where", "traceback")
+        }
         return msgspec.structs.replace(message, **texts)
 
 
@@ -209,10 +237,17 @@ class RemoteHost:
     """One host of the cluster; HostLostError if its actor doesn't answer."""
 
     def __init__(
-        self, devices: Sequence[Device], framework: str, workload: str, name: str, script: ScriptCopy | None
+        self,
+        devices: Sequence[Device],
+        framework: str,
+        workload: str,
+        name: str,
+        script: ScriptCopy | None,
     ) -> None:
         self._name = name
-        self.servant = find_agent(name).keep(HostServant, tuple(devices), framework, workload, name, script)
+        self.servant = find_agent(name).keep(
+            HostServant, tuple(devices), framework, workload, name, script
+        )
         self._keys = itertools.count()
         self._children: dict[int, RemoteChild] = {}
         self._lost: HostLostError | None = None
@@ -225,7 +260,9 @@ class RemoteHost:
             raise self._lost
         return self.servant.ask(method, *arguments, stop=stop)
 
-    def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> RemoteChild:
+    def start_child(
+        self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
+    ) -> RemoteChild:
         """A new child there."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
@@ -263,7 +300,11 @@ class RemoteHost:
 
     def _lose(self, error: Exception) -> None:
         """The host has gone: so have its children."""
-        self._lost = error if isinstance(error, HostLostError) else HostLostError(self._name, f"failed: {error}")
+        self._lost = (
+            error
+            if isinstance(error, HostLostError)
+            else HostLostError(self._name, f"failed: {error}")
+        )
         for child in tuple(self._children.values()):
             child.receive(HostLost(self._lost.message))
 
@@ -286,7 +327,8 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """The addresses where a group's ranks can meet, each on its device's host; on loopback if there is one host.
+        """The addresses where a group's ranks can meet, each on its device's host; on loopback if
+        there is one host.
 
         Their ports are free at this moment.
         """
@@ -294,7 +336,12 @@ class Hosts:
         free = {}
         for host, count in places.items():
             address = host if len(places) > 1 else LOOPBACK
-            free[host] = iter([f"{address}:{port}" for port in self._by_name[host].ask("find_ports", count, address)])
+            free[host] = iter(
+                [
+                    f"{address}:{port}"
+                    for port in self._by_name[host].ask("find_ports", count, address)
+                ]
+            )
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
@@ -303,14 +350,18 @@ class Hosts:
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """The drivers' present readings, by position; GroupError if a device is gone or its driver silent for long."""
+        """The drivers' present readings, by position; GroupError if a device is gone or its driver
+        silent for long.
+        """
         found: dict[int, Vitals] = {}
         for host in self._with_drivers(positions):
             found |= host.ask("monitor.read", tuple(positions))
         return found
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Bytes that each device lacks because others hold them; no child runs on the `clean` ones."""
+        """Bytes that each device lacks because others hold them; no child runs on the `clean`
+        ones.
+        """
         found: dict[int, int] = {}
         for host in self._among(positions):
             found |= host.ask("measure_short", tuple(positions), set(clean))
@@ -334,5 +385,9 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """The hosts of those devices that have drivers: a remote one is asked nothing about its CPU."""
-        return self._among([position for position in positions if not self._devices[position].on_cpu])
+        """The hosts of those devices that have drivers: a remote one is asked nothing about its
+        CPU.
+        """
+        return self._among(
+            [position for position in positions if not self._devices[position].on_cpu]
+        )

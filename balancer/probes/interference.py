@@ -1,6 +1,8 @@
-"""Disturbances of a probe from outside: heat and power limits, memory that others hold, a lost device.
+"""Disturbances of a probe from outside: heat and power limits, memory that others hold, a lost
+device.
 
-GPUs are asked through the driver, between timed blocks only. For CPU slices, the host's free memory is known.
+GPUs are asked through the driver, between timed blocks only. For CPU slices, the host's free memory
+is known.
 """
 
 from __future__ import annotations
@@ -27,17 +29,25 @@ from .failures import GroupError, RankFailure, StoppedError
 READ_SECONDS = 0.05  # a reading takes a millisecond or two; a slower one is not waited for
 RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again
 SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be trained on
-PATIENCE = 3.0  # times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
+PATIENCE = (
+    3.0  # times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
+)
 SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: use that may be the driver's own,
 SPREAD_SMALL = 0.1  # which is at most this part of a small GPU
-STEP = 0.01  # of a device's memory: bytes that others hold are rounded up to this, so small changes are not reported
+# of a device's memory: bytes that others hold are rounded up to this, so small changes are not
+# reported
+STEP = 0.01
 CLOSE_SECONDS = 0.2  # for all watches together
 
 
 class InterferenceMonitor:
-    """Watches those of a session's devices that are on this host; a watch starts when a probe first needs it."""
+    """Watches those of a session's devices that are on this host; a watch starts when a probe first
+    needs it.
+    """
 
-    def __init__(self, devices: Sequence[Device], host: str = "", silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(
+        self, devices: Sequence[Device], host: str = "", silent_seconds: float = SILENT_SECONDS
+    ) -> None:
         self._devices, self._host = devices, host
         self._silent_seconds = silent_seconds
         self._watches: dict[int, VitalsWatch | None] = {}  # None: nothing is known of such a device
@@ -51,22 +61,31 @@ class InterferenceMonitor:
         for watch in watches:
             watch.answer(until)
         until = time.monotonic() + PATIENCE * self._silent_seconds
-        while any(w.pending and w.silent_seconds < self._silent_seconds for w in watches) and time.monotonic() < until:
+        while (
+            any(w.pending and w.silent_seconds < self._silent_seconds for w in watches)
+            and time.monotonic() < until
+        ):
             if stop.wait(READ_SECONDS):
                 raise StoppedError
         self._raise_if_gone(positions)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """The vitals that drivers tell now; GroupError if a device is gone, or its driver silent for long."""
+        """The vitals that drivers tell now; GroupError if a device is gone, or its driver silent
+        for long.
+        """
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
         return vitals
 
-    def measure_short(self, positions: Iterable[int], own: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Bytes that each device lacks because others hold them; positions of which that is unknown are left out.
+    def measure_short(
+        self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
+    ) -> dict[int, int]:
+        """Bytes that each device lacks because others hold them; positions of which that is unknown
+        are left out.
 
-        `own` are the pids of the session's children, `clean` the positions where none of them runs. If the driver
-        doesn't name processes, the bytes that others hold are known only on a clean device.
+        `own` are the pids of the session's children, `clean` the positions where none of them runs.
+        If the driver doesn't name processes, the bytes that others hold are known only on a clean
+        device.
         """
         found: dict[int, int] = {}
         for position in self._own(positions):
@@ -94,7 +113,11 @@ class InterferenceMonitor:
 
     def _own(self, positions: Iterable[int]) -> list[int]:
         """The positions whose devices are on this host, each once."""
-        return [position for position in dict.fromkeys(positions) if self._devices[position].host == self._host]
+        return [
+            position
+            for position in dict.fromkeys(positions)
+            if self._devices[position].host == self._host
+        ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
         """The watches of those positions whose devices report something."""
@@ -105,8 +128,12 @@ class InterferenceMonitor:
                 self._watches[position] = VitalsWatch(reader) if reader else None
         return {position: watch for position in own if (watch := self._watches[position])}
 
-    def _read(self, positions: Iterable[int], wait_seconds: float, full: bool = False) -> Mapping[int, Vitals]:
-        """The vitals of all positions at once; a watch that hangs since an earlier reading is not waited for again."""
+    def _read(
+        self, positions: Iterable[int], wait_seconds: float, full: bool = False
+    ) -> Mapping[int, Vitals]:
+        """The vitals of all positions at once; a watch that hangs since an earlier reading is not
+        waited for again.
+        """
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
         until = time.monotonic() + wait_seconds
@@ -120,11 +147,17 @@ class InterferenceMonitor:
                 words = f"The driver has not answered for {watch.silent_seconds:.0f} s."
             if words:
                 detail = words[:1].lower() + words.removesuffix(".")[1:]
-                raise GroupError(RankFailure(ranks[position], "device", detail, gpu=ranks[position]))
+                raise GroupError(
+                    RankFailure(ranks[position], "device", detail, gpu=ranks[position])
+                )
 
     def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int | None:
-        """Bytes short, or None; more than was last reported only if it lasts, as a process may just be ending."""
-        reported = self._short.get(position, 0) + _unclear_bytes(self._devices[position].memory_bytes or 0)
+        """Bytes short, or None; more than was last reported only if it lasts, as a process may just
+        be ending.
+        """
+        reported = self._short.get(position, 0) + _unclear_bytes(
+            self._devices[position].memory_bytes or 0
+        )
         short = self._short_now(position, own, clean)
         for _ in range(SETTLE_READS):
             if short is None or short <= reported:
@@ -156,40 +189,64 @@ class DriverReader(Protocol):
 
 
 class ProbeInterference:
-    """The limits that held one probe's devices back in each block, and the power that these and idle devices drew.
+    """The limits that held one probe's devices back in each block, and the power that these and
+    idle devices drew.
 
     `idle`: readings of devices that are left out, from before the probe.
     """
 
     def __init__(
-        self, monitor: DriverReader, positions: Sequence[int], idle: Mapping[int, Vitals] | None = None
+        self,
+        monitor: DriverReader,
+        positions: Sequence[int],
+        idle: Mapping[int, Vitals] | None = None,
     ) -> None:
         self._monitor, self._positions, self._idle = monitor, positions, idle or {}
         self._before = monitor.read(positions)
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """The block, with what the drivers say of its time; GroupError if a device has gone meanwhile."""
+        """The block, with what the drivers say of its time; GroupError if a device has gone
+        meanwhile.
+        """
         before, self._before = self._before, self._monitor.read(self._positions)
-        held = [(_share_of_time(before.get(i), now, "held_seconds"), i) for i, now in self._before.items()]
-        capped = [_share_of_time(before.get(i), now, "capped_seconds") for i, now in self._before.items()]
+        held = [
+            (_share_of_time(before.get(i), now, "held_seconds"), i)
+            for i, now in self._before.items()
+        ]
+        capped = [
+            _share_of_time(before.get(i), now, "capped_seconds") for i, now in self._before.items()
+        ]
         slowed, position = max(held, default=(0.0, -1))
         return msgspec.structs.replace(
-            block, slowed=slowed, capped=max(capped, default=0.0), slowest=position if slowed else -1
+            block,
+            slowed=slowed,
+            capped=max(capped, default=0.0),
+            slowest=position if slowed else -1,
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """The mean power by position from the start to the last block; devices that report no energy are left out."""
+        """The mean power by position from the start to the last block; devices that report no
+        energy are left out.
+        """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
             first = self._first.get(position, last)
-            if first.joules is not None and last.joules is not None and last.at_seconds > first.at_seconds:
-                found[position] = max(0.0, last.joules - first.joules) / (last.at_seconds - first.at_seconds)
+            if (
+                first.joules is not None
+                and last.joules is not None
+                and last.at_seconds > first.at_seconds
+            ):
+                found[position] = max(0.0, last.joules - first.joules) / (
+                    last.at_seconds - first.at_seconds
+                )
         return found
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """The drivers' readings of devices that a probe leaves out; empty if one is gone, as that doesn't concern it."""
+    """The drivers' readings of devices that a probe leaves out; empty if one is gone, as that
+    doesn't concern it.
+    """
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
     return {}
@@ -216,7 +273,9 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """The rise of a counter of seconds between two readings over the time between them; 0 if it is unknown."""
+    """The rise of a counter of seconds between two readings over the time between them; 0 if it is
+    unknown.
+    """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
     first, last = getattr(before, counter), getattr(now, counter)

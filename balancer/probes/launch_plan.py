@@ -1,7 +1,8 @@
-"""The children that a layout needs, the build command for each, and which idle ones must end to leave them memory.
+"""The children that a layout needs, the build command for each, and which idle ones must end to
+leave them memory.
 
-PyTorch's children give their cache back while they rest, and say what they keep. TensorFlow's allocator keeps what it
-once had: such an idle child still holds its peak, and somewhat more.
+PyTorch's children give their cache back while they rest, and say what they keep. TensorFlow's
+allocator keeps what it once had: such an idle child still holds its peak, and somewhat more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ MOST_HELD = 256  # ports that were found
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """The engine that keeps a split over these devices in step; empty for a layout without a choice."""
+    """The engine that keeps a split over these devices in step; empty for a layout without a
+    choice.
+    """
     engine = resolved.request.engine
     if not key.traits.together:
         return ""
@@ -39,7 +42,9 @@ def choose_engine(resolved: Job, key: Layout) -> str:
     if resolved.framework == "none" or engine != "auto":
         return engine
     devices = [resolved.devices[i] for i in key.active]
-    unlimited_gpus = all(find_backend(device.kind).own_memory and not device.limit for device in devices)
+    unlimited_gpus = all(
+        find_backend(device.kind).own_memory and not device.limit for device in devices
+    )
     return "towers" if unlimited_gpus and len(group_by_host(devices)) == 1 else "multiworker"
 
 
@@ -58,9 +63,14 @@ def assign_devices(resolved: Job, key: Layout) -> list[list[Device]]:
 
 
 def map_ranks(
-    resolved: Job, key: Layout, environments: Sequence[ChildEnvironment], busy_cores: Mapping[int, float]
+    resolved: Job,
+    key: Layout,
+    environments: Sequence[ChildEnvironment],
+    busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """The positions of a group's ranks; `busy_cores` by position, as far as solo probes have shown."""
+    """The positions of a group's ranks; `busy_cores` by position, as far as solo probes have
+    shown.
+    """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
     return RankMap(
@@ -85,8 +95,12 @@ def build_commands(
     commands = []
     for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
         place = Place(
-            devices=tuple(find_backend(d.kind).name_in(resolved.framework, i) for i, d in enumerate(devices)),
-            memory_limit_bytes=tuple(_framework_limit(resolved.framework, device) for device in devices),
+            devices=tuple(
+                find_backend(d.kind).name_in(resolved.framework, i) for i, d in enumerate(devices)
+            ),
+            memory_limit_bytes=tuple(
+                _framework_limit(resolved.framework, device) for device in devices
+            ),
             rank=rank if grouped else 0,
             peers=peers,
             trainings=key.processes,
@@ -112,11 +126,15 @@ def build_commands(
     return commands
 
 
-_held: deque[int] = deque()  # sockets that are bound to the ports that were found, so that nobody else gets them
+_held: deque[int] = (
+    deque()
+)  # sockets that are bound to the ports that were found, so that nobody else gets them
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Ports of an address of this machine, for servers with SO_REUSEADDR; no system hands them out as they begin."""
+    """Ports of an address of this machine, for servers with SO_REUSEADDR; no system hands them out
+    as they begin.
+    """
     ports = []
     for _ in range(count):
         with socket.socket() as made:
@@ -133,17 +151,23 @@ def _split_memory(device: Device, processes: int) -> Device:
     """The device held to an equal part of its memory, as a logical device has it."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
-    return msgspec.structs.replace(device, limit=msgspec.structs.replace(device.limit, memory_bytes=part))
+    return msgspec.structs.replace(
+        device, limit=msgspec.structs.replace(device.limit, memory_bytes=part)
+    )
 
 
 def _compute_share(device: Device) -> float:
-    """The share of its speed that a CPU slice is held to by spinning; its driver does it for a GPU."""
+    """The share of its speed that a CPU slice is held to by spinning; its driver does it for a
+    GPU.
+    """
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """The cap that the workload sets itself; TensorFlow's and torch's on CPU slices are set from outside."""
+    """The cap that the workload sets itself; TensorFlow's and torch's on CPU slices are set from
+    outside.
+    """
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
 
@@ -151,7 +175,9 @@ def _framework_limit(framework: str, device: Device) -> int | None:
 class RankMap(msgspec.Struct, frozen=True):
     """The positions of a group's ranks among the devices of the request."""
 
-    positions: tuple[int, ...]  # in rank order; of one child over several devices, in its own order of devices
+    positions: tuple[
+        int, ...
+    ]  # in rank order; of one child over several devices, in its own order of devices
     one_process: bool = False  # one child over all positions
     own_cores: bool = False  # CPU slices: a rank's own compute is known from its CPU time
     threads: int = 1  # of each rank
@@ -164,7 +190,9 @@ class RankMap(msgspec.Struct, frozen=True):
 
 
 USED = 0.92  # of a GPU's memory, for all children that hold some
-CONTEXT_BYTES = 600 << 20  # of a GPU, for each process: what its driver's context takes beside the allocator
+CONTEXT_BYTES = (
+    600 << 20
+)  # of a GPU, for each process: what its driver's context takes beside the allocator
 KEPT = 1.4  # times the peak in use: what an allocator was seen to keep, its free pieces included
 LOW_HOST_BYTES = 1 << 30  # all other idle children end when the host has less memory left
 
@@ -172,16 +200,25 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 
 
 class MemoryBudget:
-    """The memory that processes were seen to hold, by position and rows per pass, and what each device has left."""
+    """The memory that processes were seen to hold, by position and rows per pass, and what each
+    device has left.
+    """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
-        self._devices, self._available_bytes = devices, available_bytes  # the latter: of the host with the least
+        self._devices, self._available_bytes = (
+            devices,
+            available_bytes,
+        )  # the latter: of the host with the least
         self._peaks: dict[int, dict[int, int]] = {}
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
         """The bytes that an idle process still holds if its peak was `peak_bytes`."""
-        return round(peak_bytes * KEPT) if find_backend(self._devices[position].kind).own_memory else peak_bytes
+        return (
+            round(peak_bytes * KEPT)
+            if find_backend(self._devices[position].kind).own_memory
+            else peak_bytes
+        )
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
         """Record that a process held `held_bytes` for passes of `rows` rows."""
@@ -192,13 +229,19 @@ class MemoryBudget:
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
-        """Idle groups that have to end before these probes start; the ones that will run them stay."""
+        """Idle groups that have to end before these probes start; the ones that will run them
+        stay.
+        """
         wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]
         if others and self._available_bytes() < LOW_HOST_BYTES:
             return others
         needs = self._needs(probes)
-        tight = {position for position, need in needs.items() if self._is_tight(position, need, wanted, idle)}
+        tight = {
+            position
+            for position, need in needs.items()
+            if self._is_tight(position, need, wanted, idle)
+        }
         return [key for key in others if tight.intersection(key.active)]
 
     def _needs(self, probes: Sequence[Probe]) -> dict[int, int | None]:
@@ -206,17 +249,29 @@ class MemoryBudget:
         for probe in probes:
             layout = probe.layout
             for position in layout.active:
-                most = None if layout.traits.sharded else self._estimate_need(position, layout.pass_rows[position])
+                most = (
+                    None
+                    if layout.traits.sharded
+                    else self._estimate_need(position, layout.pass_rows[position])
+                )
                 needs[position] = None if most is None else most * layout.processes
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """An upper bound, from what processes held for other passes: memory grows with the rows, at most as fast."""
+        """An upper bound, from what processes held for other passes: memory grows with the rows, at
+        most as fast.
+        """
         peaks = self._peaks.get(position, {})
-        return min((round(size * max(1.0, rows / seen)) for seen, size in peaks.items()), default=None)
+        return min(
+            (round(size * max(1.0, rows / seen)) for seen, size in peaks.items()), default=None
+        )
 
-    def _is_tight(self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes) -> bool:
-        """True if a GPU can't hold the idle children beside one that needs this much; an unknown need is all of it."""
+    def _is_tight(
+        self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
+    ) -> bool:
+        """True if a GPU can't hold the idle children beside one that needs this much; an unknown
+        need is all of it.
+        """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own cap

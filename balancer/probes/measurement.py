@@ -1,4 +1,6 @@
-"""One probe on running children: first step, warm-up and timed blocks, until the timing rules say that it is enough."""
+"""One probe on running children: first step, warm-up and timed blocks, until the timing rules say
+that it is enough.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,15 @@ def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
 
-    costs = tuple(cost for position in ranks.unique_positions if layout.costs and (cost := layout.costs[position]))
-    micro, tokens = pick(layout.micro) if layout.in_passes else (), pick(layout.tokens) if layout.tokens else ()
+    costs = tuple(
+        cost
+        for position in ranks.unique_positions
+        if layout.costs and (cost := layout.costs[position])
+    )
+    micro, tokens = (
+        pick(layout.micro) if layout.in_passes else (),
+        pick(layout.tokens) if layout.tokens else (),
+    )
     return Prepare(pick(layout.shares), micro, costs, tokens, layout.length)
 
 
@@ -81,7 +90,11 @@ class ProgressReporter:
         """Report the last figures again, with the time that has passed, if a report is due."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
-            self._report(ProbeProgress(self._probe, self.phase, *self._figures, self._now(), at - self._entered))
+            self._report(
+                ProbeProgress(
+                    self._probe, self.phase, *self._figures, self._now(), at - self._entered
+                )
+            )
 
 
 class Measurement:
@@ -103,14 +116,27 @@ class Measurement:
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
         self._idle = idle  # readings of devices that are left out
         self._watts: dict[int, float] = {}
-        self._memory_bytes: Sequence[int | None] = ()  # the peak of each rank or device of the group
+        self._memory_bytes: Sequence[
+            int | None
+        ] = ()  # the peak of each rank or device of the group
         self._not_finite: tuple[Warned, ...] = ()
-        self._cpu_seconds, self._work_seconds = 0.0, 0.0  # alone on its own cores: of all blocks, without spinning
+        self._cpu_seconds, self._work_seconds = (
+            0.0,
+            0.0,
+        )  # alone on its own cores: of all blocks, without spinning
 
-    def run(self, stop: threading.Event, started: float, warm_up_share: int, short_bytes: tuple[int, ...]) -> Timed:
-        """Time the probe. With a `warm_up_share`, a step of other sizes runs first, none larger than that.
+    def run(
+        self,
+        stop: threading.Event,
+        started: float,
+        warm_up_share: int,
+        short_bytes: tuple[int, ...],
+    ) -> Timed:
+        """Time the probe. With a `warm_up_share`, a step of other sizes runs first, none larger
+        than that.
 
-        `started` is when the probe began, by the monotonic clock; `short_bytes` what other users held then.
+        `started` is when the probe began, by the monotonic clock; `short_bytes` what other users
+        held then.
         """
         self._progress.enter("warming up")
         command = prepare_command(self._probe.layout, self._ranks)
@@ -135,12 +161,16 @@ class Measurement:
             import_seconds=min(self._group.import_seconds, start_seconds),
             short_bytes=short_bytes,
             work=self._by_position(self._mean_work()) if self._work else (),
-            watts=tuple(map(self._watts.get, range(len(self._probe.layout.shares)))) if self._watts else (),
+            watts=tuple(map(self._watts.get, range(len(self._probe.layout.shares))))
+            if self._watts
+            else (),
         )
 
     @property
     def busy_cores(self) -> float | None:
-        """Cores that a step keeps busy, alone on its own cores: at least one, at most its threads."""
+        """Cores that a step keeps busy, alone on its own cores: at least one, at most its
+        threads.
+        """
         if not self._work_seconds:
             return None
         return min(max(1.0, self._cpu_seconds / self._work_seconds), float(self._ranks.threads))
@@ -159,7 +189,11 @@ class Measurement:
             replies = self._group.call(lambda _, command=command: command, Ran, limit, stop)  # type: ignore[misc]
             ran = [cast(Ran, reply) for reply in replies]
             if self._probe.layout.processes == 1 and any(reply.steps != steps for reply in ran):
-                raise GroupError(RankFailure(0, "protocol", "it ran another number of steps than it was asked to"))
+                raise GroupError(
+                    RankFailure(
+                        0, "protocol", "it ran another number of steps than it was asked to"
+                    )
+                )
             self._not_finite = self._find_not_finite(ran)
             before = self._memory_bytes
             block = interference.annotate(self._make_block(ran))
@@ -175,17 +209,24 @@ class Measurement:
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[Warned, ...]:
         """A warning for the rank whose loss was NaN or infinite first."""
-        found = [(reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step]
+        found = [
+            (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
+        ]
         if not found:
             return ()
         step, rank = min(found)
         return (Warned("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """The command to run `steps` steps; a pack's trainings run for equal time instead, so that none idles."""
+        """The command to run `steps` steps; a pack's trainings run for equal time instead, so that
+        none idles.
+        """
         if self._probe.layout.processes == 1:
             return RunSteps(steps)
-        return RunSteps(max(1, steps // CHUNKS), min(max(steps, PACK_STEPS) * step_seconds, LONGEST_PACK_SECONDS))
+        return RunSteps(
+            max(1, steps // CHUNKS),
+            min(max(steps, PACK_STEPS) * step_seconds, LONGEST_PACK_SECONDS),
+        )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
         """The block of the whole group, as long as that of its slowest rank."""
@@ -199,11 +240,15 @@ class Measurement:
             share = self._cpu_share(ran[0])
             return Block(ran[0].steps, wall, share, (wall * min(1.0, share or 1.0),))
         if any(reply.waited_seconds is not None for reply in ran):
-            return Block(ran[0].steps, wall, None, tuple(_less(wall, reply.waited_seconds) for reply in ran))
+            return Block(
+                ran[0].steps, wall, None, tuple(_less(wall, reply.waited_seconds) for reply in ran)
+            )
         if not ranks.own_cores or ranks.one_process:
             return Block(ran[0].steps, wall)
         own = zip(ran, ranks.busy_cores, strict=True)
-        compute = tuple(min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in own)
+        compute = tuple(
+            min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in own
+        )
         return Block(ran[0].steps, wall, None, compute)
 
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
@@ -223,18 +268,28 @@ class Measurement:
     def _mean_work(self) -> list[Work | None]:
         """The mean work of each rank in a step, over all blocks."""
         ranks = zip(*self._work, strict=True)
-        return [Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True))) for each in ranks]
+        return [
+            Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True)))
+            for each in ranks
+        ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """CPU time over wall time of one process that never waits; None where that can't show a disturbance."""
+        """CPU time over wall time of one process that never waits; None where that can't show a
+        disturbance.
+        """
         if not self._ranks.own_cores:
             return None
         self._cpu_seconds += ran.cpu_seconds
         self._work_seconds += max(0.0, ran.wall_seconds - ran.spun_seconds)
-        return (ran.cpu_seconds + ran.spun_seconds) / ran.wall_seconds if self._ranks.threads == 1 else None
+        return (
+            (ran.cpu_seconds + ran.spun_seconds) / ran.wall_seconds
+            if self._ranks.threads == 1
+            else None
+        )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """The time in which each training takes a step: all steps, in the time of the training that took longest.
+        """The time in which each training takes a step: all steps, in the time of the training that
+        took longest.
 
         So nothing counts that one did while another still built its first steps, or had ended.
         """
@@ -242,7 +297,9 @@ class Measurement:
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         self._memory_bytes = (total,) * len(ran)
         steps = max(1, round(sum(reply.steps for reply in ran) / len(ran)))
-        each = max(reply.wall_seconds for reply in ran) * len(ran) / sum(reply.steps for reply in ran)
+        each = (
+            max(reply.wall_seconds for reply in ran) * len(ran) / sum(reply.steps for reply in ran)
+        )
         return Block(steps, steps * each)
 
     def _report_progress(self, timer: BlockTimer) -> None:
@@ -254,9 +311,13 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Values in rank order as values by position of the request; None for a position without one."""
+        """Values in rank order as values by position of the request; None for a position without
+        one.
+        """
         by_position = dict(zip(self._ranks.positions, values, strict=False))
-        return tuple(by_position.get(position) for position in range(len(self._probe.layout.shares)))
+        return tuple(
+            by_position.get(position) for position in range(len(self._probe.layout.shares))
+        )
 
 
 def _less(wall: float, waited: float | None) -> float | None:

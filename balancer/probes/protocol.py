@@ -1,8 +1,10 @@
-"""The messages between a prober and its children: one JSON object per line, typed and bounded; and stacks on a signal.
+"""The messages between a prober and its children: one JSON object per line, typed and bounded; and
+stacks on a signal.
 
-A child only carries out commands; what to run, for how long, and what an error means is up to the parent. Where a
-silent child is, the stack says that it writes to standard error on `STACK_SIGNAL`: `faulthandler` writes it without the
-interpreter's help, so it also comes from a child that loops, waits or computes.
+A child only carries out commands; what to run, for how long, and what an error means is up to the
+parent. Where a silent child is, the stack says that it writes to standard error on `STACK_SIGNAL`:
+`faulthandler` writes it without the interpreter's help, so it also comes from a child that loops,
+waits or computes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Devices = msgspec.Meta(min_length=1, max_length=4096)
 LONGEST_LINE_BYTES = 256 << 10
 LONGEST_TEXT = 2000  # characters of an error's text
-LONGEST_TRACEBACK = 40_000  # characters of a traceback: with every one of them escaped, it still fits on a line
+LONGEST_TRACEBACK = (
+    40_000  # characters of a traceback: with every one of them escaped, it still fits on a line
+)
 STACK_SIGNAL = signal.SIGUSR1
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\n", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -41,13 +45,17 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # cores that its step keeps busy
     device_ids: tuple[str, ...] = ()  # of the place's devices, as the monitor knows them
-    address_space_bytes: int | None = None  # how much the process may grow after the framework's import; None: no cap
+    address_space_bytes: int | None = (
+        None  # how much the process may grow after the framework's import; None: no cap
+    )
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make batches of these sizes and run the first step. `micro` is the rows of one pass; empty: each share is one.
+    """Make batches of these sizes and run the first step. `micro` is the rows of one pass; empty:
+    each share is one.
 
-    With `costs`, rows are assigned by length, in passes of at most `tokens`; with `length`, all rows have that one.
+    With `costs`, rows are assigned by length, in passes of at most `tokens`; with `length`, all
+    rows have that one.
     """
 
     shares: tuple[int, ...]
@@ -65,7 +73,9 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True):
-    """Train for some time, each batch in equal parts, to measure the noise of the gradient; PyTorch's workloads can."""
+    """Train for some time, each batch in equal parts, to measure the noise of the gradient;
+    PyTorch's workloads can.
+    """
 
     seconds: float
     batch: int | None = None  # None: that of the user's own script
@@ -101,27 +111,39 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     cpu_seconds: Seconds  # of the whole process, without spinning
     spun_seconds: Seconds  # spent spinning to hold the process to its share of speed
-    memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # the most that each of its devices held
-    not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0  # by which the loss was NaN; 0: it wasn't
+    memory_bytes: Annotated[
+        tuple[Bytes | None, ...], Devices
+    ]  # the most that each of its devices held
+    not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = (
+        0  # by which the loss was NaN; 0: it wasn't
+    )
     work: Work | None = None  # of all its steps, where rows have lengths
-    waited_seconds: Seconds | None = None  # of its device, for other ranks' gradients and the sum; None: unknown
+    waited_seconds: Seconds | None = (
+        None  # of its device, for other ranks' gradients and the sum; None: unknown
+    )
 
 
 class Learned(msgspec.Struct, frozen=True, tag=True):
-    """The batch that was compared, if it is known, and the noise scale, if there was time for one."""
+    """The batch that was compared, if it is known, and the noise scale, if there was time for
+    one.
+    """
 
     batch: int | None = None
     scale: NoiseScale | None = None
 
 
 class Rested(msgspec.Struct, frozen=True, tag=True):
-    """The bytes that the child keeps of each of its devices; None: as many as at its peak, or unknown."""
+    """The bytes that the child keeps of each of its devices; None: as many as at its peak, or
+    unknown.
+    """
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
 
 
 class ChildError(msgspec.Struct, frozen=True, tag=True):
-    """A command ended in an exception. `types` are its class and that class' bases, the most derived first."""
+    """A command ended in an exception. `types` are its class and that class' bases, the most
+    derived first.
+    """
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
     text: str
@@ -145,7 +167,9 @@ class Exited(msgspec.Struct, frozen=True):
 
     code: int
     cap_share: float = 0.0  # the most memory that it held as a part of its cap; 0 without a cap
-    kernel_killed: bool = False  # the kernel has killed some process for memory since the child started
+    kernel_killed: bool = (
+        False  # the kernel has killed some process for memory since the child started
+    )
     output: str = ""  # the end of what it wrote to standard error and standard output
 
 
@@ -173,7 +197,9 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """A child's main thread: it imports packages, runs the user's file, calls its function, or does neither."""
+    """A child's main thread: it imports packages, runs the user's file, calls its function, or does
+    neither.
+    """
 
     step: Step
     where: str  # "file.py:12": the user's own line; empty: none

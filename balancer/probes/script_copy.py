@@ -1,4 +1,6 @@
-"""The user's own script for another host: the file, the Python files beside it, and the packages in its folder."""
+"""The user's own script for another host: the file, the Python files beside it, and the packages in
+its folder.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ class ScriptCopy(msgspec.Struct, frozen=True):
 def copy_script(script: Path) -> ScriptCopy:
     """The script and what lies beside it; RequestError if that is too large."""
     script = script.resolve()
-    files = {str(path.relative_to(script.parent)): path.read_bytes() for path in _list_sources(script.parent)}
+    files = {
+        str(path.relative_to(script.parent)): path.read_bytes()
+        for path in _list_sources(script.parent)
+    }
     if sum(map(len, files.values())) > LARGEST_BYTES:
         raise RequestError(
             f"The Python files beside {script} take more than {LARGEST_BYTES >> 20} MiB.",

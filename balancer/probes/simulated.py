@@ -1,7 +1,7 @@
 """Measures simulated devices: the machine's physics and seeded noise, on a virtual clock.
 
-The timing rules are those of real children, so the intervals mean the same. A probe's noise depends on the seed and the
-probe alone, never on what was measured before it.
+The timing rules are those of real children, so the intervals mean the same. A probe's noise depends
+on the seed and the probe alone, never on what was measured before it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ from .block_timing import Block, BlockTimer
 
 TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
 SHORTEST_STEP_SECONDS = 1e-9  # a step is never free
-LATER = ("micro", "costs", "tokens", "length", "state")  # in a layout: seeds don't count them where they are empty
+LATER = (
+    "micro",
+    "costs",
+    "tokens",
+    "length",
+    "state",
+)  # in a layout: seeds don't count them where they are empty
 
 
 class SimulatedProber:
-    """Measures probes on a simulated machine; `pace` 1 takes real time, 0 none. Its clock starts at `start_seconds`.
+    """Measures probes on a simulated machine; `pace` 1 takes real time, 0 none. Its clock starts at
+    `start_seconds`.
 
     Probes that still run at `end_seconds` are stopped, and leave no observation.
     """
@@ -49,13 +56,22 @@ class SimulatedProber:
         self._closed = threading.Event()
 
     def measure(
-        self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, finished: tuple[Probe, ...] = ()
+        self,
+        probes: tuple[Probe, ...],
+        report: Report,
+        stop: threading.Event,
+        finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """All probes at once on the virtual clock; observations come in the order in which they end."""
+        """All probes at once on the virtual clock; observations come in the order in which they
+        end.
+        """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
         runs = [_SimulatedProbe(self._machine, self._seed, probe, busy, start) for probe in probes]
-        reports = sorted(((at, i, one) for i, run in enumerate(runs) for at, one in run.reports), key=lambda r: r[:2])
+        reports = sorted(
+            ((at, i, one) for i, run in enumerate(runs) for at, one in run.reports),
+            key=lambda r: r[:2],
+        )
         for at, i, progress in reports:
             last = progress is runs[i].reports[-1][1]
             if stop.is_set() or not self._wait_until(start + at, stop):
@@ -75,15 +91,23 @@ class SimulatedProber:
         if shards is None:
             del machine["shards"]  # the digest of a machine is that of its older files
         digest = blake2b(msgspec.json.encode(machine), digest_size=8).hexdigest()
-        sizes = (round(size * MIB) for size in (shards.state_mib, shards.gathered_mib)) if shards else ()
-        return Facts(engine="simulated", workload_digest=digest, state=ModelState(*sizes) if shards else None)
+        sizes = (
+            (round(size * MIB) for size in (shards.state_mib, shards.gathered_mib))
+            if shards
+            else ()
+        )
+        return Facts(
+            engine="simulated", workload_digest=digest, state=ModelState(*sizes) if shards else None
+        )
 
     def close(self) -> None:
         """End a paced wait; there are no children."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock to `virtual`, in real time if paced; False if it was stopped before that."""
+        """Advance the clock to `virtual`, in real time if paced; False if it was stopped before
+        that.
+        """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
         while self._pace and (left := until - time.monotonic()) > 0:
@@ -96,13 +120,24 @@ class SimulatedProber:
 class _SimulatedProbe:
     """One probe from start to end: its observation, and the progress reports until then."""
 
-    def __init__(self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0) -> None:
+    def __init__(
+        self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
+    ) -> None:
         self._machine, self._probe, self._start = machine, probe, start_seconds
         layout = {
-            name: value for name, value in msgspec.structs.asdict(probe.layout).items() if name not in LATER or value
+            name: value
+            for name, value in msgspec.structs.asdict(probe.layout).items()
+            if name not in LATER or value
         }
-        drawn = {"layout": layout, "stage": probe.stage, "seconds": probe.seconds, "turn": probe.turn}
-        self._random = random.Random(blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest())
+        drawn = {
+            "layout": layout,
+            "stage": probe.stage,
+            "seconds": probe.seconds,
+            "turn": probe.turn,
+        }
+        self._random = random.Random(
+            blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest()
+        )
         self._busy = busy
         self.reports: list[tuple[float, ProbeProgress]] = []  # with seconds from the start
         self.seen = self._measure()
@@ -119,7 +154,10 @@ class _SimulatedProbe:
             step = max(SHORTEST_STEP_SECONDS, placement.seconds(layout.global_batch))
             return self._timed(step, (None,) * len(layout.shares), ())
         step, parts = self._physics()
-        short = tuple(machine.short_bytes(i, self._start) if share else 0 for i, share in enumerate(layout.shares))
+        short = tuple(
+            machine.short_bytes(i, self._start) if share else 0
+            for i, share in enumerate(layout.shares)
+        )
         full = tuple(
             i
             for i, size in enumerate(self._memory())
@@ -127,7 +165,9 @@ class _SimulatedProbe:
         )
         if full:
             self._report(step, "building", None, None)
-            return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step, short)
+            return OutOfMemory(
+                self._probe, full, "the samples do not fit the simulated memory", step, short
+            )
         return self._timed(step, parts, short)
 
     def _missing(self) -> str:
@@ -146,7 +186,9 @@ class _SimulatedProbe:
         layout, machine = self._probe.layout, self._machine
         active = layout.active
         crowd = len(self._busy | set(active)) > 1 if not layout.traits.together else len(active) > 1
-        parts = tuple(self._own_seconds(i, crowd) if share else None for i, share in enumerate(layout.shares))
+        parts = tuple(
+            self._own_seconds(i, crowd) if share else None for i, share in enumerate(layout.shares)
+        )
         slowest = max((part for part in parts if part is not None), default=0.0)
         gathers = machine.shards.gather_ms / 1000 if machine.shards and layout.state else 0.0
         slowest += gathers * max(map(layout.passes, active))
@@ -157,10 +199,14 @@ class _SimulatedProbe:
         share, processes = layout.shares[position], layout.processes
         if processes > 1:
             return machine.pack_seconds(position, share, processes, crowd)
-        passes = max(map(layout.passes, layout.active)) if layout.state else layout.passes(position)  # all meet in each
+        passes = (
+            max(map(layout.passes, layout.active)) if layout.state else layout.passes(position)
+        )  # all meet in each
         return machine.device_seconds(position, share, crowd, min(share, passes))
 
-    def _timed(self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]) -> Observation:
+    def _timed(
+        self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]
+    ) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
         watts = self._watts(step, parts)
         timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
@@ -194,7 +240,9 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """The power of each device; None if another probe uses it, or its power isn't written down."""
+        """The power of each device; None if another probe uses it, or its power isn't written
+        down.
+        """
         layout, found = self._probe.layout, list[float | None]()
         if layout.traits.placed:  # how busy its parts are isn't written down either
             return ()
@@ -208,7 +256,9 @@ class _SimulatedProbe:
     def _hold_back(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """The step and its parts while devices hold themselves back: each slows its own part, and the others wait."""
+        """The step and its parts while devices hold themselves back: each slows its own part, and
+        the others wait.
+        """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
         if not any(parts):
@@ -229,7 +279,9 @@ class _SimulatedProbe:
             if self._machine.lost(i, at):
                 self._report(elapsed, "measuring" if elapsed else "starting", None, None)
                 label = self._machine.described()[i].label
-                return Failed(self._probe, "device", f"{label}: the simulated device is lost", (i,), elapsed)
+                return Failed(
+                    self._probe, "device", f"{label}: the simulated device is lost", (i,), elapsed
+                )
         return None
 
     def _memory(self) -> tuple[int | None, ...]:
@@ -239,7 +291,10 @@ class _SimulatedProbe:
         if layout.traits.sharded:
             parts = layout.state or (MEASURED_PART,) * len(layout.shares)
             pairs = enumerate(zip(layout.pass_rows, parts, strict=True))
-            return tuple(self._machine.part_bytes(i, rows, part) if rows else None for i, (rows, part) in pairs)
+            return tuple(
+                self._machine.part_bytes(i, rows, part) if rows else None
+                for i, (rows, part) in pairs
+            )
         return tuple(
             self._machine.memory_bytes(i, rows) * layout.processes if rows else None
             for i, rows in enumerate(layout.pass_rows)
@@ -253,7 +308,9 @@ class _SimulatedProbe:
         interval = timer.interval()
         batch = self._probe.layout.global_batch * self._probe.layout.processes
         rate = batch / interval.value if interval else None
-        self._report(elapsed, timer.phase, rate, relative_half_width(interval) if interval else None)
+        self._report(
+            elapsed, timer.phase, rate, relative_half_width(interval) if interval else None
+        )
 
     def _report(self, at: float, phase: str, rate: float | None, relative: float | None) -> None:
         self.reports.append((at, ProbeProgress(self._probe, phase, rate, relative, at)))

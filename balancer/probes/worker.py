@@ -1,9 +1,11 @@
 """The child of a probe: builds one workload and runs its steps as commanded, on its own cores.
 
-Run as a program, this is the fork server, which imports the framework and then forks a child for each request.
+Run as a program, this is the fork server, which imports the framework and then forks a child for
+each request.
 
-The protocol has private copies of standard input and output. Descriptor 0 is empty and descriptor 1 leads to standard
-error, so a workload can neither read commands nor write replies. The child ends with its parent, however that ends.
+The protocol has private copies of standard input and output. Descriptor 0 is empty and descriptor 1
+leads to standard error, so a workload can neither read commands nor write replies. The child ends
+with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as
 
 
 def main() -> None:
-    """Import what follows the first argument, then fork children as the socket of that number asks."""
+    """Import what follows the first argument, then fork children as the socket of that number
+    asks.
+    """
     die_with_parent()
     faulthandler.register(protocol.STACK_SIGNAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [protocol.STACK_SIGNAL])
@@ -49,7 +53,9 @@ def main() -> None:
 
 
 def run_child(parent: int) -> None:
-    """Carry out the commands on standard input until it ends or one fails; ends with the process `parent`."""
+    """Carry out the commands on standard input until it ends or one fails; ends with the process
+    `parent`.
+    """
     _end_with_parent(parent)
     commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -104,12 +110,20 @@ class Worker:
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """The error's class names, text and traceback, and the user's own line where it passed through one."""
-        trace = _encodable("".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :])
+        """The error's class names, text and traceback, and the user's own line where it passed
+        through one.
+        """
+        trace = _encodable(
+            "".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :]
+        )
         print(trace, file=sys.stderr)
         name = "" if self._build is None else self._build.workload
         where = user_code.find_line(error, name) if ":" in name else ""
-        types = tuple(kind.__name__ for kind in type(error).__mro__ if kind not in (object, BaseException, Exception))
+        types = tuple(
+            kind.__name__
+            for kind in type(error).__mro__
+            if kind not in (object, BaseException, Exception)
+        )
         text = _encodable(str(error) or type(error).__name__)
         return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
 
@@ -121,10 +135,14 @@ class Worker:
         if size is not None and ":" not in command.workload:
             import_module(registry.find(command.workload, command.framework).home.partition(":")[0])
             cap_address_space(size)
-        self._workload = registry.build(command.workload, command.place, command.settings, command.framework)
+        self._workload = registry.build(
+            command.workload, command.place, command.settings, command.framework
+        )
         if size is not None and ":" in command.workload:
             cap_address_space(size)  # only the user's own code imports what it needs
-        return protocol.Built({str(key): str(value) for key, value in self._workload.facts().items()})
+        return protocol.Built(
+            {str(key): str(value) for key, value in self._workload.facts().items()}
+        )
 
     def _prepare(self, command: protocol.Prepare) -> protocol.Prepared:
         workload, build = self._built()
@@ -159,10 +177,14 @@ class Worker:
         work = _subtract(workload.work(), before)
         self._account(steps, workload, build)
         waited = workload.read_waits()
-        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work, waited)
+        return protocol.Ran(
+            steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work, waited
+        )
 
     def _learn(self, command: protocol.Learn) -> protocol.Learned:
-        """Train, each batch in equal parts, none larger than a pass of the user's script, and compare them."""
+        """Train, each batch in equal parts, none larger than a pass of the user's script, and
+        compare them.
+        """
         from evener.torch_split.noise import PassNoise  # with PyTorch
 
         workload: Any = self._built()[0]
@@ -177,7 +199,9 @@ class Worker:
             workload.learn(parts, noise)
         return protocol.Learned(batch, noise.scale())
 
-    def _account(self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True) -> None:
+    def _account(
+        self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
+    ) -> None:
         """After steps, and outside their time: look at the loss, and report them to the monitor."""
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
@@ -201,10 +225,12 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin, to be as slow as the device's limit says, then step; returns the seconds spent spinning.
+        """Spin, to be as slow as the device's limit says, then step; returns the seconds spent
+        spinning.
 
-        It spins before the step, by what the step before took, so the other ranks of a group wait for it as for a slow
-        device. Alone, wall time counts; in a group only own work does, because waiting for others is not slowness.
+        It spins before the step, by what the step before took, so the other ranks of a group wait
+        for it as for a slow device. Alone, wall time counts; in a group only own work does, because
+        waiting for others is not slowness.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -256,7 +282,9 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output for the protocol alone; from here on nothing can be read from descriptor 0."""
+    """Standard input and output for the protocol alone; from here on nothing can be read from
+    descriptor 0.
+    """
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

@@ -1,4 +1,6 @@
-"""Why a session ended without a plan, as the fault to raise: what failed, what does not fit, or too short a budget."""
+"""Why a session ended without a plan, as the fault to raise: what failed, what does not fit, or too
+short a budget.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MEND = Finding("remedy.layout")
 
 
 def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutError | DeviceError:
-    """The fault of a run without a plan, by what was seen, what the search believes of the devices, and its ending."""
+    """The fault of a run without a plan, by what was seen, what the search believes of the devices,
+    and its ending.
+    """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
@@ -35,7 +39,13 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
         remedy = Finding("remedy.device", {"text": find_backend(header.devices[0].kind).remedy})
         return make_fault(DeviceError, Finding("fault.no_device"), *failures, remedy=remedy)
     if failures:
-        return make_fault(NoLayoutError, Finding("fault.no_layout"), *failures, *_find_in_shards(record), remedy=MEND)
+        return make_fault(
+            NoLayoutError,
+            Finding("fault.no_layout"),
+            *failures,
+            *_find_in_shards(record),
+            remedy=MEND,
+        )
     return _explain_end(header, ran, end)
 
 
@@ -45,21 +55,33 @@ def _find_in_shards(record: Record) -> Iterator[Finding]:
     failed = next((one for one in tried if isinstance(one, Failed)), None)
     state, sizes = record.facts.state, record.header.job.problem.memory_bytes
     ran = {i for one in tried if isinstance(one, Timed) for i in one.probe.layout.active}
-    full = {i for one in tried if isinstance(one, OutOfMemory) for i in one.probe.layout.active} - ran
+    full = {
+        i for one in tried if isinstance(one, OutOfMemory) for i in one.probe.layout.active
+    } - ran
     if failed is not None:
-        yield Finding("failure.shards_failed", {"cause": failed.cause, "why": failed.detail.rstrip(".")})
+        yield Finding(
+            "failure.shards_failed", {"cause": failed.cause, "why": failed.detail.rstrip(".")}
+        )
     elif full:
-        yield Finding("failure.shards_row", {"devices": [record.header.devices[i].label for i in sorted(full)]})
+        yield Finding(
+            "failure.shards_row",
+            {"devices": [record.header.devices[i].label for i in sorted(full)]},
+        )
     elif tried and state is not None:
         own = {"state_bytes": state.state_bytes, "gathered_bytes": state.gathered_bytes}
         yield Finding("failure.shards", {**own, "memory_bytes": sum(size or 0 for size in sizes)})
 
 
 def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
-    """The fault of a run that was stopped, or whose search or budget was over; `ran`: something was measured."""
+    """The fault of a run that was stopped, or whose search or budget was over; `ran`: something was
+    measured.
+    """
     budget = header.request.budget_seconds
     if end.interrupted:
-        stopped, resume = Finding("fault.interrupted", {"ran": ran}), Finding("remedy.resume", {"run": header.run})
+        stopped, resume = (
+            Finding("fault.interrupted", {"ran": ran}),
+            Finding("remedy.resume", {"run": header.run}),
+        )
         return make_fault(NoLayoutError, stopped, *end.unfinished, remedy=resume)
     if budget is None or not end.late:
         ended = Finding("fault.ended", {"reason": end.code, "why": end.why_stopped.rstrip(".")})
@@ -67,13 +89,21 @@ def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
     longer = {"budget_seconds": 2 * budget}
     slow = all(one.code == IMPORTING for one in end.unfinished)
     if not slow and ":" in header.workload:
-        return make_fault(NoLayoutError, *end.unfinished, remedy=Finding("remedy.endless_loop", longer))
+        return make_fault(
+            NoLayoutError, *end.unfinished, remedy=Finding("remedy.endless_loop", longer)
+        )
     over = Finding("fault.budget", {"budget_seconds": budget, "ran": ran})
-    return make_fault(NoLayoutError, over, *end.unfinished, remedy=Finding("remedy.more_budget", longer))
+    return make_fault(
+        NoLayoutError, over, *end.unfinished, remedy=Finding("remedy.more_budget", longer)
+    )
 
 
-def find_unfinished(workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]) -> tuple[Finding, ...]:
-    """Each phase before measuring in which probes still are: on which devices, how long, and where in the code."""
+def find_unfinished(
+    workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
+) -> tuple[Finding, ...]:
+    """Each phase before measuring in which probes still are: on which devices, how long, and where
+    in the code.
+    """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     building = ("building", f"{name}'s {attribute}()") if home else ("preparing", name)
@@ -90,7 +120,10 @@ def find_unfinished(workload: str, devices: Sequence[Device], running: Sequence[
             values = {
                 "name": named,
                 "seconds": max(one.phase_seconds for one in late),
-                "devices": [devices[i].label for i in sorted({i for one in late for i in one.probe.layout.active})],
+                "devices": [
+                    devices[i].label
+                    for i in sorted({i for one in late for i in one.probe.layout.active})
+                ],
                 "where": next((one.where for one in late if one.where), ""),
             }
             found.append(Finding(f"unfinished.{code}", values))
@@ -104,14 +137,26 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
         if isinstance(one, Timed):
             continue
         for i in one.devices or one.probe.layout.active:
-            if i not in smallest or one.probe.layout.pass_rows[i] < smallest[i].probe.layout.pass_rows[i]:
+            if (
+                i not in smallest
+                or one.probe.layout.pass_rows[i] < smallest[i].probe.layout.pass_rows[i]
+            ):
                 smallest[i] = one
     positions = sorted(smallest)
-    causes = {(one.cause, _why(one, devices[i])) for i, one in smallest.items() if isinstance(one, Failed)}
-    if len(smallest) > 1 and len(causes) == 1 and all(isinstance(one, Failed) for one in smallest.values()):
+    causes = {
+        (one.cause, _why(one, devices[i])) for i, one in smallest.items() if isinstance(one, Failed)
+    }
+    if (
+        len(smallest) > 1
+        and len(causes) == 1
+        and all(isinstance(one, Failed) for one in smallest.values())
+    ):
         ((cause, why),) = causes
         return [
-            Finding("failure.shared", {"devices": [devices[i].label for i in positions], "cause": cause, "why": why})
+            Finding(
+                "failure.shared",
+                {"devices": [devices[i].label for i in positions], "cause": cause, "why": why},
+            )
         ]
     return [_describe(i, smallest[i], devices[i]) for i in positions]
 
@@ -128,7 +173,9 @@ def _why(seen: Failed, device: Device) -> str:
     return seen.detail.removeprefix(f"{device.label}, ").rstrip(".")
 
 
-def _explain_too_large(header: Header, largest: Sequence[int], seen: Sequence[Observation]) -> NoLayoutError:
+def _explain_too_large(
+    header: Header, largest: Sequence[int], seen: Sequence[Observation]
+) -> NoLayoutError:
     """The fault of a fixed global batch that is too large for the devices."""
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = [
@@ -137,5 +184,7 @@ def _explain_too_large(header: Header, largest: Sequence[int], seen: Sequence[Ob
     ]
     together = most if len(holds) > 1 else None
     batch = {"batch": header.request.global_batch, "devices": holds, "together": together}
-    remedy = Finding("remedy.smaller_batch", {"rows": most, "micro_off": header.request.micro == "off"})
+    remedy = Finding(
+        "remedy.smaller_batch", {"rows": most, "micro_off": header.request.micro == "off"}
+    )
     return make_fault(NoLayoutError, Finding("fault.batch_too_large", batch), remedy=remedy)

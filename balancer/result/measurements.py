@@ -1,4 +1,6 @@
-"""Findings about the measurements behind a plan: doubts, memory that others hold, devices that were left out."""
+"""Findings about the measurements behind a plan: doubts, memory that others hold, devices that were
+left out.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,20 @@ from ..types import Doubt, Failed, Finding, Layout, Observation, OutOfMemory, Ti
 from .words import DOUBTS, UNCERTAIN
 
 ORDER = get_args(Doubt)
-MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
+MOSTLY = (
+    0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
+)
 FEW_STEPS = 100  # of an epoch: with fewer, little is learnt
 CHANGED = 0.1  # relative difference of two measurements of one layout
 
 
-def find_doubts(seen: Sequence[Observation], chosen: Layout, error: float | None = None) -> tuple[Warned, ...]:
+def find_doubts(
+    seen: Sequence[Observation], chosen: Layout, error: float | None = None
+) -> tuple[Warned, ...]:
     """Doubts about the chosen layout's own measurements, the worst of each kind.
 
-    Of any layout: a loss that wasn't finite, and measurements that differ. `error`, the relative one of the figure over
-    all its measurements, says whether they were too noisy.
+    Of any layout: a loss that wasn't finite, and measurements that differ. `error`, the relative
+    one of the figure over all its measurements, says whether they were too noisy.
     """
     worst: dict[str, Warned] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -42,7 +48,8 @@ def _weight(doubt: Warned) -> float:
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warned]:
-    """The layout's own doubts, and of several devices what a rival saw of other work in turns with it, if mostly that.
+    """The layout's own doubts, and of several devices what a rival saw of other work in turns with
+    it, if mostly that.
 
     Processes that wait for each other can't tell other work from waiting.
     """
@@ -52,11 +59,14 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
         if isinstance(one, Timed) and one.probe.layout == chosen:
             yield from one.warnings
         elif isinstance(one, Timed) and one.probe.stage == "race" and len(chosen.active) > 1:
-            yield from (each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY)
+            yield from (
+                each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY
+            )
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
-    """Warnings of measurements of one layout that differ beyond their intervals, with the gain of the faster one.
+    """Warnings of measurements of one layout that differ beyond their intervals, with the gain of
+    the faster one.
 
     A measurement that exploration made on all devices at once may be slower for that reason.
     """
@@ -79,7 +89,10 @@ def describe_doubts(
 
     def describe(doubt: Warned) -> Finding:
         label = devices[doubt.device].label if 0 <= doubt.device < len(devices) else ""
-        return Finding(f"doubt.{doubt.code}", {"device": label, "value": doubt.value, "hot": hot, "longer": longer})
+        return Finding(
+            f"doubt.{doubt.code}",
+            {"device": label, "value": doubt.value, "hot": hot, "longer": longer},
+        )
 
     return [describe(doubt) for doubt in doubts]
 
@@ -93,19 +106,29 @@ def find_weakness(doubts: Iterable[Warned]) -> list[Finding]:
 def find_remedy(doubts: Iterable[Warned], run: str) -> Finding:
     """The line that measures on where samples/s aren't known, and why they aren't."""
     codes = {doubt.code for doubt in doubts}
-    return Finding("remedy.measure_on", {"doubt": next((code for code in UNCERTAIN if code in codes), ""), "run": run})
+    return Finding(
+        "remedy.measure_on",
+        {"doubt": next((code for code in UNCERTAIN if code in codes), ""), "run": run},
+    )
 
 
 def find_taken_memory(seen: Iterable[Observation], devices: Sequence[Device]) -> list[Finding]:
     """Each device of whose memory others were seen to hold a part that the request counted on."""
     found = sorted(find_taken_bytes(seen).items())
-    return [Finding("taken.memory", {"device": devices[i].label, "size_bytes": size}) for i, size in found]
+    return [
+        Finding("taken.memory", {"device": devices[i].label, "size_bytes": size})
+        for i, size in found
+    ]
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> list[Finding]:
     """A layer that takes its statistics over the rows of a pass, not over a device's share."""
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
-    return [Finding("passes.statistics", {"layer": layer, "rows": min(rows)})] if layer and rows else []
+    return (
+        [Finding("passes.statistics", {"layer": layer, "rows": min(rows)})]
+        if layer and rows
+        else []
+    )
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
@@ -118,8 +141,12 @@ def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
     return most
 
 
-def find_left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout) -> list[Finding]:
-    """Devices on which nothing ran, and those that worked at first, then always failed and have no part; and why."""
+def find_left_out(
+    seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
+) -> list[Finding]:
+    """Devices on which nothing ran, and those that worked at first, then always failed and have no
+    part; and why.
+    """
     found: dict[int, Finding] = {}
     ran: set[int] = set()
     for one in seen:
@@ -130,7 +157,9 @@ def find_left_out(seen: Sequence[Observation], devices: Sequence[Device], chosen
         for i in one.devices or one.probe.layout.active:
             if code := _why_left_out(one, i, i in ran, chosen):
                 values: dict[str, Any] = {"device": devices[i].label, "why": one.detail}
-                found[i] = Finding(f"device.{code}", values | {"rows": one.probe.layout.pass_rows[i]})
+                found[i] = Finding(
+                    f"device.{code}", values | {"rows": one.probe.layout.pass_rows[i]}
+                )
     return [found[i] for i in sorted(found)]
 
 
@@ -151,4 +180,9 @@ def find_few_steps(chosen: Layout, rows: int) -> list[Finding]:
     if not 0 < rows < FEW_STEPS * batch:
         return []
     bound = [rows // FEW_STEPS, FEW_STEPS] if rows >= FEW_STEPS else None
-    return [Finding("epoch.few_steps", {"steps": rows // batch, "batch": batch, "rows": rows, "bound": bound})]
+    return [
+        Finding(
+            "epoch.few_steps",
+            {"steps": rows // batch, "batch": batch, "rows": rows, "bound": bound},
+        )
+    ]

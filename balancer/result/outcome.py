@@ -46,17 +46,30 @@ from ..types import (
 )
 from . import measurements
 from .learning import find_learning
-from .rivals import Rival, compare, describe, describe_rivals, find_larger, is_certain, list_rivals, list_shares
+from .rivals import (
+    Rival,
+    compare,
+    describe,
+    describe_rivals,
+    find_larger,
+    is_certain,
+    list_rivals,
+    list_shares,
+)
 from .verdict import cost_ratios, find_verdict, padding_share
 from .words import say, say_all, write_verdict
 
 MIB = 1 << 20
-MARGIN = 1.3  # on top of a budget that would just have been enough: starts of new children are guessed
+MARGIN = (
+    1.3  # on top of a budget that would just have been enough: starts of new children are guessed
+)
 STEP_SECONDS = 10  # to which it is rounded up
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """Why a run ended, after how many seconds of its clock, and what had not ended when the time was over."""
+    """Why a run ended, after how many seconds of its clock, and what had not ended when the time
+    was over.
+    """
 
     why_stopped: str
     seconds: float
@@ -66,7 +79,9 @@ class RunEnd(msgspec.Struct, frozen=True):
     @property
     def code(self) -> str:
         """The reason in a word, as `settled` or `budget`."""
-        return next((stop.name.lower() for stop in Stop if self.why_stopped.startswith(stop.value)), "")
+        return next(
+            (stop.name.lower() for stop in Stop if self.why_stopped.startswith(stop.value)), ""
+        )
 
     @property
     def late(self) -> bool:
@@ -95,8 +110,16 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Finished | Non
         *measurements.find_few_steps(chosen.layout, facts.rows),
         *find_short_budget(search, record.observations, end),
         *find_verdict(search, chosen, rivals, devices),
-        *(find_objective_reached(search, chosen) if known else [measurements.find_remedy(doubts, header.run)]),
-        *([Finding("taken.verdict", {"devices": [devices[i].label for i in taken]})] if taken else ()),
+        *(
+            find_objective_reached(search, chosen)
+            if known
+            else [measurements.find_remedy(doubts, header.run)]
+        ),
+        *(
+            [Finding("taken.verdict", {"devices": [devices[i].label for i in taken]})]
+            if taken
+            else ()
+        ),
         *(measurements.find_weakness(doubts) if known else ()),
         *(find_learning(header.job, chosen, search) if known else ()),
     )
@@ -117,8 +140,17 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Finished | Non
         )
     )
     said = Said(verdict, warnings, tuple(name for name, _ in evidence), end.code)
-    as_read = msgspec.json.decode(msgspec.json.encode(said), type=Said)  # so that a journal gives the same
-    return Finished(plan, search.results(), write_verdict(verdict), end.interrupted, end.seconds, findings=as_read)
+    as_read = msgspec.json.decode(
+        msgspec.json.encode(said), type=Said
+    )  # so that a journal gives the same
+    return Finished(
+        plan,
+        search.results(),
+        write_verdict(verdict),
+        end.interrupted,
+        end.seconds,
+        findings=as_read,
+    )
 
 
 def _find_warnings(
@@ -148,13 +180,17 @@ def find_not_compared(search: Search, devices: int) -> Iterator[Finding]:
         layout = describe(candidate, devices)
         if isinstance(seen, Failed):
             why = seen.detail.rstrip(".")
-            yield Finding("not_compared.failed", {"layout": layout, "cause": seen.cause, "why": why})
+            yield Finding(
+                "not_compared.failed", {"layout": layout, "cause": seen.cause, "why": why}
+            )
         else:
             yield Finding("not_compared.out_of_memory", {"layout": layout})
 
 
 def list_broken(search: Search) -> list[tuple[Candidate, Observation]]:
-    """The layouts of the race that failed, with the failure; the smallest pack of a mode of which none ever ran."""
+    """The layouts of the race that failed, with the failure; the smallest pack of a mode of which
+    none ever ran.
+    """
     race = search.race
     layouts = [(one, race.seen.broken(one.layout)) for one in race.all]
     tried = [packing.seen for _, packing in race.packings]
@@ -164,7 +200,9 @@ def list_broken(search: Search) -> list[tuple[Candidate, Observation]]:
 
 
 def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
-    """Findings on the chosen layout's value of the objective, where the objective decided against speed."""
+    """Findings on the chosen layout's value of the objective, where the objective decided against
+    speed.
+    """
     objective = find_objective(search.problem.objective)
 
     def value(one: Result) -> float:
@@ -194,7 +232,10 @@ def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> 
     """Layouts that the budget left out, with a budget that should do."""
     if search.problem.budget_seconds is None or interrupted:
         return
-    for code, missing in (("unmeasured.layouts", search.race.unmeasured), ("unmeasured.packs", list_ungrown(search))):
+    for code, missing in (
+        ("unmeasured.layouts", search.race.unmeasured),
+        ("unmeasured.packs", list_ungrown(search)),
+    ):
         if missing:
             layouts = [describe(one, devices) for one in missing]
             yield Finding(code, {"layouts": layouts, "enough_seconds": _find_enough(search)})
@@ -209,13 +250,17 @@ def find_retreats(search: Search, devices: int) -> Iterator[Finding]:
 
 
 def list_ungrown(search: Search) -> list[Candidate]:
-    """The next pack in each mode whose throughput still grew when packing's part of the budget was spent."""
+    """The next pack in each mode whose throughput still grew when packing's part of the budget was
+    spent.
+    """
     found = [packing.next_layout() for _, packing in search.race.packings if packing.still_gains]
     return [Candidate(PACK, layout) for layout in found if layout is not None]
 
 
 def _find_enough(search: Search) -> int:
-    """Seconds of a budget that should do to measure every layout once, and another pack of each mode."""
+    """Seconds of a budget that should do to measure every layout once, and another pack of each
+    mode.
+    """
     race, budget, live = search.race, search.budget, search.model.live
     missing = [one.layout for one in race.unmeasured]
     if search.options.with_splits and len(live) > 1 and not race.seen.in_stage("split"):
@@ -226,30 +271,47 @@ def _find_enough(search: Search) -> int:
     return STEP_SECONDS * math.ceil(MARGIN * enough / STEP_SECONDS)
 
 
-def find_short_budget(search: Search, seen: Sequence[Observation], end: RunEnd) -> Iterator[Finding]:
+def find_short_budget(
+    search: Search, seen: Sequence[Observation], end: RunEnd
+) -> Iterator[Finding]:
     """A budget that was over before any split was tried, and what starting processes took of it."""
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
     budget = search.problem.budget_seconds
-    if tried or not end.late or budget is None or search.problem.devices < 2 or not search.options.with_splits:
+    if (
+        tried
+        or not end.late
+        or budget is None
+        or search.problem.devices < 2
+        or not search.options.with_splits
+    ):
         return
-    at_once = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage == "solo"]
-    later = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage != "solo"]
+    at_once = [
+        one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage == "solo"
+    ]
+    later = [
+        one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage != "solo"
+    ]
     starts = max(at_once, default=0.0) + sum(later)
     yield Finding(
-        "budget.no_split", {"budget_seconds": budget, "start_seconds": starts, "enough_seconds": _find_enough(search)}
+        "budget.no_split",
+        {"budget_seconds": budget, "start_seconds": starts, "enough_seconds": _find_enough(search)},
     )
 
 
 def _find_evidence(
     chosen: Result, rivals: Sequence[Rival], search: Search, devices: Sequence[Device]
 ) -> list[tuple[Finding, Rival]]:
-    """Every rival with its name, the best single device even if it is chosen, and each device alone at its fastest."""
+    """Every rival with its name, the best single device even if it is chosen, and each device alone
+    at its fastest.
+    """
     larger, single = find_larger(chosen, rivals), search.best_single()
     found = list(zip(describe_rivals(chosen, rivals, len(devices)), rivals, strict=True))
     by_layout = {one.candidate.layout: one for one in rivals}
 
     def compare_solo(one: Result) -> Rival:
-        """The comparison of a single device, equal wherever it stands, as the plan has one figure."""
+        """The comparison of a single device, equal wherever it stands, as the plan has one
+        figure.
+        """
         figure = chosen.throughput if one.layout == chosen.layout else one.throughput
         return by_layout.get(one.layout) or compare(chosen, Candidate(SOLO, one.layout), figure)
 
@@ -265,12 +327,22 @@ def _find_evidence(
     return found
 
 
-def _write_evidence(name: Finding, one: Rival, devices: Sequence[Device], facts: Facts, search: Search) -> Evidence:
+def _write_evidence(
+    name: Finding, one: Rival, devices: Sequence[Device], facts: Facts, search: Search
+) -> Evidence:
     """A rival as the plan has it."""
     layout, gain = one.candidate.layout, one.gain if one.compared else None
     figure = _write_throughput(one.throughput, layout, search)
     busy = layout.traits.alone and len(layout.shares) > 1 and not search.race.seen.turns(layout)
-    return Evidence(say(name), _write_layout(layout, devices, facts, search), figure, one.tie, gain, one.paired, busy)
+    return Evidence(
+        say(name),
+        _write_layout(layout, devices, facts, search),
+        figure,
+        one.tie,
+        gain,
+        one.paired,
+        busy,
+    )
 
 
 def _summarize(record: Record, end: RunEnd) -> SearchSummary:
@@ -286,9 +358,15 @@ def _summarize(record: Record, end: RunEnd) -> SearchSummary:
 def _write_layout(
     layout: Layout, devices: Sequence[Device], facts: Facts, search: Search, chosen: bool = False
 ) -> PlanLayout:
-    """The layout as the plan has it; the chosen one with its devices' curves, and their memory if it is in shards."""
+    """The layout as the plan has it; the chosen one with its devices' curves, and their memory if
+    it is in shards.
+    """
     batch, costs, turns = layout.global_batch, layout.costs, search.turns(layout)
-    ratios = cost_ratios(costs, search.mean_length) if costs else tuple(share / batch for share in layout.shares)
+    ratios = (
+        cost_ratios(costs, search.mean_length)
+        if costs
+        else tuple(share / batch for share in layout.shares)
+    )
     curves = search.curves(layout) if chosen else (((), 0),) * len(devices)
     shares = tuple(
         Share(
@@ -312,11 +390,18 @@ def _write_layout(
     return PlanLayout(layout.kind, batch, shares, engine, layout.processes, layout.placement)
 
 
-def _expect_memory(layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None) -> tuple[int, int]:
-    """The bytes that a device holds in a sharded training, and the most that it was seen to take; 0 where unknown."""
+def _expect_memory(
+    layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
+) -> tuple[int, int]:
+    """The bytes that a device holds in a sharded training, and the most that it was seen to take; 0
+    where unknown.
+    """
     if not (layout.traits.sharded and state and layout.shares[position]):
         return 0, 0
-    held = round((layout.state[position] if layout.state else 0.0) * state.state_bytes) + state.gathered_bytes
+    held = (
+        round((layout.state[position] if layout.state else 0.0) * state.state_bytes)
+        + state.gathered_bytes
+    )
     return held, max((turn.memory_bytes[position] or 0 for turn in turns), default=0)
 
 
@@ -329,7 +414,13 @@ def _write_throughput(figure: Interval, layout: Layout, search: Search) -> Throu
     if power is None or not power.watts:
         return Throughput(figure.value, low, high, *tokens)
     return Throughput(
-        figure.value, low, high, *tokens, figure.value / power.watts, power.active_watts, power.idle_watts
+        figure.value,
+        low,
+        high,
+        *tokens,
+        figure.value / power.watts,
+        power.active_watts,
+        power.idle_watts,
     )
 
 
@@ -339,4 +430,6 @@ def _write_fingerprint(header: Header, facts: Facts) -> Fingerprint:
         return device.name if size is None else f"{device.name} ({size // MIB} MiB)"
 
     versions = {**facts.versions, "evener": header.evener}
-    return Fingerprint(tuple(map(describe, header.devices)), facts.driver, versions, facts.workload_digest)
+    return Fingerprint(
+        tuple(map(describe, header.devices)), facts.driver, versions, facts.workload_digest
+    )

@@ -1,4 +1,5 @@
-"""Layouts by their names, and the rivals of a chosen one: every other that ran, compared by printed rates or in turn.
+"""Layouts by their names, and the rivals of a chosen one: every other that ran, compared by printed
+rates or in turn.
 
 Where nothing can be said of a gain, and how one is written, stands here too.
 """
@@ -35,7 +36,8 @@ def describe(one: Candidate, devices: int) -> Finding:
 
 
 def describe_all(found: Sequence[Candidate], devices: int) -> tuple[Finding, ...]:
-    """A finding for each, the fastest first, no name twice: of two of one kind the slower one is `another`.
+    """A finding for each, the fastest first, no name twice: of two of one kind the slower one is
+    `another`.
 
     No split is the best one behind a split that comes first.
     """
@@ -74,7 +76,9 @@ NEAR = 2  # times a split's global batch: the most that a plan may have to be co
 
 
 class Rival(msgspec.Struct, frozen=True):
-    """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1; `paired` in turn."""
+    """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1;
+    `paired` in turn.
+    """
 
     candidate: Candidate
     throughput: Interval
@@ -82,7 +86,8 @@ class Rival(msgspec.Struct, frozen=True):
     tie: bool = False
     unclear: bool = False
     paired: bool = False
-    compared: bool = True  # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
+    # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
+    compared: bool = True
 
     @property
     def family(self) -> Family | None:
@@ -91,37 +96,62 @@ class Rival(msgspec.Struct, frozen=True):
 
     def gain_of(self, chosen: Result) -> float:
         """The gain of the chosen layout by the two printed rates, or as measured in turn."""
-        return self.gain if self.paired else printed_gain(chosen.throughput.value, self.throughput.value)
+        return (
+            self.gain
+            if self.paired
+            else printed_gain(chosen.throughput.value, self.throughput.value)
+        )
 
 
 def list_rivals(
-    chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = (), single: Result | None = None
+    chosen: Result,
+    ranking: Sequence[Standing],
+    results: Sequence[Result] = (),
+    single: Result | None = None,
 ) -> tuple[Rival, ...]:
-    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else by throughput.
+    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else
+    by throughput.
 
-    Against one device or a pack, the fastest split of the `results` comes first, though it may not have been raced;
-    the best `single` device comes last, if it wasn't.
+    Against one device or a pack, the fastest split of the `results` comes first, though it may not
+    have been raced; the best `single` device comes last, if it wasn't.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
-    raced = any(one.candidate.layout.traits.alone for one in ranking) or (single and single.layout == chosen.layout)
+    raced = any(one.candidate.layout.traits.alone for one in ranking) or (
+        single and single.layout == chosen.layout
+    )
     return (
         *_fastest_split(chosen, ranking, results),
         *(compare(chosen, one.candidate, one.throughput, one if won else None) for one in others),
-        *([compare(chosen, Candidate(SOLO, single.layout), single.throughput)] if single and not raced else ()),
+        *(
+            [compare(chosen, Candidate(SOLO, single.layout), single.throughput)]
+            if single and not raced
+            else ()
+        ),
     )
 
 
-def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
-    splits = [one for one in results if one.layout.traits.together and not chosen.layout.traits.together]
-    found = [compare(chosen, Candidate(family_of(one.layout), one.layout), one.throughput) for one in splits]
+def _fastest_split(
+    chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]
+) -> list[Rival]:
+    splits = [
+        one for one in results if one.layout.traits.together and not chosen.layout.traits.together
+    ]
+    found = [
+        compare(chosen, Candidate(family_of(one.layout), one.layout), one.throughput)
+        for one in splits
+    ]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
     raced = [one.candidate.layout for one in ranking]
     return [fastest] if fastest and fastest.candidate.layout not in raced else []
 
 
-def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None) -> Rival:
-    """Compare two layouts by their rates, or by the turns of both if the rates tie or say another gain."""
+def compare(
+    chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None
+) -> Rival:
+    """Compare two layouts by their rates, or by the turns of both if the rates tie or say another
+    gain.
+    """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
     if layout == chosen.layout or not comparable:
@@ -130,7 +160,9 @@ def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standin
     if in_turn is None or in_turn.against is None:
         return Rival(rival, figure, gain, tie)
     against = in_turn.against
-    low, value, high = (1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low))
+    low, value, high = (
+        1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
+    )
     if in_turn.tie or low <= 0 <= high:
         return Rival(rival, figure, gain, True, in_turn.unclear)
     paired = tie or not low <= gain <= high
@@ -155,7 +187,9 @@ def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:
     if not chosen.layout.traits.by_shares:
         return None
     faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
-    larger = [one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch]
+    larger = [
+        one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch
+    ]
     return min(larger, key=lambda one: one.gain, default=None)
 
 
@@ -164,11 +198,14 @@ def is_certain(*figures: Interval) -> bool:
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)
 
 
-def is_comparable(own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]) -> bool:
-    """True if a gain over a layout says something; no `shares` stand for the sum of all devices alone.
+def is_comparable(
+    own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
+) -> bool:
+    """True if a gain over a layout says something; no `shares` stand for the sum of all devices
+    alone.
 
-    Not if a rate isn't certain, if a split has less than half of the samples, or if a device is faster in the split
-    than it was alone: it wasn't measured at its best batch then.
+    Not if a rate isn't certain, if a split has less than half of the samples, or if a device is
+    faster in the split than it was alone: it wasn't measured at its best batch then.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_certain(own, other):

@@ -1,4 +1,6 @@
-"""The verdict of a search, what to do and why, and the next steps: findings whose sentences follow each other."""
+"""The verdict of a search, what to do and why, and the next steps: findings whose sentences follow
+each other.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ USUAL_ROWS = 8  # of a pass
 COVERS = 0.8  # of a loss: what is named as its cause
 
 
-def find_verdict(search: Search, chosen: Result, rivals: Sequence[Rival], devices: Sequence[Device]) -> list[Finding]:
+def find_verdict(
+    search: Search, chosen: Result, rivals: Sequence[Rival], devices: Sequence[Device]
+) -> list[Finding]:
     """The parts of the verdict: what to do and why, with the figures."""
     labels = [device.label for device in devices]
     advice = _advise(chosen, labels, search.mean_length)
@@ -54,11 +58,15 @@ def find_verdict(search: Search, chosen: Result, rivals: Sequence[Rival], device
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """The part of a step in which the busiest device waits for others or for data; None where that isn't measured."""
+    """The part of a step in which the busiest device waits for others or for data; None where that
+    isn't measured.
+    """
     own = _own_seconds(seen)
     if own is None or any(one.step_seconds <= 0 for one in seen):
         return None
-    return fmean(max(0.0, 1 - max(each) / one.step_seconds) for each, one in zip(own, seen, strict=True))
+    return fmean(
+        max(0.0, 1 - max(each) / one.step_seconds) for each, one in zip(own, seen, strict=True)
+    )
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
@@ -67,7 +75,9 @@ def padding_share(seen: Sequence[Timed]) -> float:
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """The difference between the devices' own work, as a part of the longest; None if it wasn't measured."""
+    """The difference between the devices' own work, as a part of the longest; None if it wasn't
+    measured.
+    """
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
         return None
@@ -75,14 +85,18 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """The own work of each device that computes, by measurement; None where one of them is unknown."""
+    """The own work of each device that computes, by measurement; None where one of them is
+    unknown.
+    """
     own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.active] for one in seen]
     missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.active)
     return None if missing or not own else own
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Each device's part of the cost of a batch, when all finish at the same time; of passes of a few usual rows."""
+    """Each device's part of the cost of a batch, when all finish at the same time; of passes of a
+    few usual rows.
+    """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
@@ -96,14 +110,20 @@ def _advise(chosen: Result, labels: Sequence[str], row_tokens: float) -> Finding
         "samples": layout.global_batch,
         "shares": list_shares(layout),
         "states": [part for part in layout.state if part],
-        "ratios": [part for part in (cost_ratios(layout.costs, row_tokens) if layout.costs else parts) if part],
+        "ratios": [
+            part
+            for part in (cost_ratios(layout.costs, row_tokens) if layout.costs else parts)
+            if part
+        ],
         "trainings": layout.processes,
         "mode": layout.placement,
         "placement": layout.placement,
         "alone": len(labels) > 1,
         "knobs": list(layout.knobs),
     }
-    return Finding("advice.cost" if layout.costs else f"advice.{find_own_family(layout).name}", values)
+    return Finding(
+        "advice.cost" if layout.costs else f"advice.{find_own_family(layout).name}", values
+    )
 
 
 def _describe_figure(search: Search, chosen: Result) -> Finding:
@@ -114,16 +134,26 @@ def _describe_figure(search: Search, chosen: Result) -> Finding:
         return Finding("figure.samples", figure)
     turns = search.turns(layout)
     gap = work_gap(turns) if len(layout.active) > 1 else None
-    more = {"tokens_per_second": speed * search.mean_length, "padding": padding_share(turns), "gap": gap}
+    more = {
+        "tokens_per_second": speed * search.mean_length,
+        "padding": padding_share(turns),
+        "gap": gap,
+    }
     return Finding("figure.tokens", figure | more)
 
 
-def _find_gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> Iterator[Finding]:
-    """The gains of a layout over several devices, or of several trainings, over an even split and one device alone."""
+def _find_gains(
+    chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]
+) -> Iterator[Finding]:
+    """The gains of a layout over several devices, or of several trainings, over an even split and
+    one device alone.
+    """
     layout = chosen.layout
     if layout.traits.together and not is_even(layout):
         evens = [one for one in rivals if one.family and one.family.equal_shares]
-        even = next((one for one in evens if len(one.candidate.layout.active) == len(layout.active)), None)
+        even = next(
+            (one for one in evens if len(one.candidate.layout.active) == len(layout.active)), None
+        )
         if even:
             yield _compare(chosen, even, "even_by_rows" if layout.costs else "even")
     single = next((one for one in rivals if one.family and one.candidate.layout.traits.alone), None)
@@ -148,7 +178,9 @@ def _compare(chosen: Result, rival: Rival, over: str) -> Finding:
 
 
 def _comparison(chosen: Result, rival: Rival) -> dict[str, Any]:
-    """The rival's samples a step if they differ from the chosen layout's, and whether both were measured in turn."""
+    """The rival's samples a step if they differ from the chosen layout's, and whether both were
+    measured in turn.
+    """
     batch = rival.candidate.layout.global_batch
     return {"batch": batch if batch != chosen.layout.global_batch else None, "paired": rival.paired}
 
@@ -165,7 +197,9 @@ def _lose_or_win(group: str, chosen: Result, rival: Rival, **values: Any) -> Fin
 def _find_split_losses(
     search: Search, chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]
 ) -> Iterator[Finding]:
-    """The best split's loss and its cause, if another layout is chosen; or the reason why the loss is unknown."""
+    """The best split's loss and its cause, if another layout is chosen; or the reason why the loss
+    is unknown.
+    """
     if chosen.layout.traits.together or len(labels) < 2:
         return
     splits = [one for one in rivals if one.family and one.candidate.layout.traits.together]
@@ -187,7 +221,9 @@ def _find_split_losses(
 
 
 def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
-    """The cause of a split's loss: keeping in step, or time that a smaller share doesn't shorten; else known times."""
+    """The cause of a split's loss: keeping in step, or time that a smaller share doesn't shorten;
+    else known times.
+    """
     split = rival.candidate.layout
     apart, known = search.devices.apart_seconds(split), search.devices.sync_seconds
     if not chosen.layout.traits.alone or (apart is None and known is None):
@@ -197,7 +233,10 @@ def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
     kept = (apart or 0.0) - whole * share / batch
     if kept > sync and kept >= COVERS * (took - whole):
         same = batch == chosen.layout.global_batch
-        return Finding("cause.longest_part", {"longest_seconds": apart, "whole": [whole, batch] if same else None})
+        return Finding(
+            "cause.longest_part",
+            {"longest_seconds": apart, "whole": [whole, batch] if same else None},
+        )
     if sync >= COVERS * (took - whole):
         return Finding("cause.sync", {"sync_seconds": sync})
     return Finding("cause.unexplained", {"step_seconds": took, "longest_seconds": apart})
@@ -207,9 +246,16 @@ def _find_other_losses(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Find
     """The losses of packs and placements."""
     for family in FAMILIES.values():
         rival = next((one for one in rivals if one.family is family), None)
-        if family.subjected and chosen.layout.kind != family.kind and rival is not None and not rival.tie:
+        if (
+            family.subjected
+            and chosen.layout.kind != family.kind
+            and rival is not None
+            and not rival.tie
+        ):
             layout = rival.candidate.layout
-            yield _lose_or_win(family.name, chosen, rival, trainings=layout.processes, placement=layout.placement)
+            yield _lose_or_win(
+                family.name, chosen, rival, trainings=layout.processes, placement=layout.placement
+            )
 
 
 def _find_larger(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
@@ -218,7 +264,11 @@ def _find_larger(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
     if larger is not None and not larger.tie:
         about = not larger.paired and is_rough(chosen.throughput, larger.throughput)
         gain = 1 / (1 + larger.gain_of(chosen)) - 1
-        values = {"samples": larger.candidate.layout.global_batch, "gain": gain, "paired": larger.paired}
+        values = {
+            "samples": larger.candidate.layout.global_batch,
+            "gain": gain,
+            "paired": larger.paired,
+        }
         yield Finding("larger.adds_about" if about else "larger.adds", values)
 
 
@@ -227,9 +277,15 @@ def _find_knobs(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
     for one in rivals:
         layout, gain = one.candidate.layout, one.gain_of(chosen)
         if layout.knobs:
-            code, values = "knob.loses", {"knobs": list(layout.knobs), "loss": 1 - 1 / (1 + gain), "paired": one.paired}
+            code, values = (
+                "knob.loses",
+                {"knobs": list(layout.knobs), "loss": 1 - 1 / (1 + gain), "paired": one.paired},
+            )
         elif chosen.layout.knobs and msgspec.structs.replace(chosen.layout, knobs=()) == layout:
-            code, values = "knob.gives", {"knobs": list(chosen.layout.knobs), "gain": gain, "paired": one.paired}
+            code, values = (
+                "knob.gives",
+                {"knobs": list(chosen.layout.knobs), "gain": gain, "paired": one.paired},
+            )
         else:
             continue
         yield Finding("knob.same" if one.tie else code, values)
@@ -249,8 +305,12 @@ def _find_ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> Iterato
             yield Finding(code, {"layouts": found})
 
 
-def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Device]) -> Iterator[Finding]:
-    """The hosts that a chosen split leaves out and why, where a split over more of them was measured as slower."""
+def _find_left_out_hosts(
+    search: Search, chosen: Result, devices: Sequence[Device]
+) -> Iterator[Finding]:
+    """The hosts that a chosen split leaves out and why, where a split over more of them was
+    measured as slower.
+    """
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))
@@ -258,9 +318,17 @@ def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Devic
     own = list_hosts(chosen.layout)
     wider = [one for one in search.results() if len(list_hosts(one.layout)) > len(own)]
     fastest = max(wider, key=lambda one: one.throughput.value, default=None)
-    if not chosen.layout.traits.together or fastest is None or fastest.throughput.value >= chosen.throughput.value:
+    if (
+        not chosen.layout.traits.together
+        or fastest is None
+        or fastest.throughput.value >= chosen.throughput.value
+    ):
         return
-    there, batch, speed = list_hosts(fastest.layout), fastest.layout.global_batch, fastest.throughput.value
+    there, batch, speed = (
+        list_hosts(fastest.layout),
+        fastest.layout.global_batch,
+        fastest.throughput.value,
+    )
     exchange, loss = search.devices.exchange, -printed_gain(speed, chosen.throughput.value)
     seconds = exchange[len(there)][-1] - exchange[1][-1]  # of all devices, beyond that on one host
     values = {
@@ -278,9 +346,15 @@ def _error(figure: Interval) -> float:
     return relative_error(figure.value, figure.low, figure.high)
 
 
-def find_next_steps(run: str, plan: Plan, path: str, interrupted: bool, measured: bool) -> list[Finding]:
-    """The steps after a search; `path` is the plan's file, if it was written. `measured`: this session measured any."""
-    write = Finding("next.written", {"path": path}) if path else Finding("next.export", {"run": run})
+def find_next_steps(
+    run: str, plan: Plan, path: str, interrupted: bool, measured: bool
+) -> list[Finding]:
+    """The steps after a search; `path` is the plan's file, if it was written. `measured`: this
+    session measured any.
+    """
+    write = (
+        Finding("next.written", {"path": path}) if path else Finding("next.export", {"run": run})
+    )
     steps = [write, *find_training_step(plan, path or "plan.toml")]
     if interrupted:
         return [*steps, Finding("next.resume", {"run": run})]

@@ -53,4 +53,4 @@ Reading order: `search` (ask, tell, best, why_stopped, and what follows from the
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).
-"""
+"""  # noqa: E501

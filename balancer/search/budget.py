@@ -1,9 +1,10 @@
 """The least a probe should cost, how long it may measure, and whether it still fits the budget.
 
-Exploration has a part of the budget, so that the race can measure every candidate once: all of it where only solo, even
-and split are asked for, less where packs, placements and other knobs follow, as each needs children of its own, which
-take time to start. Before the first split, a round alone that a plan can do without takes at most half of `EXPLORES` of
-what is left of that part, and keeps the time of that split. Other probes need only to fit.
+Exploration has a part of the budget, so that the race can measure every candidate once: all of it
+where only solo, even and split are asked for, less where packs, placements and other knobs follow,
+as each needs children of its own, which take time to start. Before the first split, a round alone
+that a plan can do without takes at most half of `EXPLORES` of what is left of that part, and keeps
+the time of that split. Other probes need only to fit.
 """
 
 from __future__ import annotations
@@ -30,14 +31,22 @@ LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
 PRICE = 0.05  # relative gain that all the time that is left should bring (budgets of 20 s and 40 s)
 FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
-GROWS = 0.65  # of the budget: packs grow until then, and later turns follow (knobs whose children start, in 20 s)
-LATER_TURNS_END_BY = 0.95  # of the budget: exploration and later turns stop here, as probes may overrun
+# of the budget: packs grow until then, and later turns follow (knobs whose children start, in 20 s)
+GROWS = 0.65
+LATER_TURNS_END_BY = (
+    0.95  # of the budget: exploration and later turns stop here, as probes may overrun
+)
 # (at 1.0 the regret of 91 hard searches is 1.32 in place of 0.85 %)
 
-EXPLORES = 0.4  # of the budget, where packs and placements follow, whose children have to start; and of what is left,
-# for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s). Half of that before
+# of the budget, where packs and placements follow, whose children have to start; and of what is
+# left,
+EXPLORES = 0.4
+# for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s).
+# Half of that before
 # the first split, which adds to all curves (flat, then linear)
-SURPRISE = 10  # an exploring probe has 1 / this of what is left: level curves hide long steps, and other batches may
+# an exploring probe has 1 / this of what is left: level curves hide long steps, and other batches
+# may
+SURPRISE = 10
 # matter more (budgets of 20 s), but steps that are slow and noisy need the seconds (noisy_slow)
 
 
@@ -52,13 +61,24 @@ class Budget:
         race_is_over: bool = False,
         predict_rate: Callable[[Layout], float] = lambda _: 0.0,
     ) -> None:
-        self._problem, self._options, self._seen, self.race_is_over = problem, options, seen, race_is_over
+        self._problem, self._options, self._seen, self.race_is_over = (
+            problem,
+            options,
+            seen,
+            race_is_over,
+        )
         self._predict_rate = predict_rate
         self._timed = seen.timed()
         self.seconds = math.inf if problem.budget_seconds is None else problem.budget_seconds
-        self.explore_seconds = self.seconds * (EXPLORES if options.needs_more_children else LATER_TURNS_END_BY)
-        self._endless = race_is_over and math.isinf(self.seconds)  # would a search that is over go on?
-        self.least_gain = max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN  # that is worth a probe
+        self.explore_seconds = self.seconds * (
+            EXPLORES if options.needs_more_children else LATER_TURNS_END_BY
+        )
+        self._endless = race_is_over and math.isinf(
+            self.seconds
+        )  # would a search that is over go on?
+        self.least_gain = (
+            max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN
+        )  # that is worth a probe
 
     @cached_property
     def spent(self) -> float:
@@ -75,14 +95,17 @@ class Budget:
     ) -> float:
         """The seconds that the next probe may measure, if `reserved` seconds follow.
 
-        In exploration at most 1 / `SURPRISE` of what is left, in other stages 1 / `probes_left`; two steps in any case.
+        In exploration at most 1 / `SURPRISE` of what is left, in other stages 1 / `probes_left`;
+        two steps in any case.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if math.isinf(self.seconds):
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
-        each = left / (SURPRISE if stage in EXPLORATION else max(1, probes_left)) - self._warm_up(layout, 0.0)
+        each = left / (SURPRISE if stage in EXPLORATION else max(1, probes_left)) - self._warm_up(
+            layout, 0.0
+        )
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
@@ -94,11 +117,15 @@ class Budget:
         reserved: float = 0.0,
         steps: int = FEWEST_STEPS,
     ) -> bool:
-        """True if the shortest probe of this layout can end when the stage `ends_with` has to, in its first turn.
+        """True if the shortest probe of this layout can end when the stage `ends_with` has to, in
+        its first turn.
 
-        Usually the probe's own stage; "race", the whole budget, for a probe without which there would be no result.
+        Usually the probe's own stage; "race", the whole budget, for a probe without which there
+        would be no result.
         """
-        return self.spent + reserved + self.least_seconds(layout, step_seconds, steps) <= self._end(ends_with, turn)
+        return self.spent + reserved + self.least_seconds(layout, step_seconds, steps) <= self._end(
+            ends_with, turn
+        )
 
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
@@ -106,18 +133,31 @@ class Budget:
         """The layout's probe in a turn, if the budget affords it; otherwise none."""
         if not self.affords(layout, stage, turn=turn, reserved=reserved):
             return ()
-        return (Probe(layout, stage, self.probe_seconds(layout, stage, probes_left, reserved=reserved), turn),)
+        return (
+            Probe(
+                layout,
+                stage,
+                self.probe_seconds(layout, stage, probes_left, reserved=reserved),
+                turn,
+            ),
+        )
 
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
-        """True if exploration may take this long and leave the time for what comes after it, if there is any."""
+        """True if exploration may take this long and leave the time for what comes after it, if
+        there is any.
+        """
         left = self._end("solo") - self.spent
         return seconds + after <= left and seconds <= (EXPLORES / 2 if after else EXPLORES) * left
 
     def growth(self, step_seconds: float) -> float:
-        """By how much longer two steps may turn out than predicted: a level curve says nothing of larger batches."""
+        """By how much longer two steps may turn out than predicted: a level curve says nothing of
+        larger batches.
+        """
         if not step_seconds:
             return math.inf
-        part = EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else EXPLORES / 2
+        part = (
+            EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else EXPLORES / 2
+        )
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     @cached_property
@@ -125,7 +165,9 @@ class Budget:
         return max(0.0, self.explore_seconds - self._seen.spent_seconds(*EXPLORATION))
 
     def cheap(self, seconds: float) -> bool:
-        """True if these seconds are a small part of what is left: enough for a look where nothing is expected."""
+        """True if these seconds are a small part of what is left: enough for a look where nothing
+        is expected.
+        """
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
@@ -133,10 +175,18 @@ class Budget:
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > self.least_gain + PRICE * seconds / left
 
-    def least_seconds(self, layout: Layout, step_seconds: float | None = None, steps: int = FEWEST_STEPS) -> float:
-        """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""
+    def least_seconds(
+        self, layout: Layout, step_seconds: float | None = None, steps: int = FEWEST_STEPS
+    ) -> float:
+        """Seconds of the shortest probe of a layout, with the start of its children if they don't
+        run yet.
+        """
         step = self._step(layout) if step_seconds is None else step_seconds
-        return self.start_seconds(layout) + self._warm_up(layout, step) + max(SHORTEST_PROBE_SECONDS, steps * step)
+        return (
+            self.start_seconds(layout)
+            + self._warm_up(layout, step)
+            + max(SHORTEST_PROBE_SECONDS, steps * step)
+        )
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
         """The number of turns of these layouts that still fit the budget; infinite without one."""
@@ -144,13 +194,17 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each if each else 0.0
 
     def enough_for(self, missing_seconds: float) -> float:
-        """A budget that leaves `missing_seconds` more for first turns, after exploration has taken its part of it."""
+        """A budget that leaves `missing_seconds` more for first turns, after exploration has taken
+        its part of it.
+        """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 
     def enough_to_grow(self, grown_seconds: float) -> float:
-        """A budget in which packs may take `grown_seconds` more, by what was spent up to the first turns."""
+        """A budget in which packs may take `grown_seconds` more, by what was spent up to the first
+        turns.
+        """
         return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / GROWS
 
     def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
@@ -162,23 +216,31 @@ class Budget:
         return (GROWS if stage == "pack" else 1.0) * self.seconds
 
     def longest_step(self) -> float:
-        """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
+        """The longest step, in seconds, of a device alone or in a split: one probe leaves time for
+        others.
+        """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         return min(LONGEST_PROBE_SECONDS, left) / (FEWEST_STEPS + self.tuning_steps)
 
     # ------------------------------------------------------------------ what probes cost
 
     def start_seconds(self, layout: Layout) -> float:
-        """To start the children: 0 if they run already; their usual start if they had to be restarted before.
+        """To start the children: 0 if they run already; their usual start if they had to be
+        restarted before.
 
-        For new children it is guessed from the solo starts, which come first and so are the slowest.
+        For new children it is guessed from the solo starts, which come first and so are the
+        slowest.
         """
         own = self._starts.get(layout.children)
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
         pack = self._pack_start(layout.processes) if layout.traits.side_by_side else None
-        return self._solo_start * family_of(layout).start_cost * layout.processes if pack is None else pack
+        return (
+            self._solo_start * family_of(layout).start_cost * layout.processes
+            if pack is None
+            else pack
+        )
 
     @cached_property
     def _starts(self) -> dict[Layout, list[float]]:
@@ -207,7 +269,9 @@ class Budget:
         least, most = min(found), max(found)
         quickest, longest = median(found[least]), median(found[most])
         each = longest / most
-        slope = each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))
+        slope = (
+            each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))
+        )
         return max(0.0, longest + slope * (processes - most))
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
@@ -217,14 +281,18 @@ class Budget:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Seconds of a typical probe that are not timed steps: tracing, warm-up. Starts are counted separately."""
+        """Seconds of a typical probe that are not timed steps: tracing, warm-up. Starts are counted
+        separately.
+        """
         return median([_untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The first step's time at a new size in usual steps, as kernels are tuned for it: with TensorFlow up to 100.
+        """The first step's time at a new size in usual steps, as kernels are tuned for it: with
+        TensorFlow up to 100.
 
-        From each device's quickest and slowest step alone. A first step's fixed cost is part of the overhead.
+        From each device's quickest and slowest step alone. A first step's fixed cost is part of the
+        overhead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed("solo"):
@@ -232,14 +300,24 @@ class Budget:
             if layout.by_rows and not layout.in_passes:
                 alone[layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
         ends = [(*min(steps), *max(steps)) for steps in alone.values()]
-        grown = [(slow - quick, last - first) for quick, first, slow, last in ends if slow > SAFE_GROWTH * quick]
+        grown = [
+            (slow - quick, last - first)
+            for quick, first, slow, last in ends
+            if slow > SAFE_GROWTH * quick
+        ]
         return median([max(0.0, more / longer - 1) for longer, more in grown] or [0.0])
 
     def _step(self, layout: Layout) -> float:
-        """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none of them ran."""
+        """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none
+        of them ran.
+        """
         if own := self._seen.timed_in(layout):
             return median([one.step_seconds for one in own])
-        if layout.traits.by_shares and not layout.knobs and (predicted := self._predict_rate(layout)):
+        if (
+            layout.traits.by_shares
+            and not layout.knobs
+            and (predicted := self._predict_rate(layout))
+        ):
             return layout.global_batch / predicted
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
         rate = (sum if layout.traits.together else max)(rates or [0.0])
@@ -247,7 +325,11 @@ class Budget:
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        alone = [one for one in self._timed if one.probe.layout.traits.alone and not one.probe.layout.length]
+        alone = [
+            one
+            for one in self._timed
+            if one.probe.layout.traits.alone and not one.probe.layout.length
+        ]
         alone.sort(key=lambda one: one.samples_per_second)
         return {one.probe.layout.active[0]: one.samples_per_second for one in alone}
 

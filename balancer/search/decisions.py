@@ -17,33 +17,50 @@ WHY_SOLO = (
 
 
 def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
-    """The purpose of a probe, after a split or `split_before` any, and of how many `running` layouts in the race."""
+    """The purpose of a probe, after a split or `split_before` any, and of how many `running`
+    layouts in the race.
+    """
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
         case "solo" if layout.length:
-            return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
+            return (
+                f"Measures every device alone: what passes of rows of {layout.length} tokens and "
+                f"others cost."
+            )
         case "solo" if layout.costs:
             return "Measures every device alone: the global batch, assigned by what its rows cost."
         case "solo":
             return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
         case "part":
-            return f"Measures every device alone on rows of a sharded model: {WHY_SOLO[min(probe.turn, 3)]}."
+            return (
+                f"Measures every device alone on rows of a sharded model: "
+                f"{WHY_SOLO[min(probe.turn, 3)]}."
+            )
         case "shard":
             return f"Measures a real step of the model in shards over {devices} devices."
         case "rest":
             why = "it may beat every split" if split_before else "what every split has to beat"
             return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
         case "split" if layout.costs:
-            return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
+            return (
+                f"Measures a real step, its rows assigned to {devices} devices by what they cost."
+            )
         case "split":
-            why = "what the last ones showed" if split_before else "the fastest that the curves predict"
+            why = (
+                "what the last ones showed"
+                if split_before
+                else "the fastest that the curves predict"
+            )
             return f"Measures a real step split over {devices} devices: {why}."
         case "pack":
             return f"Packs {layout.processes} trainings on one device."
         case "knobs":
             return "Measures the winner with other knobs, in turns."
         case "check":
-            return "Measures the chosen layout again: the figure that it won by is likely to be too high."
+            return (
+                "Measures the chosen layout again: the figure that it won by is likely to be too "
+                "high."
+            )
     if running == 1:
         return f"Measures the only layout left, turn {probe.turn + 1}."
     return f"Races {running} layouts in turns; this is turn {probe.turn + 1}."
@@ -60,9 +77,11 @@ def explain_nobody(model: MachineModel) -> str:
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
-    """The doubt about a plan that nothing left to measure is expected to change, in words; empty if there is none.
+    """The doubt about a plan that nothing left to measure is expected to change, in words; empty if
+    there is none.
 
-    Of plans without a doubt 1.3 of 100 are over 3 % off, of those with one of them 12 (4,740 hard searches).
+    Of plans without a doubt 1.3 of 100 are over 3 % off, of those with one of them 12 (4,740 hard
+    searches).
     """
     layout, rate = chosen.layout, chosen.throughput
     if not layout.traits.by_shares or layout.traits.sharded or layout.knobs:
@@ -70,11 +89,21 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
     predicted = model.predicted_rate(layout)
     off = predicted / rate.value - 1 if predicted and rate.value else 0.0
     if abs(off) > max(UNCLEAR, CLEAR * relative_half_width(rate)):
-        return f"it is {abs(off):.0%} {'slower' if off > 0 else 'faster'} than its devices' times for other shares say"
+        return (
+            f"it is {abs(off):.0%} {'slower' if off > 0 else 'faster'} than its devices' times "
+            f"for other shares say"
+        )
     for i in layout.active:
         memory = model.devices[i].memory
-        if memory.failures > 1 and memory.failed is not None and memory.failed < 2 * layout.pass_rows[i]:
-            return f"device {i} ran out of memory {memory.failures} times, and may hold more rows than it has"
+        if (
+            memory.failures > 1
+            and memory.failed is not None
+            and memory.failed < 2 * layout.pass_rows[i]
+        ):
+            return (
+                f"device {i} ran out of memory {memory.failures} times, and may hold more rows "
+                f"than it has"
+            )
     return ""
 
 

@@ -9,7 +9,7 @@ Each bound is a multiple of the quantum, and within the ones above it; 0 leaves 
     quick       beyond it a step takes too long
     reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it where it has to
     one_pass    the wall, or less where two smaller passes are faster
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,16 +32,28 @@ STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kerne
 
 
 class DeviceModel:
-    """One device by one set of observations, with its bounds; each value is computed when it is first asked for.
+    """One device by one set of observations, with its bounds; each value is computed when it is
+    first asked for.
 
     Indistinguishable devices share their curves.
     """
 
     def __init__(
-        self, position: int, problem: Problem, budget: Budget, evidence: Sequence[DeviceEvidence], group: Sequence[int]
+        self,
+        position: int,
+        problem: Problem,
+        budget: Budget,
+        evidence: Sequence[DeviceEvidence],
+        group: Sequence[int],
     ) -> None:
-        """`evidence` is of all devices; `group` are those that are indistinguishable from it, itself among them."""
-        self.position, self.quantum, self.evidence = position, problem.multiple_of, evidence[position]
+        """`evidence` is of all devices; `group` are those that are indistinguishable from it,
+        itself among them.
+        """
+        self.position, self.quantum, self.evidence = (
+            position,
+            problem.multiple_of,
+            evidence[position],
+        )
         self.memory, self.lost = self.evidence.memory, self.evidence.lost
         self.out_of_use = self.evidence.out_of_use(self.quantum)
         self._problem, self._budget, self._group = problem, budget, [evidence[i] for i in group]
@@ -67,7 +79,9 @@ class DeviceModel:
     @cached_property
     def in_splits(self) -> Curve | None:
         """The curve within a split, by its own part of splits too."""
-        points = (dict.fromkeys((*one.solo_points(self._among), *one.in_splits)) for one in self._group)
+        points = (
+            dict.fromkeys((*one.solo_points(self._among), *one.in_splits)) for one in self._group
+        )
         return fit_curve((point for own in points for point in own), self._among)
 
     @cached_property
@@ -77,22 +91,31 @@ class DeviceModel:
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
         """The seconds of its share of a layout."""
-        return step_in_passes(curve, layout.shares[self.position], layout.passes(self.position), self.extra_seconds)
+        return step_in_passes(
+            curve, layout.shares[self.position], layout.passes(self.position), self.extra_seconds
+        )
 
-    # ------------------------------------------------------------------ as asked for, by memory, by what ran
+    # ------------------------------------------------------------------ as asked for, by memory, by
+    # what ran
 
     @cached_property
     def asked(self) -> int:
         """The most rows that the request lets it have at once."""
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
-        return min((one for one in limits if one is not None), default=UNBOUNDED) // self.quantum * self.quantum
+        return (
+            min((one for one in limits if one is not None), default=UNBOUNDED)
+            // self.quantum
+            * self.quantum
+        )
 
     @cached_property
     def wall(self) -> int:
         """The largest share that is worth trying in a split, by memory; 0 for a lost device."""
         bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
-        return 0 if self.out_of_use else self.memory.largest_in_split(self.asked, self.quantum, bold)
+        return (
+            0 if self.out_of_use else self.memory.largest_in_split(self.asked, self.quantum, bold)
+        )
 
     @cached_property
     def safe(self) -> int:
@@ -108,17 +131,25 @@ class DeviceModel:
             return 0
         growth = self._growth(self.alone)
         stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
-        return min(self.farthest, self.memory.largest_to_try(self.asked, self.quantum), self._times_what_ran(stride))
+        return min(
+            self.farthest,
+            self.memory.largest_to_try(self.asked, self.quantum),
+            self._times_what_ran(stride),
+        )
 
     @cached_property
     def farthest(self) -> int:
         """The largest batch that any round alone may measure: by memory and by time."""
         if self.alone is None or not self.memory.ran:
             return 0
-        return self._quick(self.alone, self.memory.largest_to_try(self.asked, self.quantum, hoped=True))
+        return self._quick(
+            self.alone, self.memory.largest_to_try(self.asked, self.quantum, hoped=True)
+        )
 
     def reachable(self, curve: Curve | PassCurve, limit: int) -> int:
-        """The largest batch, of a free one quick enough, that is near to what ran, so that the curve can be trusted."""
+        """The largest batch, of a free one quick enough, that is near to what ran, so that the
+        curve can be trusted.
+        """
         most = self._quick(curve, limit) if self._problem.global_batch is None else limit
         growth = min(BLIND_GROWTH, self._growth(curve))
         return min(most, self._times_what_ran(growth)) if self.memory.ran else most
@@ -127,9 +158,11 @@ class DeviceModel:
         return max(int(growth * self.memory.ran) // self.quantum, 1) * self.quantum
 
     def _growth(self, curve: Curve | PassCurve) -> float:
-        """By how much a batch may exceed what ran: where time doesn't rise yet, by no more than there is time for.
+        """By how much a batch may exceed what ran: where time doesn't rise yet, by no more than
+        there is time for.
 
-        Level curves hide where it begins to rise, and a step may take longer in proportion (knee, slow_start).
+        Level curves hide where it begins to rise, and a step may take longer in proportion (knee,
+        slow_start).
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first, last = curve.seconds(smallest), curve.seconds(self.memory.ran)
@@ -137,7 +170,9 @@ class DeviceModel:
         return math.inf if rises else self._budget.growth(last)
 
     def _quick(self, curve: Curve | PassCurve, limit: int) -> int:
-        """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
+        """The limit, reduced so that no step takes longer than is allowed, but not below the
+        largest that ran.
+        """
         if math.isinf(self._budget.seconds):
             return limit
         longest = max(self._budget.longest_step(), SAFE_GROWTH * curve.seconds(self.memory.ran))
@@ -149,16 +184,30 @@ class DeviceModel:
     @property
     def _divides(self) -> bool:
         """True if it may take its share of a fixed batch in passes."""
-        return self._problem.micro and self._problem.global_batch is not None and not self.evidence.undivided
+        return (
+            self._problem.micro
+            and self._problem.global_batch is not None
+            and not self.evidence.undivided
+        )
 
     @cached_property
     def pass_rows(self) -> int:
-        """The most rows of each of several passes: those within reach, or fewer that were faster; 0: no passes."""
+        """The most rows of each of several passes: those within reach, or fewer that were faster;
+        0: no passes.
+        """
         if not self._divides or self.alone is None:
             return 0
-        curve, rows, points = self.alone, self.reachable(self.alone, self.wall), merge_points(self.group_points)
+        curve, rows, points = (
+            self.alone,
+            self.reachable(self.alone, self.wall),
+            merge_points(self.group_points),
+        )
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
-        if curve.simple and not bend_is_open(points, curve) and self.quantum <= curve.batches[-1] <= rows:
+        if (
+            curve.simple
+            and not bend_is_open(points, curve)
+            and self.quantum <= curve.batches[-1] <= rows
+        ):
             fewer.setdefault(int(curve.batches[-1]), curve.times[-1])
         best = max(fewer, key=lambda batch: batch / fewer[batch], default=rows)
         gains = best in fewer and best / fewer[best] > (1 + LEVEL) * rows / curve.seconds(rows)
@@ -186,33 +235,61 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """The device with a curve and a limit, as it may take all of a fixed batch, more than fits at once."""
+        """The device with a curve and a limit, as it may take all of a fixed batch, more than fits
+        at once.
+        """
         curve, rows = device.curve, min(self.pass_rows, device.limit)
         if not rows or not isinstance(curve, Curve):
             return device
         fits = max(rows, min(device.limit, self.wall))
         passes = PassCurve(curve, device.limit, rows, self.extra_seconds, fits)
-        return DeviceCurve(self.position, passes, max(device.limit, self._problem.global_batch or 0))
+        return DeviceCurve(
+            self.position, passes, max(device.limit, self._problem.global_batch or 0)
+        )
 
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """The device with a curve and a limit, as it may take a fixed batch in the passes that it does best."""
-        device, extra, batch = DeviceCurve(self.position, curve, limit), self.extra_seconds, self._problem.global_batch
+        """The device with a curve and a limit, as it may take a fixed batch in the passes that it
+        does best.
+        """
+        device, extra, batch = (
+            DeviceCurve(self.position, curve, limit),
+            self.extra_seconds,
+            self._problem.global_batch,
+        )
         best = single_best(device, self.quantum) if self._divides else None
-        if best is None or batch is None or (wall := most_in_one(curve, best.global_batch, limit, extra)) >= batch:
+        if (
+            best is None
+            or batch is None
+            or (wall := most_in_one(curve, best.global_batch, limit, extra)) >= batch
+        ):
             return device
-        return DeviceCurve(self.position, PassCurve(curve, wall, best.global_batch, extra, wall), batch)
+        return DeviceCurve(
+            self.position, PassCurve(curve, wall, best.global_batch, extra, wall), batch
+        )
 
     def cut(self, share: int, surely: bool) -> int:
-        """The rows of each pass of a share: all where that fits at once, or `surely` does, or passes can't be taken."""
-        wall, fits, rows = (self.safe,) * 3 if surely else (self.one_pass, self.wall, self.pass_rows)
+        """The rows of each pass of a share: all where that fits at once, or `surely` does, or
+        passes can't be taken.
+        """
+        wall, fits, rows = (
+            (self.safe,) * 3 if surely else (self.one_pass, self.wall, self.pass_rows)
+        )
         rows = min(rows, self.pass_rows)
         if not rows or share <= wall or self.alone is None:
             return share
-        return -(-share // PassCurve(self.alone, wall, rows, self.extra_seconds, fits).passes(share))
+        return -(
+            -share // PassCurve(self.alone, wall, rows, self.extra_seconds, fits).passes(share)
+        )
 
 
 def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """The largest share, from the best rows of a pass to a limit, that two passes don't train faster than one."""
+    """The largest share, from the best rows of a pass to a limit, that two passes don't train
+    faster than one.
+    """
     shares = range(rows, max(rows, limit))
-    faster = bisect_left(shares, True, key=lambda share: curve.seconds(share) > step_in_passes(curve, share, 2, extra))
+    faster = bisect_left(
+        shares,
+        True,
+        key=lambda share: curve.seconds(share) > step_in_passes(curve, share, 2, extra),
+    )
     return shares[faster] if faster < len(shares) else max(rows, limit)

@@ -1,9 +1,11 @@
-"""A model of the machine by the observations: each device's curve and limits, and the time of gradient exchange.
+"""A model of the machine by the observations: each device's curve and limits, and the time of
+gradient exchange.
 
-Exchange that isn't hidden behind computation takes within_k + across_h: within_k = base + each * (k - 1) for k devices;
-across_h is a line too, in the hosts that they are on, above that of as many devices on one host. For a number never
-measured it is assumed low (optimism in the face of uncertainty): from one measured cost, fewer pay in proportion and
-more pay the same. So a number that looks good gets tried and then measured.
+Exchange that isn't hidden behind computation takes within_k + across_h: within_k = base + each * (k
+- 1) for k devices; across_h is a line too, in the hosts that they are on, above that of as many
+devices on one host. For a number never measured it is assumed low (optimism in the face of
+uncertainty): from one measured cost, fewer pay in proportion and more pay the same. So a number
+that looks good gets tried and then measured.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, stand
 ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 
 
-def fit_exchange_costs(samples: Sequence[ExchangeSample], devices: int, hosts: int) -> ExchangeCosts:
-    """The costs for up to `devices` devices on `hosts` hosts; any never measured on one host count as the network's."""
+def fit_exchange_costs(
+    samples: Sequence[ExchangeSample], devices: int, hosts: int
+) -> ExchangeCosts:
+    """The costs for up to `devices` devices on `hosts` hosts; any never measured on one host count
+    as the network's.
+    """
     within = fit_sync_costs([(k, cost, error) for k, h, cost, error in samples if h == 1], devices)
-    across = fit_sync_costs([(h, cost - within[k], error) for k, h, cost, error in samples if h > 1], hosts)
+    across = fit_sync_costs(
+        [(h, cost - within[k], error) for k, h, cost, error in samples if h > 1], hosts
+    )
     return tuple((*within[:2], *(cost + more for cost in within[2:])) for more in across)
 
 
@@ -38,7 +46,9 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
     if all(others == widest for others, _, _ in found):  # one number of devices, or none
-        cost = math.fsum(w * cost for _, cost, w in found) / (math.fsum(w for _, _, w in found) or 1.0)
+        cost = math.fsum(w * cost for _, cost, w in found) / (
+            math.fsum(w for _, _, w in found) or 1.0
+        )
         return tuple(cost * min(1.0, max(0, k - 1) / widest) for k in range(most + 1))
     base, each = rising_line(found)
     return tuple(base + each * (k - 1) if k > 1 else 0.0 for k in range(most + 1))
@@ -47,22 +57,33 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 class MachineModel:
     """A model of the machine by one set of observations."""
 
-    by_rows = True  # devices take rows in the order of the data: packs and placements can train so too
+    by_rows = (
+        True  # devices take rows in the order of the data: packs and placements can train so too
+    )
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
-        self.problem, self.seen, self.budget, self.quantum = problem, seen, budget, problem.multiple_of
+        self.problem, self.seen, self.budget, self.quantum = (
+            problem,
+            seen,
+            budget,
+            problem.multiple_of,
+        )
         self.fewest = problem.devices if problem.all_together else 2  # devices of a split
         self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
         self.groups = group_devices(evidence, problem.limits)
         groups = sorted((i, group) for group in self.groups for i in group)
-        self.devices = tuple(DeviceModel(i, problem, budget, evidence, group) for i, group in groups)
+        self.devices = tuple(
+            DeviceModel(i, problem, budget, evidence, group) for i, group in groups
+        )
         self.live = tuple(one.position for one in self.devices if not one.out_of_use)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
         """Every split of rows, or of lengths, that exploration ran."""
-        return tuple(one for one in self.seen.timed("split") if one.probe.layout.by_rows == self.by_rows)
+        return tuple(
+            one for one in self.seen.timed("split") if one.probe.layout.by_rows == self.by_rows
+        )
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
@@ -71,21 +92,32 @@ class MachineModel:
 
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
-        """Devices measured while the others were idle: the best of each that still fits and has a batch asked for."""
+        """Devices measured while the others were idle: the best of each that still fits and has a
+        batch asked for.
+        """
         fit = self.seen.still_fit(self.seen.timed("rest"))
-        asked = [one for one in fit if self.problem.global_batch in (None, one.probe.layout.global_batch)]
-        return {one.probe.layout.active[0]: one for one in sorted(asked, key=lambda one: one.samples_per_second)}
+        asked = [
+            one for one in fit if self.problem.global_batch in (None, one.probe.layout.global_batch)
+        ]
+        return {
+            one.probe.layout.active[0]: one
+            for one in sorted(asked, key=lambda one: one.samples_per_second)
+        }
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """The gradient exchange that isn't hidden behind computation, within a host and across hosts."""
+        """The gradient exchange that isn't hidden behind computation, within a host and across
+        hosts.
+        """
         samples = [self._exchange_sample(one) for one in self.splits]
         return fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
 
     @cached_property
     def sync_seconds(self) -> float | None:
         """The cost for as many devices as the widest split that ran, if any did."""
-        widest = max((one.probe.layout for one in self.splits), key=lambda one: len(one.active), default=None)
+        widest = max(
+            (one.probe.layout for one in self.splits), key=lambda one: len(one.active), default=None
+        )
         return self.exchange_seconds(widest.active) if widest else None
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
@@ -111,27 +143,44 @@ class MachineModel:
         """Samples/s of a solo or split layout by the curves; 0 if one of them is unknown."""
         devices = [self.devices[i] for i in layout.active]
         curves = [one.in_splits if len(devices) > 1 else one.alone for one in devices]
-        times = [one.seconds(layout, curve) for one, curve in zip(devices, curves, strict=True) if curve]
-        seconds = max(times) + self.exchange_seconds(layout.active) if len(times) == len(devices) else math.inf
+        times = [
+            one.seconds(layout, curve) for one, curve in zip(devices, curves, strict=True) if curve
+        ]
+        seconds = (
+            max(times) + self.exchange_seconds(layout.active)
+            if len(times) == len(devices)
+            else math.inf
+        )
         return layout.global_batch / seconds if seconds > 0 else 0.0
 
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """A layout of these shares, in passes where they don't fit at once, or don't `surely`, or are faster so."""
-        return layout_of(shares, tuple(one.cut(share, surely) for one, share in zip(self.devices, shares, strict=True)))
+        """A layout of these shares, in passes where they don't fit at once, or don't `surely`, or
+        are faster so.
+        """
+        return layout_of(
+            shares,
+            tuple(one.cut(share, surely) for one, share in zip(self.devices, shares, strict=True)),
+        )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""
+        """A layout of these shares whose passes ran before or surely fit; None if that is
+        impossible.
+        """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_hold(layout)), None)
 
     def hold(self, layout: Layout) -> bool:
         """True if every pass of a layout is predicted to fit."""
-        return all(rows <= one.wall for rows, one in zip(layout.pass_rows, self.devices, strict=True))
+        return all(
+            rows <= one.wall for rows, one in zip(layout.pass_rows, self.devices, strict=True)
+        )
 
     def surely_hold(self, layout: Layout) -> bool:
-        """True if every pass of a layout ran before, or is far below what the memory line allows."""
+        """True if every pass of a layout ran before, or is far below what the memory line
+        allows.
+        """
         return all(layout.pass_rows[i] <= self.devices[i].safe for i in layout.active)
 
     @cached_property
@@ -139,11 +188,17 @@ class MachineModel:
         """The live devices with their curves and limits in splits."""
         live = [self.devices[i] for i in self.live]
         return tuple(
-            DeviceCurve(one.position, curve, one.one_pass) for one in live if (curve := one.in_splits) and one.one_pass
+            DeviceCurve(one.position, curve, one.one_pass)
+            for one in live
+            if (curve := one.in_splits) and one.one_pass
         )
 
     @cached_property
     def holds_batch(self) -> bool:
-        """True if the devices together can hold the fixed global batch, or take it in passes; True for a free one."""
-        holds = sum(device.limit for device in self.split_curves) >= (self.problem.global_batch or 0)
+        """True if the devices together can hold the fixed global batch, or take it in passes; True
+        for a free one.
+        """
+        holds = sum(device.limit for device in self.split_curves) >= (
+            self.problem.global_batch or 0
+        )
         return holds or any(one.pass_rows for one in self.devices)

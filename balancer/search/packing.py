@@ -1,12 +1,14 @@
-"""Packing one device with several trainings: which number and batch to measure next, and which was best.
+"""Packing one device with several trainings: which number and batch to measure next, and which was
+best.
 
-N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains. Growth ends after two sizes without a gain over
-a smaller one, or one that fails. Then the gaps next to the best size are halved. Each training costs memory and takes
-longer, so the smallest N within `ENOUGH` of the best is chosen, or within the tolerance where that is more.
+N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains. Growth ends after two sizes
+without a gain over a smaller one, or one that fails. Then the gaps next to the best size are
+halved. Each training costs memory and takes longer, so the smallest N within `ENOUGH` of the best
+is chosen, or within the tolerance where that is more.
 
-Trainings side by side share the memory. A fixed batch stays; a free one is, for N trainings, the largest that fits N
-times by the device's memory points, at most that of the single device. A little memory is left free, for contexts and
-allocators.
+Trainings side by side share the memory. A fixed batch stays; a free one is, for N trainings, the
+largest that fits N times by the device's memory points, at most that of the single device. A little
+memory is left free, for contexts and allocators.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
 from .rows import RowDevices
 
-MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
-ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
+MEMORY_SHARE = (
+    0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
+)
+# relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
+ENOUGH = 0.05
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends: noise may hide one
 MOST_SIZES = 15  # that are tried: ten up to the most, and halving a gap of 34 ends after five
 MOST_PROCESSES = 89  # the last of 1, 2, 3, 5, 8, ... that is tried
@@ -43,13 +48,21 @@ class Packing:
     def next_layout(self) -> Layout | None:
         """The next pack to measure; None when the best is certain enough."""
         size = next_size(self._rates, self._most)
-        return None if size is None or size < 2 else pack_on(self._single, size, self._mode, self._batch(size))
+        return (
+            None
+            if size is None or size < 2
+            else pack_on(self._single, size, self._mode, self._batch(size))
+        )
 
     def best_layout(self) -> Layout | None:
         """The best measured pack, or the next to measure before any has run; None if none can."""
         enough = max(ENOUGH, self._problem.tolerance)
         size = best_size({size: rate for size, rate in self._rates.items() if size > 1}, enough)
-        ran = [seen.probe.layout for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
+        ran = [
+            seen.probe.layout
+            for seen in self._by_size.get(size or 0, [])
+            if isinstance(seen, Timed)
+        ]
         return max(ran, key=self._rate_of) if ran else self.next_layout()
 
     @property
@@ -62,48 +75,72 @@ class Packing:
         """Every pack measured, by number of trainings and falling batch."""
         ours = self._single.active, self._mode
         every = self._model.seen.in_stage("pack")
-        found = [one for one in every if (one.probe.layout.active, one.probe.layout.placement) == ours]
-        return tuple(sorted(found, key=lambda one: (one.probe.layout.processes, -one.probe.layout.global_batch)))
+        found = [
+            one for one in every if (one.probe.layout.active, one.probe.layout.placement) == ours
+        ]
+        return tuple(
+            sorted(
+                found, key=lambda one: (one.probe.layout.processes, -one.probe.layout.global_batch)
+            )
+        )
 
     @cached_property
     def _by_size(self) -> dict[int, list[Observation]]:
-        return {size: list(tries) for size, tries in groupby(self.seen, lambda one: one.probe.layout.processes)}
+        return {
+            size: list(tries)
+            for size, tries in groupby(self.seen, lambda one: one.probe.layout.processes)
+        }
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Combined samples/s by number of trainings; 0 where they failed and no smaller batch is worth trying."""
+        """Combined samples/s by number of trainings; 0 where they failed and no smaller batch is
+        worth trying.
+        """
         rates = {1: self._model.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
-            full = all(isinstance(seen, OutOfMemory) for seen in tries) and self._problem.global_batch is None
+            full = (
+                all(isinstance(seen, OutOfMemory) for seen in tries)
+                and self._problem.global_batch is None
+            )
             if not (full and len(tries) < RETREATS and self._batch(size)):
                 rates[size] = max(timed, default=0.0)
         return rates
 
     def _rate_of(self, layout: Layout) -> float:
-        """Samples/s by all turns of a pack: a later check may refute the figure it was chosen by."""
+        """Samples/s by all turns of a pack: a later check may refute the figure it was chosen
+        by.
+        """
         return throughput(self._model.seen.turns(layout)).value
 
     def _batch(self, size: int) -> int:
-        """The batch of each of `size` trainings, at most the single's; 0 if not even the smallest fits."""
+        """The batch of each of `size` trainings, at most the single's; 0 if not even the smallest
+        fits.
+        """
         batch, quantum = self._single.global_batch, self._problem.multiple_of
         if self._problem.global_batch is not None:
             return batch
-        tried = (int(seen.probe.layout.global_batch * RETREAT) for seen in self._by_size.get(size, []))
+        tried = (
+            int(seen.probe.layout.global_batch * RETREAT) for seen in self._by_size.get(size, [])
+        )
         return max(0, min(batch, self._largest_for(size), *tried)) // quantum * quantum
 
     @cached_property
     def _most(self) -> int:
         """The most trainings that can fit."""
         least = self._problem.global_batch or self._problem.multiple_of
-        return next((size for size in range(MOST_PROCESSES, 1, -1) if self._largest_for(size) >= least), 1)
+        return next(
+            (size for size in range(MOST_PROCESSES, 1, -1) if self._largest_for(size) >= least), 1
+        )
 
     def _largest_for(self, size: int) -> int:
         """The largest batch that fits `size` times, by the device's memory points."""
         limit = self._model.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return UNBOUNDED
-        fixed = self._problem.global_batch is not None  # it can't be made smaller (comparisons 229 and 337)
+        fixed = (
+            self._problem.global_batch is not None
+        )  # it can't be made smaller (comparisons 229 and 337)
         return self._memory.largest_within((1 - MARGIN if fixed else MEMORY_SHARE) * limit / size)
 
     @cached_property
@@ -114,12 +151,16 @@ class Packing:
         for seen in self.seen:
             layout = seen.probe.layout
             if isinstance(seen, Timed) and (used := seen.memory_bytes[self._position]):
-                held[layout.global_batch] = max(used // layout.processes, held.get(layout.global_batch, 0))
+                held[layout.global_batch] = max(
+                    used // layout.processes, held.get(layout.global_batch, 0)
+                )
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
 
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
-    """The number of trainings to try next, up to `most`; None when the best is known well enough."""
+    """The number of trainings to try next, up to `most`; None when the best is known well
+    enough.
+    """
     best, sizes = best_size(tried), sorted(tried)
     if best is None:
         return None if tried else 1
@@ -135,4 +176,7 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
     """The fewest trainings within the tolerance of the best; None if none ran."""
     top = max(tried.values(), default=0.0)
-    return min((size for size, rate in tried.items() if rate and rate >= top * (1 - tolerance)), default=None)
+    return min(
+        (size for size, rate in tried.items() if rate and rate >= top * (1 - tolerance)),
+        default=None,
+    )

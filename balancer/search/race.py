@@ -1,9 +1,11 @@
-"""The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to change the plan.
+"""The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to
+change the plan.
 
-In the first turn (0) every candidate is measured once, those of most expected samples/s for each second of the probe
-first. A split or rest measurement from exploration counts as turn 0. Packs then grow while they gain, later turns
-settle which layout is fastest, and the winner is measured with other knobs, if any were asked for. Last comes a check
-of the winner: the highest of several noisy figures is too high, so its own is measured anew.
+In the first turn (0) every candidate is measured once, those of most expected samples/s for each
+second of the probe first. A split or rest measurement from exploration counts as turn 0. Packs then
+grow while they gain, later turns settle which layout is fastest, and the winner is measured with
+other knobs, if any were asked for. Last comes a check of the winner: the highest of several noisy
+figures is too high, so its own is measured anew.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from .texts import TextDevices
 
 
 class Race:
-    """The race between the layouts that exploration and families offer, by one set of observations."""
+    """The race between the layouts that exploration and families offer, by one set of
+    observations.
+    """
 
     def __init__(
         self,
@@ -46,10 +50,16 @@ class Race:
         """The next measurement; empty when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         probes = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
-        return probes or self._next_turn(self.running, "race") or self._next_turn(self._knob_rivals, "knobs")
+        return (
+            probes
+            or self._next_turn(self.running, "race")
+            or self._next_turn(self._knob_rivals, "knobs")
+        )
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Another turn of the chosen layout and of the best other one, while the budget has time for one."""
+        """Another turn of the chosen layout and of the best other one, while the budget has time
+        for one.
+        """
         if self._problem.budget_seconds is None:
             return ()
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
@@ -58,7 +68,9 @@ class Race:
         return self._next_turn(whole, "knobs" if chosen.knobs else "race", settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """The chosen layout once more, and while turns may make it certain; None where nothing else was measured."""
+        """The chosen layout once more, and while turns may make it certain; None where nothing else
+        was measured.
+        """
         layout, width = best.layout, relative_half_width(best.throughput)
         checks = [seen for seen in self.seen.in_stage("check") if seen.probe.layout == layout]
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
@@ -78,7 +90,11 @@ class Race:
     def ranking(self) -> tuple[Standing, ...]:
         """The winner first; with the winner's knobs, once they were tried."""
         rivals = self._knob_rivals
-        tried = rank(rivals, {one.layout: self.seen.turns(one.layout, "knobs") for one in rivals}, self._problem)
+        tried = rank(
+            rivals,
+            {one.layout: self.seen.turns(one.layout, "knobs") for one in rivals},
+            self._problem,
+        )
         return (*tried, *self._without_knobs[1:]) if len(tried) > 1 else self._without_knobs
 
     @cached_property
@@ -96,7 +112,9 @@ class Race:
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The candidates that wait for their first turn or another; whether there is a tie that no turn would end."""
+        """The candidates that wait for their first turn or another; whether there is a tie that no
+        turn would end.
+        """
         rivals, tied = self._unsettled(self.running, "race")
         return [*self._unmeasured, *rivals], tied
 
@@ -109,35 +127,56 @@ class Race:
         knobs = self._knobs_seconds
         if not self._budget.affords(layout, "race", reserved=knobs):
             return ()
-        stage: Stage = "pack" if layout.traits.side_by_side and layout.placement != "logical" else "race"
-        others = sum(self._budget.least_seconds(one.layout) for one in self.unmeasured if one.layout != layout)
+        stage: Stage = (
+            "pack" if layout.traits.side_by_side and layout.placement != "logical" else "race"
+        )
+        others = sum(
+            self._budget.least_seconds(one.layout)
+            for one in self.unmeasured
+            if one.layout != layout
+        )
         probes = len(self._unmeasured) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self.options.needs_more_children else 0.0
         seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """The most expected samples/s for each second of the probe come first; a family's extra candidates last.
+        """The most expected samples/s for each second of the probe come first; a family's extra
+        candidates last.
 
         Of packs and placements as much is expected as of the best of the others.
         """
         alike = [one] if one.synchronous else [other for other in self.all if other.synchronous]
         expected = max([LEAST_RATE, *(self._devices.predicted_rate(each.layout) for each in alike)])
-        return (one.extra and self.options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
+        return (
+            one.extra and self.options.needs_more_children,
+            self._budget.least_seconds(one.layout) / expected,
+        )
 
     # ------------------------------------------------------------------ packs
 
     def _grow(self) -> tuple[Probe, ...]:
-        """The next pack, the smallest of all modes first, if the budget also suffices for a turn of every candidate."""
-        wanted = [layout for _, packing in self.packings if (layout := packing.next_layout()) is not None]
+        """The next pack, the smallest of all modes first, if the budget also suffices for a turn of
+        every candidate.
+        """
+        wanted = [
+            layout for _, packing in self.packings if (layout := packing.next_layout()) is not None
+        ]
         wanted.sort(key=lambda one: one.processes)
-        probes = (self._budget.probes(one, "pack", FIRST_TURN, ENOUGH_TURNS, self.turn_seconds) for one in wanted)
+        probes = (
+            self._budget.probes(one, "pack", FIRST_TURN, ENOUGH_TURNS, self.turn_seconds)
+            for one in wanted
+        )
         return next(filter(None, probes), ())
 
     # ------------------------------------------------------------------ later turns
 
-    def _next_turn(self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False) -> tuple[Probe, ...]:
-        """The next rival of the open turn, or of a new one; all of them take part if it is `settled` who won."""
+    def _next_turn(
+        self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
+    ) -> tuple[Probe, ...]:
+        """The next rival of the open turn, or of a new one; all of them take part if it is
+        `settled` who won.
+        """
         taken = {one.layout: set(self.seen.turns(one.layout, stage)) for one in rivals}
         for layout, turns in taken.items():  # in some of them a device was held back
             turns.update(seen.probe.turn for seen in self.seen.timed_in(layout, stage))
@@ -149,13 +188,17 @@ class Race:
                 break
         else:
             return ()
-        reserved = self._budget.least_seconds(due[0]) + (self._knobs_seconds if stage == "race" else 0.0)
+        reserved = self._budget.least_seconds(due[0]) + (
+            self._knobs_seconds if stage == "race" else 0.0
+        )
         reserved = 0.0 if settled else reserved  # for what else is to be raced
         left = len(due) + max(0, ENOUGH_TURNS - 1 - turn) * len(rivals)
         return self._budget.probes(due[0], stage, turn, left, reserved)
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
-        """The rivals of a turn: all in the first, then those that the turns before have not settled."""
+        """The rivals of a turn: all in the first, then those that the turns before have not
+        settled.
+        """
         if turn == FIRST_TURN and stage == "knobs":  # `_first_turn` orders the race's own
             return list(rivals)
         return [] if turn >= MOST_TURNS else self._unsettled(rivals, stage, turn)[0]
@@ -164,12 +207,18 @@ class Race:
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
         turns = {
-            one.layout: {turn: seen for turn, seen in self.seen.turns(one.layout, stage).items() if turn < before}
+            one.layout: {
+                turn: seen
+                for turn, seen in self.seen.turns(one.layout, stage).items()
+                if turn < before
+            }
             for one in rivals
         }
         ran = [one for one in rivals if turns[one.layout]]
         once = (one for one in ran if len(turns[one.layout]) == 1)
-        if held := [one for one in once if all(seen.held_back() for seen in turns[one.layout].values())]:
+        if held := [
+            one for one in once if all(seen.held_back() for seen in turns[one.layout].values())
+        ]:
             return held, False
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
         left = self._budget.turns_left(one.layout for one in ran[:2])
@@ -179,18 +228,27 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner as it is, and with each knob; without those that failed. Empty if no knobs were asked for."""
+        """The winner as it is, and with each knob; without those that failed. Empty if no knobs
+        were asked for.
+        """
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate
-        layouts = [msgspec.structs.replace(winner.layout, knobs=(knob,)) for knob in self.options.knobs]
+        layouts = [
+            msgspec.structs.replace(winner.layout, knobs=(knob,)) for knob in self.options.knobs
+        ]
         rivals = [winner, *(Candidate(winner.family, layout) for layout in layouts)]
         return [one for one in rivals if self.seen.broken(one.layout) is None]
 
     @property
     def turn_seconds(self) -> float:
-        """The least seconds that a turn of every candidate, with knobs, should take; packs leave as many."""
-        return sum(self._budget.least_seconds(one.layout) for one in self.running) + self._knobs_seconds
+        """The least seconds that a turn of every candidate, with knobs, should take; packs leave as
+        many.
+        """
+        return (
+            sum(self._budget.least_seconds(one.layout) for one in self.running)
+            + self._knobs_seconds
+        )
 
     @cached_property
     def _knobs_seconds(self) -> float:
@@ -222,9 +280,16 @@ class Race:
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
         found = [one for family in self.options.wanted for one in self._of(family)]
-        if isinstance(self._devices, RowDevices) and find_objective(self._problem.objective).trades_speed:
-            found += [Candidate(family_of(layout), layout, True) for layout in self._devices.efficient()]
-        allowed = [one for one in found if one.family in self.options.wanted]  # one of the splits may be one device
+        if (
+            isinstance(self._devices, RowDevices)
+            and find_objective(self._problem.objective).trades_speed
+        ):
+            found += [
+                Candidate(family_of(layout), layout, True) for layout in self._devices.efficient()
+            ]
+        allowed = [
+            one for one in found if one.family in self.options.wanted
+        ]  # one of the splits may be one device
         return tuple(self._distinct(allowed))
 
     def _of(self, family: Family) -> Iterator[Candidate]:
@@ -235,11 +300,19 @@ class Race:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _distinct(self, found: list[Candidate]) -> list[Candidate]:
-        """The candidates without splits that no measurement could distinguish from one listed before them."""
+        """The candidates without splits that no measurement could distinguish from one listed
+        before them.
+        """
         kept: list[Candidate] = []
         for one in found:
-            splits = [other.layout for other in kept if other.layout.traits.together and other.layout.by_rows]
-            if not (one.layout.by_rows and any(same_measurement(one.layout, split) for split in splits)):
+            splits = [
+                other.layout
+                for other in kept
+                if other.layout.traits.together and other.layout.by_rows
+            ]
+            if not (
+                one.layout.by_rows and any(same_measurement(one.layout, split) for split in splits)
+            ):
                 kept.append(one)
         return kept
 
@@ -252,7 +325,9 @@ class Race:
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
-        """The preferred split, and others that are worth a race; none unless splits were asked for."""
+        """The preferred split, and others that are worth a race; none unless splits were asked
+        for.
+        """
         return self._devices.best_splits() if self.options.with_splits else []
 
     @property
@@ -263,15 +338,21 @@ class Race:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The batch for layouts that have none of their own: the fixed one, the best single device's, else one that no
-        single device could hold; None before one is known, and where rows are assigned by what they cost."""
+        """The batch for layouts that have none of their own: the fixed one, the best single
+        device's, else one that no single device could hold; None before one is known, and where
+        rows are assigned by what they cost.
+        """
         if not self._devices.by_rows:
             return None
         if self._problem.global_batch is not None:
             return self._problem.global_batch
         if self.singles:
             return self.singles[0].global_batch
-        full = [one.probe.layout.global_batch for one in self.seen.in_stage("solo") if isinstance(one, OutOfMemory)]
+        full = [
+            one.probe.layout.global_batch
+            for one in self.seen.in_stage("solo")
+            if isinstance(one, OutOfMemory)
+        ]
         return min(full, default=None)
 
     @cached_property
@@ -294,21 +375,31 @@ class Race:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical(self, plain: Layout) -> Layout:
-        """The pack on logical devices of as many trainings as run best as plain processes, or of the most measured."""
+        """The pack on logical devices of as many trainings as run best as plain processes, or of
+        the most measured.
+        """
         wanted = pack_on(plain, plain.processes, "logical")
-        tried = [one.probe.layout for one in self.seen.timed() if one.probe.layout.placement == "logical"]
+        tried = [
+            one.probe.layout for one in self.seen.timed() if one.probe.layout.placement == "logical"
+        ]
         if wanted in tried or not tried or self._budget.affords(wanted, "race"):
             return wanted
         return max(tried, key=lambda layout: layout.processes)
 
     def _in_its_place(self, candidate: Candidate) -> Candidate:
-        """The candidate, or, if it ran out of memory, a smaller batch instead; a fixed batch in more passes."""
+        """The candidate, or, if it ran out of memory, a smaller batch instead; a fixed batch in
+        more passes.
+        """
         fixed, layout = self._problem.global_batch is not None, candidate.layout
-        for _ in range(RETREATS if not fixed or (self._problem.micro and candidate.synchronous) else 0):
+        for _ in range(
+            RETREATS if not fixed or (self._problem.micro and candidate.synchronous) else 0
+        ):
             full = self.seen.broken(layout)
             if not isinstance(full, OutOfMemory):
                 break
-            smaller = divide(layout, full.devices) if fixed else shrink(layout, self._problem.multiple_of)
+            smaller = (
+                divide(layout, full.devices) if fixed else shrink(layout, self._problem.multiple_of)
+            )
             if smaller is None:
                 break
             layout = smaller

@@ -1,9 +1,10 @@
-"""The ranking of layouts, with gains and errors: measured in turns A B C A B C and compared within each turn.
+"""The ranking of layouts, with gains and errors: measured in turns A B C A B C and compared within
+each turn.
 
-Drift between turns (heat, other work) affects all layouts of a turn, so the difference of two layouts is more certain
-than either figure. Two layouts deserve another turn while switching to the slower one may still gain more than
-`LEAST_GAIN`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones and others,
-"Efficient global optimization", 1998).
+Drift between turns (heat, other work) affects all layouts of a turn, so the difference of two
+layouts is more certain than either figure. Two layouts deserve another turn while switching to the
+slower one may still gain more than `LEAST_GAIN`: the expected gain is E[max(0, d)], with d normal
+around the measured difference (Jones and others, "Efficient global optimization", 1998).
 """
 
 from __future__ import annotations
@@ -22,21 +23,32 @@ from .layouts import TIE, Candidate
 from .model.evidence import relative_error
 from .observations import Turns
 
-UNCLEAR = 0.03  # relative; a tie with a larger gap is unclear: probes' drift alone makes 2.7 % of two (PROBE_DRIFT)
-PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
-DRIFT_WEIGHT = 4  # turns that this assumption counts for: two may agree by chance (95 % intervals of benchmarks.search)
+# relative; a tie with a larger gap is unclear: probes' drift alone makes 2.7 % of two (PROBE_DRIFT)
+UNCLEAR = 0.03
+PROBE_DRIFT = (
+    0.007  # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
+)
+# turns that this assumption counts for: two may agree by chance (95 % intervals of
+# benchmarks.search)
+DRIFT_WEIGHT = 4
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
-COMES_TRUE = 0.5  # of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
+COMES_TRUE = (
+    0.5  # of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
+)
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
-EDGE_SLACK = 0.005  # relative: forgiven at the tolerance's edge, if the interval is that wide: else the batch is larger
-ENOUGH_TURNS = 3  # per layout: time is planned for three turns of each; with more, their own spread gives the error
+# relative: forgiven at the tolerance's edge, if the interval is that wide: else the batch is larger
+EDGE_SLACK = 0.005
+# per layout: time is planned for three turns of each; with more, their own spread gives the error
+ENOUGH_TURNS = 3
 
 TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A mean over turns, with the standard deviation of one: of samples/s, or of them over another's, less 1."""
+    """A mean over turns, with the standard deviation of one: of samples/s, or of them over
+    another's, less 1.
+    """
 
     value: float
     deviation: float
@@ -48,14 +60,17 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """The expected gain of switching to the layout, at least 0, after `more_turns` with the same mean."""
+        """The expected gain of switching to the layout, at least 0, after `more_turns` with the
+        same mean.
+        """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
         return error * NormalDist().pdf(z) + self.value * NormalDist().cdf(z)
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A layout's place in the ranking. `against`: its samples/s over the winner's, less 1; None for the winner.
+    """A layout's place in the ranking. `against`: its samples/s over the winner's, less 1; None for
+    the winner.
 
     `tie`: the difference is below 1 %, or may be 0 while the samples/s of the two overlap.
     """
@@ -81,10 +96,14 @@ class Standing(msgspec.Struct, frozen=True):
         """The seconds of one optimizer step at this rate: the latency."""
         layout, rate = self.candidate.layout, self.throughput
         samples = layout.global_batch * layout.processes
-        return Interval(samples / rate.value, samples / rate.high, samples / rate.low if rate.low else math.inf)
+        return Interval(
+            samples / rate.value, samples / rate.high, samples / rate.low if rate.low else math.inf
+        )
 
 
-def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> tuple[Standing, ...]:
+def rank(
+    candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
+) -> tuple[Standing, ...]:
     """Every layout that ran: the winner, then the others by throughput."""
     ran = [one for one in candidates if turns.get(one.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
@@ -98,27 +117,41 @@ def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
     """The fastest, or the layout that is preferred within the tolerance.
 
-    With a free global batch, the smallest within the tolerance of the fastest. Otherwise, or if the fastest is a pack
-    or a placement, the simplest layout less than 1 % from the fastest, or less than the tolerance if that is smaller.
-    An objective that trades speed chooses the layout with most of it among those at most `max_slowdown` slower.
+    With a free global batch, the smallest within the tolerance of the fastest. Otherwise, or if the
+    fastest is a pack or a placement, the simplest layout less than 1 % from the fastest, or less
+    than the tolerance if that is smaller. An objective that trades speed chooses the layout with
+    most of it among those at most `max_slowdown` slower.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
     leader = max(ran, key=lambda one: rates[one.layout])
-    gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}
+    gaps = {
+        one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran
+    }
     if (objective := find_objective(problem.objective)).trades_speed:
         within = [one for one in ran if gaps[one.layout].value >= -problem.max_slowdown]
-        return max([leader, *within], key=lambda one: objective.value(rates[one.layout], turns[one.layout].values()))
+        return max(
+            [leader, *within],
+            key=lambda one: objective.value(rates[one.layout], turns[one.layout].values()),
+        )
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
         lead = turns[leader.layout]
-        within = [one for one in ran if one.synchronous and is_tolerable(turns[one.layout], lead, problem.tolerance)]
-        return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
+        within = [
+            one
+            for one in ran
+            if one.synchronous and is_tolerable(turns[one.layout], lead, problem.tolerance)
+        ]
+        return min(
+            [leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value)
+        )
     margin = min(TIE, problem.tolerance)
     close = [one for one in ran if one is leader or abs(gaps[one.layout].value) < margin]
     return min(close, key=lambda one: (one.simplicity, -rates[one.layout]))
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
-    """True if a layout is slower than the leader by at most the tolerance, or by less than turns can show."""
+    """True if a layout is slower than the leader by at most the tolerance, or by less than turns
+    can show.
+    """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
 
@@ -126,9 +159,11 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 def unsettled(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """(layouts that deserve another turn, the leader among them; whether there is a tie that can't be resolved).
+    """(layouts that deserve another turn, the leader among them; whether there is a tie that can't
+    be resolved).
 
-    A rival deserves another turn if it may still gain and the turns that are left can settle whether it does.
+    A rival deserves another turn if it may still gain and the turns that are left can settle
+    whether it does.
     """
     if len(ran) < 2:
         return [], False
@@ -141,11 +176,15 @@ def unsettled(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """`one` against `other`, from the turns that both took; from all pairs of turns if they have none in common."""
+    """`one` against `other`, from the turns that both took; from all pairs of turns if they have
+    none in common.
+    """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
     ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
-    assumed = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs) + PROBE_DRIFT**2
+    assumed = (
+        fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs) + PROBE_DRIFT**2
+    )
     deviation = _pooled(assumed, ratios)
     if common:
         return Difference(fmean(ratios), deviation, len(ratios))
@@ -161,11 +200,15 @@ def throughput(turns: Turns) -> Interval:
     value = len(figures) / math.fsum(1 / figure.value for figure in figures)
     own = fmean(relative_error(seen) ** 2 for seen in turns.values())
     deviation = _pooled(own, [figure.value / value for figure in figures])
-    return center(Difference(value, value * deviation, len(figures)).interval(), value)  # never below 0
+    return center(
+        Difference(value, value * deviation, len(figures)).interval(), value
+    )  # never below 0
 
 
 def _pooled(assumed: float, values: Sequence[float]) -> float:
-    """The standard deviation of one turn: from their spread, and a variance that counts as `DRIFT_WEIGHT` turns."""
+    """The standard deviation of one turn: from their spread, and a variance that counts as
+    `DRIFT_WEIGHT` turns.
+    """
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values)
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))

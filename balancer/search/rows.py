@@ -1,4 +1,6 @@
-"""The devices where every row costs the same: what to explore, and the layouts that are worth a race."""
+"""The devices where every row costs the same: what to explore, and the layouts that are worth a
+race.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ from .ranking import LEAST_GAIN, is_tolerable, throughput
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
-PARTS = (1.0, 0.5)  # of the tolerance: if none holds, the fastest wins, with twice the batch (hosts, tol2)
+PARTS = (
+    1.0,
+    0.5,
+)  # of the tolerance: if none holds, the fastest wins, with twice the batch (hosts, tol2)
 LIKELY_SETS = 2  # of efficient devices, that are raced
 SKETCHED = 24  # points of a curve for drawing
-MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
+# devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
+MOST_TO_COMBINE = 6
 # worse on 13 of 240 machines of 2 to 4
 
 
@@ -42,22 +48,32 @@ class RowDevices(Predictions):
         return ""
 
     def is_training(self, layout: Layout) -> bool:
-        """A device alone in passes is no choice for a free batch: no gain over fewer passes of a smaller batch."""
-        alone = not self.problem.all_together and (self.problem.global_batch is not None or not layout.in_passes)
+        """A device alone in passes is no choice for a free batch: no gain over fewer passes of a
+        smaller batch.
+        """
+        alone = not self.problem.all_together and (
+            self.problem.global_batch is not None or not layout.in_passes
+        )
         return layout.traits.together or alone
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """The longest that a device would take alone for its share; None if none of them ran alone."""
+        """The longest that a device would take alone for its share; None if none of them ran
+        alone.
+        """
         curves = [(self.devices[i].alone, layout.shares[i]) for i in layout.active]
         return max((curve.seconds(share) for curve, share in curves if curve), default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other layouts."""
+        """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other
+        layouts.
+        """
         found = list(NO_CURVE * len(layout.shares))
         for i in layout.active if layout.traits.together else ():
             device = self.devices[i]
             if (curve := device.in_splits) is not None:
-                most = min(device.safe, device.pass_rows or layout.global_batch, layout.global_batch)
+                most = min(
+                    device.safe, device.pass_rows or layout.global_batch, layout.global_batch
+                )
                 found[i] = cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
         return tuple(found)
 
@@ -75,16 +91,22 @@ class RowDevices(Predictions):
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """The best single device at the fixed batch, in passes and at once where both fit, else at its best one."""
+        """The best single device at the fixed batch, in passes and at once where both fit, else at
+        its best one.
+        """
         ranked = self._singles_by_rate()
-        best = next((layout for layout in ranked if self.seen.broken(layout) is None), ranked[0] if ranked else None)
+        best = next(
+            (layout for layout in ranked if self.seen.broken(layout) is None),
+            ranked[0] if ranked else None,
+        )
         if best is None:
             return []
         at_once = layout_of(best.shares)
         return [best] if best == at_once or not self.surely_hold(at_once) else [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        """The devices alone, the fastest first: those that safely hold the fixed batch, at once or in passes.
+        """The devices alone, the fastest first: those that safely hold the fixed batch, at once or
+        in passes.
 
         Of a free batch every one that exploration measured and that still fits.
         """
@@ -94,25 +116,38 @@ class RowDevices(Predictions):
             fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
             return list(dict.fromkeys(one.probe.layout for one in fit))
         layouts = [self.lay_out_safely(solo(devices, i, batch).shares) for i in self.live]
-        return sorted(filter(None, layouts), key=lambda layout: -self.single_rate(layout, contended=False))
+        return sorted(
+            filter(None, layouts), key=lambda layout: -self.single_rate(layout, contended=False)
+        )
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Samples/s of a device alone, measured at rest, else in the solo stage if `contended` counts, else predicted.
+        """Samples/s of a device alone, measured at rest, else in the solo stage if `contended`
+        counts, else predicted.
 
         A prediction is the same for indistinguishable devices.
         """
-        timed = self.seen.timed_in(layout, "rest") or (self.seen.timed_in(layout, "solo") if contended else [])
+        timed = self.seen.timed_in(layout, "rest") or (
+            self.seen.timed_in(layout, "solo") if contended else []
+        )
         return max((one.samples_per_second for one in timed), default=self.predicted_rate(layout))
 
     def efficient(self) -> list[Layout]:
-        """Every device alone, and splits over the devices that should take the least energy, where energy decides."""
+        """Every device alone, and splits over the devices that should take the least energy, where
+        energy decides.
+        """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.layout, self._most_efficient())]
         return [layout for layout in layouts if self.hold(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
-        if not (costs := find_objective(self.problem.objective).costs(self.seen.timed(), self.problem.devices)):
+        """The best splits over fewer than all devices, of those that are fast enough; none before
+        any cost is known.
+        """
+        if not (
+            costs := find_objective(self.problem.objective).costs(
+                self.seen.timed(), self.problem.devices
+            )
+        ):
             return []
 
         def value(one: Allocation) -> float:
@@ -137,7 +172,9 @@ class RowDevices(Predictions):
     # ------------------------------------------------------------------ several devices
 
     def best_splits(self) -> list[Layout]:
-        """The preferred measured split, predicted ones that should beat it, and the fastest measured one."""
+        """The preferred measured split, predicted ones that should beat it, and the fastest
+        measured one.
+        """
         found = self._split_rates()
         if not found:
             fastest = self.fastest_split if self.splits else None
@@ -149,30 +186,42 @@ class RowDevices(Predictions):
     def _split_rates(self) -> dict[Layout, float]:
         """Every split of exploration that still fits, with its samples/s."""
         batch = self.problem.global_batch
-        found = [one for one in self.fitting_splits if batch in (None, one.probe.layout.global_batch)]
+        found = [
+            one for one in self.fitting_splits if batch in (None, one.probe.layout.global_batch)
+        ]
         found.sort(key=lambda one: one.samples_per_second)
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred(self, found: dict[Layout, float]) -> Layout:
-        """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""
+        """The smallest global batch within the tolerance of the fastest; the fastest for a fixed
+        batch.
+        """
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
         enough = [layout for layout, rate in found.items() if rate >= least]
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising(self, chosen: Layout) -> list[Layout]:
-        """Predicted splits that should be faster than the chosen one, or as good with another global batch."""
+        """Predicted splits that should be faster than the chosen one, or as good with another
+        global batch.
+        """
         fastest = self.fastest_split
         found = list(self._smaller(chosen))
         if fastest and fastest.samples_per_second > self.predicted_rate(chosen) * (1 + LEAST_GAIN):
-            found.append(self._as_raced(self.layout(fastest), [one.probe.layout for one in self.seen.timed_race()]))
+            found.append(
+                self._as_raced(
+                    self.layout(fastest), [one.probe.layout for one in self.seen.timed_race()]
+                )
+            )
         return [layout for layout in found if self.surely_hold(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
-        """The smallest batches within parts of the tolerance, each once the one before has turned out to be too slow.
+        """The smallest batches within parts of the tolerance, each once the one before has turned
+        out to be too slow.
 
-        Where exploration has measured the smallest good batch, another one like it isn't worth a race. Once a check has
-        confirmed a good one, none is: of more and more near the tolerance's edge one was lucky (recorded maxer).
+        Where exploration has measured the smallest good batch, another one like it isn't worth a
+        race. Once a check has confirmed a good one, none is: of more and more near the tolerance's
+        edge one was lucky (recorded maxer).
         """
         ran = {one.probe.layout for one in (*self.seen.timed_race(), *self.at_rest.values())}
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
@@ -182,37 +231,61 @@ class RowDevices(Predictions):
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
             layout = self._as_raced(self.layout(wanted), turns)
-            if layout not in turns and (good := self._smallest_within(turns, leader, layout.global_batch)):
+            if layout not in turns and (
+                good := self._smallest_within(turns, leader, layout.global_batch)
+            ):
                 layout = good
             yield layout
             if layout not in turns or is_tolerable(turns[layout], leader, self.problem.tolerance):
                 return
 
-    def _smallest_within(self, turns: dict[Layout, Turns], leader: Turns, most: int) -> Layout | None:
-        """The smallest batch, up to `most` or checked, that is as fast as the tolerance asks; None if none ran."""
+    def _smallest_within(
+        self, turns: dict[Layout, Turns], leader: Turns, most: int
+    ) -> Layout | None:
+        """The smallest batch, up to `most` or checked, that is as fast as the tolerance asks; None
+        if none ran.
+        """
         checked = {one.probe.layout for one in self.seen.in_stage("check")}
-        enough = (one for one, taken in turns.items() if is_tolerable(taken, leader, self.problem.tolerance))
+        enough = (
+            one
+            for one, taken in turns.items()
+            if is_tolerable(taken, leader, self.problem.tolerance)
+        )
         found = [one for one in enough if one.global_batch <= most or one in checked]
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """The layout, or the nearest that ran if its shares are one point of every curve with the layout's."""
+        """The layout, or the nearest that ran if its shares are one point of every curve with the
+        layout's.
+        """
         near = (one for one in raced if same_measurement(one, layout, SAME_BATCH))
         batch = layout.global_batch
-        return min(near, key=lambda one: (abs(one.global_batch - batch), one.shares), default=layout)
+        return min(
+            near, key=lambda one: (abs(one.global_batch - batch), one.shares), default=layout
+        )
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """The even split over all live devices; with `scaling` also over 2, 4, ... of the fastest."""
+        """The even split over all live devices; with `scaling` also over 2, 4, ... of the
+        fastest.
+        """
         order = sorted(self.live, key=lambda i: -self.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
-        found = [self._even(tuple(sorted(order[:count])), splits, scaling) for count in counts if count > 1]
+        found = [
+            self._even(tuple(sorted(order[:count])), splits, scaling)
+            for count in counts
+            if count > 1
+        ]
         return [layout for layout in found if layout is not None]
 
-    def _even(self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool) -> Layout | None:
-        """An even split of the fixed batch, in passes where it has to be; of a free one, of what other layouts have.
+    def _even(
+        self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
+    ) -> Layout | None:
+        """An even split of the fixed batch, in passes where it has to be; of a free one, of what
+        other layouts have.
 
-        That is the preferred split's rows for each device, else the fewest rows of the devices' best batches alone. If
-        that doesn't fit, as many rows as surely do; with `whole`, the fixed batch or nothing.
+        That is the preferred split's rows for each device, else the fewest rows of the devices'
+        best batches alone. If that doesn't fit, as many rows as surely do; with `whole`, the fixed
+        batch or nothing.
         """
         count, quantum, fixed = len(positions), self.quantum, self.problem.global_batch
         batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
@@ -222,12 +295,18 @@ class RowDevices(Predictions):
             return even
         if fixed and (layout := self.lay_out_safely(even.shares)):
             return layout
-        return None if whole and fixed else split_evenly(self.problem.devices, positions, safe * count, quantum)
+        return (
+            None
+            if whole and fixed
+            else split_evenly(self.problem.devices, positions, safe * count, quantum)
+        )
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
         count = len(positions)
         if splits:
             return splits[0].global_batch * count // len(self.live)
-        best = {layout.active[0]: layout.global_batch for layout in reversed(self._singles_by_rate())}
+        best = {
+            layout.active[0]: layout.global_batch for layout in reversed(self._singles_by_rate())
+        }
         each = min((best[i] for i in positions if i in best), default=0) * count
         return min(each, self.problem.max_global_batch or each)

@@ -1,4 +1,5 @@
-"""The search: a problem in, probes out, observations back, and at every moment the best layout measured so far.
+"""The search: a problem in, probes out, observations back, and at every moment the best layout
+measured so far.
 
 Everything is computed once after each observation, when it is first asked for.
 """
@@ -26,14 +27,16 @@ from .sharding import Sharding
 from .solo_stage import SMALL
 from .texts import TextDevices
 
-LEAST_STEPS = 20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
+LEAST_STEPS = (
+    20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
+)
 
 
 class Search:
     """Finds the layout that trains fastest; see `evener.balancer.search` for the theory.
 
-    Time comes in by observations alone: what is spent is the sum of their `elapsed_seconds`. Solo probes of one turn
-    run at the same time, so only the longest counts.
+    Time comes in by observations alone: what is spent is the sum of their `elapsed_seconds`. Solo
+    probes of one turn run at the same time, so only the longest counts.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
@@ -52,15 +55,22 @@ class Search:
     def learn_data(self, facts: Facts) -> None:
         """Note the facts of the data and the model.
 
-        By its rows a free global batch leaves 20 steps, unless a largest one is given; by their lengths they are
-        assigned by what they cost. The number of the longest row is named if no device can hold it.
+        By its rows a free global batch leaves 20 steps, unless a largest one is given; by their
+        lengths they are assigned by what they cost. The number of the longest row is named if no
+        device can hold it.
         """
         problem, quantum, rows = self.problem, self.problem.multiple_of, facts.rows
         if rows and problem.global_batch is None and problem.max_global_batch is None:
-            most = min(rows, max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)) // quantum * quantum
+            most = (
+                min(rows, max(rows // LEAST_STEPS, problem.devices * quantum, SMALL))
+                // quantum
+                * quantum
+            )
             problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, most))
         if facts.lengths:
-            problem = msgspec.structs.replace(problem, lengths=facts.lengths, longest_row=facts.longest_row)
+            problem = msgspec.structs.replace(
+                problem, lengths=facts.lengths, longest_row=facts.longest_row
+            )
         if facts.state is not None:
             problem = msgspec.structs.replace(problem, shards=True, state=facts.state)
         if problem != self.problem:
@@ -68,7 +78,9 @@ class Search:
             self._read_again()
 
     def ask(self) -> tuple[Probe, ...]:
-        """The probes to run now, at the same time; empty when the search is over. Asking changes nothing."""
+        """The probes to run now, at the same time; empty when the search is over. Asking changes
+        nothing.
+        """
         return self._next
 
     def why_stopped(self) -> str | None:
@@ -77,11 +89,20 @@ class Search:
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""
-        model = self.sharding.devices if self.sharding is not None and not self.model.live else self.model
+        model = (
+            self.sharding.devices
+            if self.sharding is not None and not self.model.live
+            else self.model
+        )
         curves = tuple(model.sketch(i) for i in range(self.problem.devices))
         running = len(self.race.running) if self._next and self._next[0].stage == "race" else 0
-        doing = [explain_probe(probe, bool(self.devices.splits), running) for probe in self._next[:1]]
-        return Belief(curves, "Tries once more what failed." if self._seen.open_failures() else (*doing, "Done.")[0])
+        doing = [
+            explain_probe(probe, bool(self.devices.splits), running) for probe in self._next[:1]
+        ]
+        return Belief(
+            curves,
+            "Tries once more what failed." if self._seen.open_failures() else (*doing, "Done.")[0],
+        )
 
     # ------------------------------------------------------------------ what comes next
 
@@ -90,10 +111,12 @@ class Search:
         return next(filter(None, self._wishes()), ())
 
     def _wishes(self) -> Iterator[tuple[Probe, ...]]:
-        """What each part of the search would measure now, in the order in which they are asked; empty for nothing.
+        """What each part of the search would measure now, in the order in which they are asked;
+        empty for nothing.
 
-        The race is interrupted whenever exploration wants a probe and its part of the budget isn't spent. When it is
-        over, exploration may spend the rest of the budget; so it may after a check, which adds to the curves.
+        The race is interrupted whenever exploration wants a probe and its part of the budget isn't
+        spent. When it is over, exploration may spend the rest of the budget; so it may after a
+        check, which adds to the curves.
         """
         again = self._seen.open_failures()
         same = tuple(probe for probe in again if probe.stage == again[0].stage)
@@ -107,7 +130,9 @@ class Search:
         yield self.race.next_probes()
         if (seconds := self.problem.budget_seconds) is not None:
             winner = self.race.ranking[:1]
-            kept = sum(self.budget.least_seconds(one.candidate.layout) for one in winner)  # to check it
+            kept = sum(
+                self.budget.least_seconds(one.candidate.layout) for one in winner
+            )  # to check it
             yield self._explore_rest(max(0.0, seconds - kept))
         if best := self.best():
             yield self.race.check(best)
@@ -115,13 +140,19 @@ class Search:
                 yield self.race.repeat_best(best.layout)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """The next batch of every device alone, else the next split; empty when nothing is wanted or affordable."""
+        """The next batch of every device alone, else the next split; empty when nothing is wanted
+        or affordable.
+        """
         return () if self._why_none else self.devices.next_probes(budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """The next probe of exploration once the race is over, with a budget of `seconds`; None means no budget."""
+        """The next probe of exploration once the race is over, with a budget of `seconds`; None
+        means no budget.
+        """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
-        return self._explore(Budget(problem, self.options, self._seen, True, self.devices.predicted_rate))
+        return self._explore(
+            Budget(problem, self.options, self._seen, True, self.devices.predicted_rate)
+        )
 
     @cached_property
     def _why_none(self) -> str:
@@ -133,7 +164,11 @@ class Search:
         if self._why_none and not self.race.running:
             return self._why_none
         if not found:
-            return (Stop.BUDGET if self._seen.in_stage("split") or self.model.holds_batch else Stop.NO_FIT).value
+            return (
+                Stop.BUDGET
+                if self._seen.in_stage("split") or self.model.holds_batch
+                else Stop.NO_FIT
+            ).value
         waiting, tied = self.race.waiting
         if waiting or self._explore_rest(None):
             return Stop.BUDGET.value
@@ -145,7 +180,8 @@ class Search:
         doubt = find_doubt(self.model, best) if best else ""
         return f"{Stop.UNSURE.value}: {doubt}." if doubt else Stop.SETTLED.value
 
-    # ------------------------------------------------------------------ what follows from the observations
+    # ------------------------------------------------------------------ what follows from the
+    # observations
 
     @cached_property
     def model(self) -> RowDevices:
@@ -154,49 +190,71 @@ class Search:
 
     @cached_property
     def devices(self) -> RowDevices | TextDevices:
-        """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
+        """The model of the devices: by the lengths of rows, or by their number if no unequal
+        lengths are known.
+        """
         if not self.problem.lengths:
             return self.model
         return TextDevices(self.problem, self._seen, self.budget)
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """A sharded training; None where the workload has none, or each device holds the model and nobody asks."""
+        """A sharded training; None where the workload has none, or each device holds the model and
+        nobody asks.
+        """
         problem = self.problem
         full = any(
             not one.lost and one.out_of_use and self._seen.memory_limit(i) == limit
-            for i, (one, limit) in enumerate(zip(self.model.devices, problem.memory_bytes, strict=True))
+            for i, (one, limit) in enumerate(
+                zip(self.model.devices, problem.memory_bytes, strict=True)
+            )
         )
         asked = any(family.traits.sharded for family in self.options.wanted)
         if not (problem.shards and asked and problem.devices > 1 and (full or self.options.shards)):
             return None
         if problem.budget_seconds is not None:
             others = self._seen.spent_seconds(*set(STAGES) - set(SHARDED))
-            problem = msgspec.structs.replace(problem, budget_seconds=max(0.0, problem.budget_seconds - others))
+            problem = msgspec.structs.replace(
+                problem, budget_seconds=max(0.0, problem.budget_seconds - others)
+            )
         return Sharding(problem, self._seen.sharded)
 
     @cached_property
     def budget(self) -> Budget:
         """The part of the budget that is left."""
-        return Budget(self.problem, self.options, self._seen, predict_rate=lambda one: self.devices.predicted_rate(one))
+        return Budget(
+            self.problem,
+            self.options,
+            self._seen,
+            predict_rate=lambda one: self.devices.predicted_rate(one),
+        )
 
     @cached_property
     def race(self) -> Race:
         """The layouts that exploration and families offer, and the race between them."""
-        return Race(self.options, self.devices, self.budget, self.sharding.layouts() if self.sharding else [])
+        return Race(
+            self.options,
+            self.devices,
+            self.budget,
+            self.sharding.layouts() if self.sharding else [],
+        )
 
     # ------------------------------------------------------------------ who is best
 
     def best(self) -> Result | None:
-        """The layout to take, of everything that was measured and may still run; None before anything was.
+        """The layout to take, of everything that was measured and may still run; None before
+        anything was.
 
-        Its figure is that of the turns since it was chosen, if there are any: of noisy figures the highest is too high.
+        Its figure is that of the turns since it was chosen, if there are any: of noisy figures the
+        highest is too high.
         """
         chosen = self._chosen
         fresh = self._seen.turns_once_chosen(chosen.layout) if chosen else {}
         if chosen is None or not fresh:
             return chosen
-        every = {one.probe: one for one in (*self._seen.turns(chosen.layout).values(), *fresh.values())}.values()
+        every = {
+            one.probe: one for one in (*self._seen.turns(chosen.layout).values(), *fresh.values())
+        }.values()
         figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
         return Result(chosen.layout, figure, len(every))
 
@@ -204,15 +262,28 @@ class Search:
     def _chosen(self) -> Result | None:
         """The best layout, by the turns that chose it.
 
-        A layout that the race has not measured yet counts with what exploration measured, unless no measurement could
-        tell its shares from those of one of the race. If no layout may run any more, the best of those that ran.
+        A layout that the race has not measured yet counts with what exploration measured, unless no
+        measurement could tell its shares from those of one of the race. If no layout may run any
+        more, the best of those that ran.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
-            return self.race.ranking[0].result  # packs and placements are compared in the race alone
-        fit = [layout for layout in self._ran if self.problem.global_batch in (None, layout.global_batch)]
-        layouts = [one for one in fit if one in raced or not any(same_measurement(one, each) for each in raced)] or fit
-        layouts = [one for one in layouts if one in raced or family_of(one).name in self.options.families] or layouts
+            return self.race.ranking[
+                0
+            ].result  # packs and placements are compared in the race alone
+        fit = [
+            layout
+            for layout in self._ran
+            if self.problem.global_batch in (None, layout.global_batch)
+        ]
+        layouts = [
+            one
+            for one in fit
+            if one in raced or not any(same_measurement(one, each) for each in raced)
+        ] or fit
+        layouts = [
+            one for one in layouts if one in raced or family_of(one).name in self.options.families
+        ] or layouts
         candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
         if not candidates:
             return None
@@ -221,27 +292,41 @@ class Search:
 
     @cached_property
     def _ran(self) -> dict[Layout, Result]:
-        """Every layout that ran as one whole training and may run again, over its turns; all that ran, if none may."""
+        """Every layout that ran as one whole training and may run again, over its turns; all that
+        ran, if none may.
+        """
         found = self._seen.timed("solo", "rest", "split", "shard", "race")
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [one for one in trainings if self.devices.is_training(one.probe.layout)]
-        turns = {one.probe.layout: self._turns(one.probe.layout) for one in self._seen.still_fit(ran) or ran}
+        turns = {
+            one.probe.layout: self._turns(one.probe.layout)
+            for one in self._seen.still_fit(ran) or ran
+        }
         return {layout: Result(layout, throughput(own), len(own)) for layout, own in turns.items()}
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """A layout's turns; of one that was never measured uncontended, its measurements of the solo stage."""
+        """A layout's turns; of one that was never measured uncontended, its measurements of the
+        solo stage.
+        """
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
 
     def ranking(self) -> tuple[Standing, ...]:
-        """Every layout of the race, the winner first, each with the one figure that is said of it."""
+        """Every layout of the race, the winner first, each with the one figure that is said of
+        it.
+        """
         best, found = self.best(), self.race.ranking
         figures = (best if best and best.layout == one.candidate.layout else one for one in found)
         pairs = zip(found, figures, strict=True)
-        return tuple(msgspec.structs.replace(one, throughput=said.throughput) for one, said in pairs)
+        return tuple(
+            msgspec.structs.replace(one, throughput=said.throughput) for one, said in pairs
+        )
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
-        order = sorted(self._ran, key=lambda one: (-self._ran[one].throughput.value, one.global_batch, one.shares))
+        order = sorted(
+            self._ran,
+            key=lambda one: (-self._ran[one].throughput.value, one.global_batch, one.shares),
+        )
         return tuple(self._ran[layout] for layout in order)
 
     def solos(self) -> tuple[Result | None, ...]:
@@ -251,7 +336,9 @@ class Search:
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """The best single device: as raced, else the fastest measured at the global batch asked for."""
+        """The best single device: as raced, else the fastest measured at the global batch asked
+        for.
+        """
         raced = [one.result for one in self.ranking() if one.candidate.layout.traits.alone]
         batch = self.problem.global_batch
         alone = [one for one in self.solos() if one and batch in (None, one.layout.global_batch)]
@@ -261,7 +348,8 @@ class Search:
         """The turns that give a layout's figures."""
         return tuple(self._turns(layout).values())
 
-    # ------------------------------------------------------------------ what is known of the machine
+    # ------------------------------------------------------------------ what is known of the
+    # machine
 
     @property
     def mean_length(self) -> float:
@@ -269,6 +357,8 @@ class Search:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
+        """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing
+        for other layouts.
+        """
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.devices).curves(layout)

@@ -1,8 +1,10 @@
-"""Sharded trainings: which parts of the model's state devices hold by their memory, and which rows they compute.
+"""Sharded trainings: which parts of the model's state devices hold by their memory, and which rows
+they compute.
 
-Each device is measured alone first, on rows of a model whose units it gathers from a small part of it: that shows its
-time, and the memory that isn't state. State then fills what rows by speed leave, and stays; rows are searched as ever,
-within the memory that is left. Whole steps show what gathering costs.
+Each device is measured alone first, on rows of a model whose units it gathers from a small part of
+it: that shows its time, and the memory that isn't state. State then fills what rows by speed leave,
+and stays; rows are searched as ever, within the memory that is left. Whole steps show what
+gathering costs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ import msgspec
 from evener.plan.layout import Knots
 from evener.shares.waterfill import HALVINGS
 
-from ..types import MEASURED_PART, Layout, ModelState, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
+from ..types import (
+    MEASURED_PART,
+    Layout,
+    ModelState,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Timed,
+    layout_of,
+)
 from .budget import Budget
 from .layouts import BALANCE
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
@@ -23,13 +35,17 @@ from .model.memory import UNBOUNDED
 from .observations import Observations
 from .rows import RowDevices
 
-HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for each
+# of a device's memory, left free: allocators round up, and sums need buffers; twice as much for
+# each
+HEADROOM = 0.03
 # sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
 DIGITS = 4  # of a part: 10 MB of a state of 100 GB, far below the headroom of any card
 
 
 class Need(msgspec.Struct, frozen=True):
-    """A device's bytes beside its part of the state, for no rows and for each further row of a pass, and its speed."""
+    """A device's bytes beside its part of the state, for no rows and for each further row of a
+    pass, and its speed.
+    """
 
     base_bytes: float
     row_bytes: float
@@ -37,14 +53,18 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Sharding:
-    """A sharded training by what was `seen` of parts and of whole steps; the problem's budget is what they have."""
+    """A sharded training by what was `seen` of parts and of whole steps; the problem's budget is
+    what they have.
+    """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
         self._problem = msgspec.structs.replace(problem, lengths=(), all_together=True)
         self._seen, self._state = seen, problem.state or ModelState(0, 0)
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next rows for every device alone, else the next whole step; empty when nothing is wanted."""
+        """The next rows for every device alone, else the next whole step; empty when nothing is
+        wanted.
+        """
         if self.parts is None:
             return ()
         probes = self.devices.next_probes(self.devices.budget, True)
@@ -64,7 +84,9 @@ class Sharding:
 
     @cached_property
     def parts(self) -> tuple[float, ...] | None:
-        """The part of the state that each device holds; empty while unknown, None if it doesn't fit beside a row."""
+        """The part of the state that each device holds; empty while unknown, None if it doesn't fit
+        beside a row.
+        """
         problem = self._problem
         needs = self._needs
         if problem.state is None or len(needs) < problem.devices:
@@ -72,7 +94,9 @@ class Sharding:
         limits = [limit for limit in problem.memory_bytes if limit is not None]
         if len(limits) < problem.devices:
             return (1 / problem.devices,) * problem.devices
-        full = sum(isinstance(one, OutOfMemory) and one.probe.layout.traits.together for one in self._seen)
+        full = sum(
+            isinstance(one, OutOfMemory) and one.probe.layout.traits.together for one in self._seen
+        )
         free = (1 - HEADROOM * 2.0**times for times in range(full, -3, -1))
         found = (share_state([part * limit for limit in limits], needs, problem) for part in free)
         return next((parts for parts in found if parts), None)
@@ -80,11 +104,20 @@ class Sharding:
     @property
     def _needs(self) -> list[Need]:
         """The need of each device that ran alone, by its first two measurements."""
-        alone = [one for one in self._seen if isinstance(one, Timed) and not one.probe.layout.traits.together]
+        alone = [
+            one
+            for one in self._seen
+            if isinstance(one, Timed) and not one.probe.layout.traits.together
+        ]
         first = Observations(self._problem)
         for position in range(self._problem.devices):
-            own = sorted((one for one in alone if one.probe.layout.shares[position]), key=lambda one: one.probe.turn)
-            for one in own[:FEWEST_SIZES]:  # parts of state don't move once a step was measured with them
+            own = sorted(
+                (one for one in alone if one.probe.layout.shares[position]),
+                key=lambda one: one.probe.turn,
+            )
+            for one in own[
+                :FEWEST_SIZES
+            ]:  # parts of state don't move once a step was measured with them
                 first.add(self._as_rows(one))
         devices = (read_device(first, position) for position in range(self._problem.devices))
         return [self._need(device) for device in devices if device.alone]
@@ -95,12 +128,15 @@ class Sharding:
         base = min(used, gathered) if memory.line is None else memory.line[0]
         return Need(base, max(0.0, used - base) / batch, device.best_rate)
 
-    # ------------------------------------------------------------------ rows, as in a training of whole models
+    # ------------------------------------------------------------------ rows, as in a training of
+    # whole models
 
     @cached_property
     def devices(self) -> RowDevices:
         """The devices as if each held the model in what its part of the state leaves."""
-        left = self._without_state(self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices)
+        left = self._without_state(
+            self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices
+        )
         problem = msgspec.structs.replace(self._problem, memory_bytes=left)
         known = Observations(problem)
         for one in self._seen:
@@ -108,7 +144,9 @@ class Sharding:
                 known.add(self._as_rows(one))
         return RowDevices(problem, known, Budget(problem, BALANCE, known))
 
-    def _without_state(self, sizes: Sequence[int | None], parts: Sequence[float]) -> tuple[int | None, ...]:
+    def _without_state(
+        self, sizes: Sequence[int | None], parts: Sequence[float]
+    ) -> tuple[int | None, ...]:
         """The bytes of each device without its part of the state."""
         held = [round(part * self._state.state_bytes) for part in parts]
         return tuple(size and max(1, size - state) for size, state in zip(sizes, held, strict=True))
@@ -116,25 +154,35 @@ class Sharding:
     def _as_rows(self, one: Observation) -> Observation:
         """An observation as if each device held the model, without the state that it held."""
         layout, stage = one.probe.layout, "split" if one.probe.layout.traits.together else "solo"
-        probe = msgspec.structs.replace(one.probe, layout=layout_of(layout.shares, layout.micro), stage=stage)
+        probe = msgspec.structs.replace(
+            one.probe, layout=layout_of(layout.shares, layout.micro), stage=stage
+        )
         if not isinstance(one, Timed):
             return msgspec.structs.replace(one, probe=probe)
         held = layout.state or (MEASURED_PART,) * len(layout.shares)
-        return msgspec.structs.replace(one, probe=probe, memory_bytes=self._without_state(one.memory_bytes, held))
+        return msgspec.structs.replace(
+            one, probe=probe, memory_bytes=self._without_state(one.memory_bytes, held)
+        )
 
     def _as_sharded(self, probe: Probe) -> Probe:
         if probe.layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(probe.layout), stage="shard")
-        return msgspec.structs.replace(probe, layout=msgspec.structs.replace(probe.layout, kind="part"), stage="part")
+        return msgspec.structs.replace(
+            probe, layout=msgspec.structs.replace(probe.layout, kind="part"), stage="part"
+        )
 
     def _shard(self, layout: Layout) -> Layout:
         return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())
 
 
-def share_state(limits: Sequence[float], needs: Sequence[Need], problem: Problem) -> tuple[float, ...] | None:
-    """The parts of the state that fill what rows by speed leave of each limit; None if it doesn't fit.
+def share_state(
+    limits: Sequence[float], needs: Sequence[Need], problem: Problem
+) -> tuple[float, ...] | None:
+    """The parts of the state that fill what rows by speed leave of each limit; None if it doesn't
+    fit.
 
-    Rows are those of the fixed batch, or of the largest that fits in one pass; fewer where only several passes do.
+    Rows are those of the fixed batch, or of the largest that fits in one pass; fewer where only
+    several passes do.
     """
     assert problem.state is not None
     state, speed = problem.state.state_bytes, sum(need.rate for need in needs)

@@ -1,4 +1,5 @@
-"""The cost of rows of unequal length on each device, and the time of global batches that are assigned by cost.
+"""The cost of rows of unequal length on each device, and the time of global batches that are
+assigned by cost.
 
 Predictions assign batches drawn from the lengths of the data, as the training's loader does.
 """
@@ -25,7 +26,9 @@ from .ranking import LEAST_RATE
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
-    """One measured step; `error` is its relative standard error, at least TIE: real steps differ from any such cost."""
+    """One measured step; `error` is its relative standard error, at least TIE: real steps differ
+    from any such cost.
+    """
 
     work: Work
     seconds: float
@@ -33,7 +36,9 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """A device's cost of a step; `step_s` is what it takes beside its passes, such as the optimizer's time."""
+    """A device's cost of a step; `step_s` is what it takes beside its passes, such as the
+    optimizer's time.
+    """
 
     step_s: float
     cost: Cost
@@ -51,8 +56,8 @@ class StepCost(msgspec.Struct, frozen=True):
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
     """The cost that explains the points; None with too few.
 
-    What isn't rows and tokens is a pass's, unless the points clearly say that it is a step's: passes that were taken to
-    be free would be cut ever smaller.
+    What isn't rows and tokens is a pass's, unless the points clearly say that it is a step's:
+    passes that were taken to be free would be cut ever smaller.
     """
     if len(points) < FEWEST_SIZES:
         return None
@@ -68,21 +73,29 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Rates, none negative, with which the sum of rate * amount over each row is nearest to its value; what they miss.
+    """Rates, none negative, with which the sum of rate * amount over each row is nearest to its
+    value; what they miss.
 
-    Distances count in standard errors of the values, squared and summed. Amounts that the rows can't tell apart get one
-    of the rates alone.
+    Distances count in standard errors of the values, squared and summed. Amounts that the rows
+    can't tell apart get one of the rates alone.
     """
     scaled = ([amount / error for amount in row] for row, error in zip(rows, errors, strict=True))
     columns = [list(column) for column in zip(*scaled, strict=True)]
     sizes = [math.hypot(*column) or 1.0 for column in columns]
-    units = [[amount / size for amount in column] for column, size in zip(columns, sizes, strict=True)]
-    rates, missed = _nearest(units, [value / error for value, error in zip(values, errors, strict=True)])
+    units = [
+        [amount / size for amount in column] for column, size in zip(columns, sizes, strict=True)
+    ]
+    rates, missed = _nearest(
+        units, [value / error for value, error in zip(values, errors, strict=True)]
+    )
     return tuple(rate / size for rate, size in zip(rates, sizes, strict=True)), missed
 
 
-def _nearest(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """The rates of columns that are 1 long, and the square of what they miss: the better of two smaller problems.
+def _nearest(
+    columns: Sequence[Sequence[float]], wanted: Sequence[float]
+) -> tuple[tuple[float, ...], float]:
+    """The rates of columns that are 1 long, and the square of what they miss: the better of two
+    smaller problems.
 
     The last column is left out, or what it explains is taken out of all others (Gram and Schmidt).
     """
@@ -98,7 +111,10 @@ def _nearest(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> tup
             return [value - part * each for value, each in zip(values, last, strict=True)]
 
         rates, less = _nearest(list(map(residual, others)), residual(wanted))
-        own = (_dot(last, wanted) - math.fsum(r * _dot(last, c) for r, c in zip(rates, others, strict=True))) / square
+        own = (
+            _dot(last, wanted)
+            - math.fsum(r * _dot(last, c) for r, c in zip(rates, others, strict=True))
+        ) / square
         if own >= 0 and less < missed - ROUNDING:
             return (*rates, own), less
     return (*without, 0.0), missed
@@ -108,7 +124,8 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True))
 
 
-DRAWN_ROWS = 512  # that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %
+# that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %
+DRAWN_ROWS = 512
 SMALLEST_BATCH = 4  # rows for each device, of a free global batch: fewer can't be dealt by cost
 LARGEST_BATCH = 1024  # rows that are worth a prediction (CPU of ask)
 DEALS_KEPT = 128  # of sets of devices and batches, in some four models (CPU of ask)
@@ -123,13 +140,19 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """The observations of a device alone with rows of one length, or of a batch assigned by cost."""
+        """The observations of a device alone with rows of one length, or of a batch assigned by
+        cost.
+        """
         own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
         """Seconds of each step of one pass of rows of one length, by its tokens."""
-        ran = [one for one in self.tried_alone(position) if isinstance(one, Timed) and not one.probe.layout.in_passes]
+        ran = [
+            one
+            for one in self.tried_alone(position)
+            if isinstance(one, Timed) and not one.probe.layout.in_passes
+        ]
         alike = ((one, one.probe.layout) for one in ran if one.probe.layout.length)
         return {layout.global_batch * layout.length: one.step_seconds for one, layout in alike}
 
@@ -142,7 +165,9 @@ class TextModel(MachineModel):
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost as its own process, while the others are busy too; indistinguishable ones share one."""
+        """Each device's cost as its own process, while the others are busy too; indistinguishable
+        ones share one.
+        """
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
             cost = fit_step_cost([point for i in group for point in self._points(i).values()])
@@ -153,7 +178,9 @@ class TextModel(MachineModel):
         """True if noise alone explains how two devices' times of the same passes differ."""
         ours, theirs = self._points(one), self._points(other)
         pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
-        return is_noise([(math.log(a.seconds / b.seconds), math.hypot(a.error, b.error)) for a, b in pairs])
+        return is_noise(
+            [(math.log(a.seconds / b.seconds), math.hypot(a.error, b.error)) for a, b in pairs]
+        )
 
     def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
         """The measured steps of a device alone, by rows, rows of a pass, and their length."""
@@ -167,7 +194,9 @@ class TextModel(MachineModel):
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost in splits: its cost alone, times the ratio of its own work in splits to that alone."""
+        """Each device's cost in splits: its cost alone, times the ratio of its own work in splits
+        to that alone.
+        """
         return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
     def _factor(self, position: int, alone: StepCost) -> float:
@@ -180,7 +209,9 @@ class TextModel(MachineModel):
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
         """The costs of some devices in a split, or of one alone."""
-        return [one for i in positions if (one := (self.costs if len(positions) > 1 else self.alone)[i])]
+        return [
+            one for i in positions if (one := (self.costs if len(positions) > 1 else self.alone)[i])
+        ]
 
     def predict_parts(self, split: Timed) -> list[float]:
         """The seconds of devices' own parts of a split's step, by what they did alone."""
@@ -207,7 +238,11 @@ class TextModel(MachineModel):
         full: list[int] = []
         for seen in (*self.tried_alone(position), *self.seen.in_stage("split", "race", "check")):
             tokens = self._largest_pass(seen.probe.layout, position)
-            if isinstance(seen, OutOfMemory) and tokens and position in (seen.devices or seen.probe.layout.active):
+            if (
+                isinstance(seen, OutOfMemory)
+                and tokens
+                and position in (seen.devices or seen.probe.layout.active)
+            ):
                 full.append(tokens)
             used = seen.memory_bytes[position] if isinstance(seen, Timed) else None
             if used is not None and seen.probe.layout.length:
@@ -230,7 +265,10 @@ class TextModel(MachineModel):
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
         """A batch dealt over some of the devices; the shares are the mean numbers of rows."""
         devices = range(self.problem.devices)
-        sizes = [sum(each) for each in zip(*(one.sizes for one in self._deals(positions, batch)), strict=True)]
+        sizes = [
+            sum(each)
+            for each in zip(*(one.sizes for one in self._deals(positions, batch)), strict=True)
+        ]
         rows = dict(zip(positions, apportion(batch, sizes), strict=True))
         costs = dict(zip(positions, self._costs_of(positions), strict=True))
         return Layout(
@@ -243,32 +281,49 @@ class TextModel(MachineModel):
     def seconds(self, positions: Sequence[int], batch: int) -> float:
         """The predicted time of one step."""
         beside = [one.step_s for one in self._costs_of(positions)]
-        steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
+        steps = [
+            max(map(sum, zip(beside, one.seconds, strict=True)))
+            for one in self._deals(positions, batch)
+        ]
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
         """True if one of these devices holds the longest row."""
-        return any(self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions)
+        return any(
+            self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions
+        )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0 for unknown costs.
+        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0
+        for unknown costs.
 
-        Passes of one length are predicted in proportion to the largest so far: a cost fitted to small ones is too low.
+        Passes of one length are predicted in proportion to the largest so far: a cost fitted to
+        small ones is too low.
         """
         if steps := self.single_passes(layout.active[0]) if layout.length else {}:
-            return layout.global_batch / steps[max(steps)] / max(1.0, layout.global_batch * layout.length / max(steps))
+            return (
+                layout.global_batch
+                / steps[max(steps)]
+                / max(1.0, layout.global_batch * layout.length / max(steps))
+            )
         if not set(self.able).issuperset(layout.active):
             return 0.0
-        return layout.global_batch / max(self.seconds(layout.active, layout.global_batch), LEAST_RATE)
+        return layout.global_batch / max(
+            self.seconds(layout.active, layout.global_batch), LEAST_RATE
+        )
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two.
+        """The devices that together should be fastest, with a batch dealt to them; None if there
+        are fewer than two.
 
         Of those of a host, or of all, the slowest may be left out.
         """
         able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))
-        teams = (able, *([i for i in able if self.hosts[i] == host] for host in sorted(set(self.hosts))))
+        teams = (
+            able,
+            *([i for i in able if self.hosts[i] == host] for host in sorted(set(self.hosts))),
+        )
         found = [sorted(team[:most]) for team in teams for most in range(len(team), 1, -1)]
         holding = (team for team in found if self.can_hold(team))
         fastest = min(holding, key=lambda team: self.seconds(team, self.batch), default=None)
@@ -276,26 +331,42 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The global batch: the fixed one, else the smallest that is within the tolerance of the fastest."""
+        """The global batch: the fixed one, else the smallest that is within the tolerance of the
+        fastest.
+        """
         problem, quantum = self.problem, self.quantum
         if problem.global_batch is not None:
             return problem.global_batch
-        most = max(quantum, min(LARGEST_BATCH, problem.max_global_batch or LARGEST_BATCH) // quantum * quantum)
+        most = max(
+            quantum,
+            min(LARGEST_BATCH, problem.max_global_batch or LARGEST_BATCH) // quantum * quantum,
+        )
         least = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
-        sizes = sorted({min(most, least << doublings) for doublings in range(LARGEST_BATCH.bit_length())})
+        sizes = sorted(
+            {min(most, least << doublings) for doublings in range(LARGEST_BATCH.bit_length())}
+        )
         seconds = {batch: self.seconds(self.able, batch) for batch in sizes}
         longest = max(self.budget.longest_step(), seconds[sizes[0]])
         rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
-        return min(batch for batch, rate in rates.items() if rate >= max(rates.values()) * (1 - problem.tolerance))
+        return min(
+            batch
+            for batch, rate in rates.items()
+            if rate >= max(rates.values()) * (1 - problem.tolerance)
+        )
 
     def _deals(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
-        ranks = (RankCost(one.cost, self.walls[i]) for i, one in zip(positions, self._costs_of(positions), strict=True))
+        ranks = (
+            RankCost(one.cost, self.walls[i])
+            for i, one in zip(positions, self._costs_of(positions), strict=True)
+        )
         return _deal(tuple(ranks), self.problem.lengths, batch)
 
 
 @lru_cache(DEALS_KEPT)
 def _deal(ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int) -> Sequence[Deal]:
-    """Global batches of rows drawn from these lengths, the same in every search, and dealt by cost."""
+    """Global batches of rows drawn from these lengths, the same in every search, and dealt by
+    cost.
+    """
     (factor, prime), rows = _DRAW, range(max(batch, DRAWN_ROWS // batch * batch))
     drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]
     dealer = Dealer(ranks, tuple(1 / rank.cost.seconds(1, round(fmean(lengths))) for rank in ranks))

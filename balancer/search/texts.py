@@ -1,10 +1,12 @@
-"""Exploration where rows are of unequal length: passes of a few sizes, then whole batches, split and alone.
+"""Exploration where rows are of unequal length: passes of a few sizes, then whole batches, split
+and alone.
 
-A small pass, larger ones of the longest rows until they take clearly longer, then several passes of short rows, and
-passes of other lengths, give each device's cost; all devices run at the same time. A small pass tells nothing of tokens
-on a fast GPU: starting its kernels takes longer than computing them. Then the global batch is measured on each device
-alone, which tests its cost, and the split that the costs predict. More splits follow while what the devices' own work
-in the last one showed assigns rows otherwise.
+A small pass, larger ones of the longest rows until they take clearly longer, then several passes of
+short rows, and passes of other lengths, give each device's cost; all devices run at the same time.
+A small pass tells nothing of tokens on a fast GPU: starting its kernels takes longer than computing
+them. Then the global batch is measured on each device alone, which tests its cost, and the split
+that the costs predict. More splits follow while what the devices' own work in the last one showed
+assigns rows otherwise.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ from .text_model import LARGEST_BATCH, TextModel
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 LONG_ENOUGH = 3.0  # times as long as the first pass: then two thirds of it are what tokens cost
 MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
-PASS_SECONDS = 2.0  # the longest probe of passes of one length: seven of them make a cost, in 14 s of 120
+PASS_SECONDS = (
+    2.0  # the longest probe of passes of one length: seven of them make a cost, in 14 s of 120
+)
 
 
 class TextDevices(TextModel):
     """Devices whose time follows from the lengths of their rows."""
 
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-        """The next passes of every device alone, else the next global batch on each, else the next split."""
+        """The next passes of every device alone, else the next global batch on each, else the next
+        split.
+        """
         return (
             self._next_alone({i: self._next_passes(i, budget) for i in self.live}, budget)
             or self._next_alone({i: self._next_whole(i) for i in self.able}, budget)
@@ -62,8 +68,14 @@ class TextDevices(TextModel):
 
     def singles(self) -> list[Layout]:
         """The global batch on the device that takes the least time for it alone."""
-        ran = {one.probe.layout.active: one.probe.layout for one in self.seen.timed("solo") if one.probe.layout.costs}
-        layouts = [ran.get((i,)) or self.layout((i,), self.batch) for i in self.able if self.can_hold((i,))]
+        ran = {
+            one.probe.layout.active: one.probe.layout
+            for one in self.seen.timed("solo")
+            if one.probe.layout.costs
+        }
+        layouts = [
+            ran.get((i,)) or self.layout((i,), self.batch) for i in self.able if self.can_hold((i,))
+        ]
         whole = [layout for layout in layouts if self.seen.broken(layout) is None]
         return sorted(whole, key=self.predicted_rate, reverse=True)[:1]
 
@@ -74,35 +86,59 @@ class TextDevices(TextModel):
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """The even split of rows, in the data's order, over the best split's devices; passes can hold the longest rows.
+        """The even split of rows, in the data's order, over the best split's devices; passes can
+        hold the longest rows.
 
         A training without a plan does the same.
         """
-        devices, longest, split = self.problem.devices, self.problem.lengths[-1], next(iter(splits), None)
-        even = split_evenly(devices, split.active, split.global_batch, self.quantum) if split else None
+        devices, longest, split = (
+            self.problem.devices,
+            self.problem.lengths[-1],
+            next(iter(splits), None),
+        )
+        even = (
+            split_evenly(devices, split.active, split.global_batch, self.quantum) if split else None
+        )
         if even is None:
             return []
-        most = (wall // longest if wall else share for share, wall in zip(even.shares, self.walls, strict=True))
+        most = (
+            wall // longest if wall else share
+            for share, wall in zip(even.shares, self.walls, strict=True)
+        )
         rows = tuple(map(min, even.shares, most))
         return [layout_of(even.shares, rows)] if all(rows[i] for i in even.active) else []
 
     # ------------------------------------------------------------------ exploration
 
     def _next_alone(self, wanted: Mapping[int, Layout | None], budget: Budget) -> tuple[Probe, ...]:
-        """A probe of each device alone for which another layout is wanted, if the budget affords all of them."""
+        """A probe of each device alone for which another layout is wanted, if the budget affords
+        all of them.
+        """
         layouts = {i: layout for i, layout in wanted.items() if layout}
-        ends_with: Stage = "solo" if all(self.alone[i] for i in wanted) else "race"  # no plan without costs
+        ends_with: Stage = (
+            "solo" if all(self.alone[i] for i in wanted) else "race"
+        )  # no plan without costs
         if not all(budget.affords(layout, ends_with) for layout in layouts.values()):
             return ()
         turn = 1 + max((len(self.tried_alone(i)) for i in layouts), default=0)
         seconds = ((layout, budget.probe_seconds(layout, "solo")) for layout in layouts.values())
-        return tuple(Probe(one, "solo", min(most, PASS_SECONDS) if one.length else most, turn) for one, most in seconds)
+        return tuple(
+            Probe(one, "solo", min(most, PASS_SECONDS) if one.length else most, turn)
+            for one, most in seconds
+        )
 
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int, budget: Budget) -> Layout | None:
         tried = [seen.probe.layout for seen in self.tried_alone(position)]
-        return next((layout for layout in self._passes(position, budget.longest_step()) if layout not in tried), None)
+        return next(
+            (
+                layout
+                for layout in self._passes(position, budget.longest_step())
+                if layout not in tried
+            ),
+            None,
+        )
 
     def _passes(self, position: int, longest_step: float) -> Iterator[Layout]:
         middle, longest = self._quantile(MIDDLE), self.problem.lengths[-1]
@@ -111,21 +147,27 @@ class TextDevices(TextModel):
         while self._worth_growing(position, longest, tokens := tokens * WIDE, longest_step):
             yield self._same_length(position, longest, tokens)
         largest = max((longest, *self.single_passes(position)))
-        yield self._same_length(position, self._quantile(SHORT), max(largest // WIDE, longest), MOST_PASSES)
+        yield self._same_length(
+            position, self._quantile(SHORT), max(largest // WIDE, longest), MOST_PASSES
+        )
         for length in (longest, middle, self._quantile(LONG)):
             yield self._same_length(position, length, largest)
 
     def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
         most = self.problem.global_batch or self.problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
-        return msgspec.structs.replace(solo(self.problem.devices, position, rows * passes, rows), length=length)
+        return msgspec.structs.replace(
+            solo(self.problem.devices, position, rows * passes, rows), length=length
+        )
 
     def _quantile(self, part: float) -> int:
         lengths = self.problem.lengths
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int, longest_step: float) -> bool:
-        """True if larger passes are wanted, as none shows yet what tokens cost, may fit, and are ever taken."""
+        """True if larger passes are wanted, as none shows yet what tokens cost, may fit, and are
+        ever taken.
+        """
         steps = self.single_passes(position).values()
         if not steps or max(steps) >= min(LONG_ENOUGH * min(steps), longest_step / WIDE):
             return False
@@ -148,7 +190,13 @@ class TextDevices(TextModel):
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [one.probe.layout for one in self.seen.in_stage("split") if one.probe.layout.costs]
         layout = self.best_split if len(tried) < MOST_TURNS else None
-        if layout is None or any(one.tokens == layout.tokens and same_measurement(one, layout) for one in tried):
+        if layout is None or any(
+            one.tokens == layout.tokens and same_measurement(one, layout) for one in tried
+        ):
             return ()
         affordable = budget.affords(layout, "split" if self.splits else "race")
-        return (Probe(layout, "split", budget.probe_seconds(layout, "split"), len(tried)),) if affordable else ()
+        return (
+            (Probe(layout, "split", budget.probe_seconds(layout, "split"), len(tried)),)
+            if affordable
+            else ()
+        )

@@ -1,8 +1,9 @@
 """Keep sessions apart: no two on one run, nor on one device unless the user says so.
 
-Locks are the kernel's (flock), so they end with the process that holds them. One user's sessions lock files in that
-user's state folder. Between users, the file by which the kernel itself shows a device is locked: everybody can read it
-and nobody can replace it, so nothing lies where others could tamper with it.
+Locks are the kernel's (flock), so they end with the process that holds them. One user's sessions
+lock files in that user's state folder. Between users, the file by which the kernel itself shows a
+device is locked: everybody can read it and nobody can replace it, so nothing lies where others
+could tamper with it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ Note = dict[str, object]  # who holds a lock: pid and run
 
 
 def lock_run(folder: Path) -> ExitStack:
-    """A run in progress can be neither resumed nor deleted; RequestError if it is in progress elsewhere."""
+    """A run in progress can be neither resumed nor deleted; RequestError if it is in progress
+    elsewhere.
+    """
     with ExitStack() as held:
         holder = _lock_own(held, folder / "lock", {"pid": os.getpid()})
         if holder is not None:
             raise RequestError(
-                f"The run {folder.name} is going on{_describe_note(holder)}.", "Wait for it, or stop it there."
+                f"The run {folder.name} is going on{_describe_note(holder)}.",
+                "Wait for it, or stop it there.",
             )
         return held.pop_all()
 
@@ -49,7 +53,9 @@ def lock_run(folder: Path) -> ExitStack:
 def is_running(run: str) -> bool:
     """True if a process works on the run, which then holds its lock."""
     try:
-        descriptor = os.open(runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(
+            runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        )
     except OSError:
         return False
     try:
@@ -62,14 +68,19 @@ def is_running(run: str) -> bool:
 
 
 def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
-    """Keep others off the job's devices, or those at `positions`, unless they are shared or simulated; DeviceError."""
+    """Keep others off the job's devices, or those at `positions`, unless they are shared or
+    simulated; DeviceError.
+    """
     if job.request.share or job.machine is not None:
         return ExitStack()
-    return lock_devices(run, job.devices if positions is None else [job.devices[position] for position in positions])
+    return lock_devices(
+        run, job.devices if positions is None else [job.devices[position] for position in positions]
+    )
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Keep this user's and other users' sessions off the devices, each on its host; DeviceError if one has them.
+    """Keep this user's and other users' sessions off the devices, each on its host; DeviceError if
+    one has them.
 
     Closing the stack releases the devices.
     """
@@ -92,7 +103,9 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
                 holder = _lock_own(held, path, {"pid": os.getpid(), "run": run})
                 if holder is not None:
                     who = _describe_note(holder)
-                    raise DeviceError(f"{device.label} is being measured by another evener{who}.", REMEDY)
+                    raise DeviceError(
+                        f"{device.label} is being measured by another evener{who}.", REMEDY
+                    )
         held.enter_context(lock_kernel_files(devices))
         return held.pop_all()
 
@@ -107,8 +120,12 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock a file of this user's and write `note` into it; the holder's note if somebody else has it."""
-    remedy = "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
+    """Lock a file of this user's and write `note` into it; the holder's note if somebody else has
+    it.
+    """
+    remedy = (
+        "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
+    )
     with as_request_error(f"The lock {path} can't be taken", remedy):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -123,18 +140,24 @@ def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """DeviceError if another user's process has it; a file system without locks is no reason to stop."""
+    """DeviceError if another user's process has it; a file system without locks is no reason to
+    stop.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         held.callback(os.close, descriptor)
         pid = try_lock(descriptor)
         if pid is not None and (not pid or _user_id(pid) != os.getuid()):
             who = _describe_process(pid)
-            raise DeviceError(f"{device.label} is being measured by another user's evener{who}.", REMEDY)
+            raise DeviceError(
+                f"{device.label} is being measured by another user's evener{who}.", REMEDY
+            )
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """The files by which the kernel shows a device: one for each core, or the GPU's own on its bus; none if unknown."""
+    """The files by which the kernel shows a device: one for each core, or the GPU's own on its bus;
+    none if unknown.
+    """
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
     address = find_backend(device.kind).bus_address(device)
@@ -142,7 +165,9 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Lock an open file: None if that worked, else the pid of the holder, 0 if the kernel doesn't say."""
+    """Lock an open file: None if that worked, else the pid of the holder, 0 if the kernel doesn't
+    say.
+    """
     for _ in range(TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +189,9 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file, or BlockingIOError; `is_running` holds it for a moment, so it is tried more than once."""
+    """Lock an open file, or BlockingIOError; `is_running` holds it for a moment, so it is tried
+    more than once.
+    """
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +201,9 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """The units that can't be used twice: a GPU, or each core of a slice, however the CPU was cut."""
+    """The units that can't be used twice: a GPU, or each core of a slice, however the CPU was
+    cut.
+    """
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
 
@@ -187,10 +216,17 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """The holder as " (process 12, run 20261122-…)"; anything that no lock of ours says is left out."""
+    """The holder as " (process 12, run 20261122-…)"; anything that no lock of ours says is left
+    out.
+    """
     pid, run = note.get("pid"), note.get("run")
     words = [f"process {pid}"] if isinstance(pid, int) else []
-    if isinstance(run, str) and 0 < len(run) <= 40 and run.replace("-", "").isalnum() and run.isascii():
+    if (
+        isinstance(run, str)
+        and 0 < len(run) <= 40
+        and run.replace("-", "").isalnum()
+        and run.isascii()
+    ):
         words.append(f"run {run}")
     return f" ({', '.join(words)})" if words else ""
 

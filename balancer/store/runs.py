@@ -18,7 +18,13 @@ import msgspec
 
 from evener.devices.registry import is_simulated
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
-from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry, TrainingEntry, TrainingRecord
+from evener.live.journal import (
+    TRAINING_JOURNAL,
+    NoiseEntry,
+    StartEntry,
+    TrainingEntry,
+    TrainingRecord,
+)
 from evener.plan.file import Plan, parse_plan, to_json
 from evener.system.files import runs_folder
 
@@ -37,7 +43,9 @@ from .locks import is_running, lock_run
 JOURNAL = "journal.jsonl"
 _ID = re.compile(r"[0-9a-z][0-9a-z-]{0,40}")
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
-State = Literal["running", "finished", "stopped", "failed", "unreadable"]  # stopped: by the user, or cut off
+State = Literal[
+    "running", "finished", "stopped", "failed", "unreadable"
+]  # stopped: by the user, or cut off
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -63,7 +71,9 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run according to its journal; one that was cut off ends with the plan that its measurements give, if any."""
+    """A run according to its journal; one that was cut off ends with the plan that its measurements
+    give, if any.
+    """
 
     record: Record
     end: Finished | None
@@ -86,7 +96,10 @@ class StoredRun(msgspec.Struct, frozen=True):
             return self.plan
         reasons = {
             "running": ("is going on and has no plan yet.", "Wait for it."),
-            "failed": (f"failed and has no plan: {self.trouble.rstrip('.')}.", "Start a new run, or choose another."),
+            "failed": (
+                f"failed and has no plan: {self.trouble.rstrip('.')}.",
+                "Start a new run, or choose another.",
+            ),
         }
         resume = f"Go on with evener balance --resume {self.header.run}, or choose another."
         why, remedy = reasons.get(self.state, ("ended before it had a plan.", resume))
@@ -112,7 +125,9 @@ def errors_path(run: str) -> Path:
 
 
 def find(name: str) -> str:
-    """The search meant by an id, by the unique beginning of one, or by `last`; RequestError if it isn't one."""
+    """The search meant by an id, by the unique beginning of one, or by `last`; RequestError if it
+    isn't one.
+    """
     searches = [run for run in _list_ids() if not _is_training(run)] if name == "last" else []
     run = searches[-1] if searches else find_any(name)
     if _is_training(run):
@@ -133,19 +148,29 @@ def find_any(name: str) -> str:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise refuse(Finding("request.several_runs", {"count": len(matches), "name": name, "last": matches[-1]}))
+        raise refuse(
+            Finding(
+                "request.several_runs", {"count": len(matches), "name": name, "last": matches[-1]}
+            )
+        )
     raise refuse(Finding("request.no_run", {"name": name, "last": runs[-1]}))
 
 
 def load_training(run: str) -> TrainingRecord | None:
-    """The record of a training, by its whole id; None for a search. RequestError if it can't be read."""
+    """The record of a training, by its whole id; None for a search. RequestError if it can't be
+    read.
+    """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
 
 def load_noise(name: str) -> NoiseEntry:
-    """The last noise scale of a training, by its name, or of the last that has one; RequestError if there is none."""
+    """The last noise scale of a training, by its name, or of the last that has one; RequestError if
+    there is none.
+    """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
-        with suppress(RequestError) if name == "last" else nullcontext():  # as of a training whose journal is broken
+        with (
+            suppress(RequestError) if name == "last" else nullcontext()
+        ):  # as of a training whose journal is broken
             training = load_training(run)
             for entry in reversed(training.entries) if training is not None else ():
                 if isinstance(entry, NoiseEntry):
@@ -154,7 +179,9 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> TrainingRecord:
-    """The journal in this file; RequestError names the line that can't be read. An incomplete last line is left out."""
+    """The journal in this file; RequestError names the line that can't be read. An incomplete last
+    line is left out.
+    """
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
     for number, line in enumerate(lines, 1):
@@ -162,7 +189,9 @@ def _read_training(run: str, path: Path) -> TrainingRecord:
             entries.append(_training_decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             remedy = "Delete the file from that line on, or the run."
-            raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
+            raise RequestError(
+                f"{path}: line {number} is broken: {str(error)[:200]}.", remedy
+            ) from None
     if not entries or not isinstance(entries[0], StartEntry):
         raise RequestError(f"{path} doesn't begin with the start of a training.", "Delete the run.")
     return TrainingRecord(run, tuple(entries))
@@ -182,28 +211,39 @@ def list_runs() -> tuple[RunSummary, ...]:
 
 
 def load_run(name: str) -> StoredRun:
-    """A run with its measurements and the plan that came of them; RequestError if it can't be read."""
+    """A run with its measurements and the plan that came of them; RequestError if it can't be
+    read.
+    """
     path = journal_path(find(name))
     record = journal.read(path)
     return StoredRun(record, _find_end(record, str(path)), *_find_state(record))
 
 
 def _find_end(record: Record, source: str) -> Finished | None:
-    """The end of a run, with its plan in today's schema; of one that was cut off, what its measurements give."""
+    """The end of a run, with its plan in today's schema; of one that was cut off, what its
+    measurements give.
+    """
     if record.ended is not None:
-        return msgspec.structs.replace(record.ended, plan=parse_plan(to_json(record.ended.plan), source))
+        return msgspec.structs.replace(
+            record.ended, plan=parse_plan(to_json(record.ended.plan), source)
+        )
     with suppress(NoLayoutError):
         return msgspec.structs.replace(recover(record), interrupted=True)
     return None
 
 
 def delete_run(name: str) -> str:
-    """Remove a run's folder and return its id; RequestError if the run is in progress or can't be removed."""
+    """Remove a run's folder and return its id; RequestError if the run is in progress or can't be
+    removed.
+    """
     run = find_any(name)
     if _is_training(run) and _summarize(run).state == "running":
         raise RequestError(f"The training {run} is going on.", "Wait for its end.")
     folder = run_folder(run)
-    with lock_run(folder), as_request_error(f"The run {run} can't be deleted", f"Look at {folder}."):
+    with (
+        lock_run(folder),
+        as_request_error(f"The run {run} can't be deleted", f"Look at {folder}."),
+    ):
         shutil.rmtree(folder)
     return run
 
@@ -281,7 +321,9 @@ def _find_state(record: Record) -> tuple[State, str]:
 NOTHING = Facts()  # is known yet
 
 
-def make_search(job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False) -> Search:
+def make_search(
+    job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False
+) -> Search:
     """A search for a job, with what is known of its data and everything that was seen.
 
     With `spend_all` it measures the best layouts until the budget is spent.
@@ -295,13 +337,17 @@ def make_search(job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = 
 
 
 def recover(record: Record) -> Finished:
-    """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is nothing."""
+    """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is
+    nothing.
+    """
     search = make_search(read_job(record.header), record.facts, record.observations)
     why = search.why_stopped() or Stop.CUT_OFF.value
     end = build_outcome(record, search, RunEnd(why, record.clock_seconds))
     if end is None:
         run = {"run": record.header.run}
-        raise make_fault(NoLayoutError, Finding("fault.cut_off", run), remedy=Finding("remedy.resume", run))
+        raise make_fault(
+            NoLayoutError, Finding("fault.cut_off", run), remedy=Finding("remedy.resume", run)
+        )
     return end
 
 
@@ -329,7 +375,9 @@ def recorded_events(record: Record) -> Iterator[Event]:
             search.tell(entry.seen)
             probes += 1
             out_of_memory += isinstance(entry.seen, OutOfMemory)
-            yield Observed(entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds)
+            yield Observed(
+                entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds
+            )
     if record.ended is not None and (end := _find_end(record, header.run)) is not None:
         yield end
     if isinstance(record.last_end, FailedEntry):
@@ -337,9 +385,13 @@ def recorded_events(record: Record) -> Iterator[Event]:
 
 
 class RunReplay(EventThread):
-    """Recorded events as a session: `speed` times as fast as they were, no gap longer than `longest_gap_seconds`."""
+    """Recorded events as a session: `speed` times as fast as they were, no gap longer than
+    `longest_gap_seconds`.
+    """
 
-    def __init__(self, events: Iterable[Event], *, speed: float = 8.0, longest_gap_seconds: float = 0.7) -> None:
+    def __init__(
+        self, events: Iterable[Event], *, speed: float = 8.0, longest_gap_seconds: float = 0.7
+    ) -> None:
         super().__init__()
         self._recorded = events
         self._speed = speed

@@ -1,7 +1,9 @@
-"""Found by each Python of a program that benchmarks.installed_programs starts: keeps its weights, and moves its shares.
+"""Found by each Python of a program that benchmarks.installed_programs starts: keeps its weights,
+and moves its shares.
 
-OBSERVED is the folder for the weights, as they were when a model was wrapped and as they are after the last step. With
-MOVED in the environment, evener's shares go from even to 3:1, 1:3 and so on, every five steps.
+OBSERVED is the folder for the weights, as they were when a model was wrapped and as they are after
+the last step. With MOVED in the environment, evener's shares go from even to 3:1, 1:3 and so on,
+every five steps.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def _keep_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None
 
 
 def _keep_weights(*_: Any) -> None:
-    module = _kept["module"]()  # a model that this kept alive would keep gloo from leaving its group
+    module = _kept[
+        "module"
+    ]()  # a model that this kept alive would keep gloo from leaving its group
     if module is not None:
         _kept["after"] = _copy(module)
 
@@ -57,7 +61,9 @@ class _Moved:
 
         total, large = sum(rows), max(1, sum(rows) * 3 // 4)
         first = large if rows[0] <= total / 2 else total - large
-        return Change((first, total - first), (first, total - first), f"a script, at step {step}", 0.1)
+        return Change(
+            (first, total - first), (first, total - first), f"a script, at step {step}", 0.1
+        )
 
 
 def _move(module: Any) -> None:

@@ -2,13 +2,17 @@
 
 import torch
 from accelerate import Accelerator
-from model import ROWS, make_data, make_model  # type: ignore[import-not-found]  # beside this script
+
+# beside this script
+from model import ROWS, make_data, make_model  # type: ignore[import-not-found]
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 model = make_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=ROWS, shuffle=True))
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer, DataLoader(make_data(), batch_size=ROWS, shuffle=True)
+)
 for (tokens,) in loader:
     loss = model(input_ids=tokens, labels=tokens).loss
     accelerator.backward(loss)

@@ -4,7 +4,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from model import ROWS, make_data, make_model  # type: ignore[import-not-found]  # beside this script
+
+# beside this script
+from model import ROWS, make_data, make_model  # type: ignore[import-not-found]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 

@@ -8,7 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 WIDTH, LAYERS, LENGTH, ROWS, STEPS = (
     int(os.environ.get(name, default))
-    for name, default in (("WIDTH", 256), ("LAYERS", 4), ("LENGTH", 64), ("ROWS", 16), ("COUNT", 100))
+    for name, default in (
+        ("WIDTH", 256),
+        ("LAYERS", 4),
+        ("LENGTH", 64),
+        ("ROWS", 16),
+        ("COUNT", 100),
+    )
 )
 
 
@@ -17,12 +23,16 @@ def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     heads = max(2, WIDTH // 64)
     sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=1024, num_attention_heads=heads, num_key_value_heads=heads, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=1024, num_attention_heads=heads, num_key_value_heads=heads, **sizes)
+    )
 
 
 def make_rows() -> torch.Tensor:
     """Tokens (rows, length) for all steps of two ranks."""
-    return torch.randint(0, 1024, (2 * ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, 1024, (2 * ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def make_data() -> TensorDataset:

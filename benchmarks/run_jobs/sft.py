@@ -4,7 +4,9 @@ import os
 
 import torch
 from datasets import Dataset
-from model import LENGTH, ROWS, STEPS, make_model, make_rows  # type: ignore[import-not-found]  # beside this script
+
+# beside this script
+from model import LENGTH, ROWS, STEPS, make_model, make_rows  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -28,6 +30,8 @@ trainer = SFTTrainer(
     model=make_model(),
     args=arguments,
     train_dataset=Dataset.from_dict({"input_ids": make_rows().tolist()}),
-    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", pad_token="1", eos_token="2"),
+    processing_class=PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="0", pad_token="1", eos_token="2"
+    ),
 )
 trainer.train()

@@ -3,7 +3,9 @@
 import os
 
 import torch
-from model import ROWS, STEPS, make_model, make_rows  # type: ignore[import-not-found]  # beside this script
+
+# beside this script
+from model import ROWS, STEPS, make_model, make_rows  # type: ignore[import-not-found]
 from transformers import Trainer, TrainingArguments
 
 rows = [{"input_ids": row, "labels": row} for row in make_rows()]

@@ -1,9 +1,11 @@
-"""Found by each Python of a program that benchmarks.gpu_run starts: slows one rank down, and notes each step's end.
+"""Found by each Python of a program that benchmarks.gpu_run starts: slows one rank down, and notes
+each step's end.
 
-SLOWED is "PERCENT OF" of the last rank: MPS holds it to that much of its GPU, or a clock stops it on a CPU for the rest
-of each 25 ms. CORES are those of each rank, where its launcher chooses none. STEPS is the file in which the first rank
-leaves the times of its optimizer's steps, and its processor's. GATE is the file that a rank waits for once it has
-imported benchmarks/run_jobs/model.py, and the trainers that are to be there.
+SLOWED is "PERCENT OF" of the last rank: MPS holds it to that much of its GPU, or a clock stops it
+on a CPU for the rest of each 25 ms. CORES are those of each rank, where its launcher chooses none.
+STEPS is the file in which the first rank leaves the times of its optimizer's steps, and its
+processor's. GATE is the file that a rank waits for once it has imported
+benchmarks/run_jobs/model.py, and the trainers that are to be there.
 """
 
 from __future__ import annotations
@@ -30,17 +32,21 @@ while True:
         except ProcessLookupError:
             sys.exit()
         time.sleep(seconds)
-"""
+"""  # noqa: E501
 
 
 def _note(_: Any) -> None:
     ends: list[tuple[float, float]] = []  # on the clock, and of this process
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(lambda *_: ends.append((time.monotonic(), time.process_time())))
+    register_optimizer_step_post_hook(
+        lambda *_: ends.append((time.monotonic(), time.process_time()))
+    )
     times = Path(os.environ["STEPS"])
     atexit.register(
-        lambda: times.write_text("\n".join(" ".join(f"{each:.6f}" for each in one) for one in zip(*ends, strict=True)))
+        lambda: times.write_text(
+            "\n".join(" ".join(f"{each:.6f}" for each in one) for one in zip(*ends, strict=True))
+        )
     )
 
 
@@ -58,7 +64,9 @@ def _wait(_: Any) -> None:
 if "LOCAL_RANK" in os.environ:
     register_post_import_hook(_wait, "model")
     if cores := os.environ.get("CORES"):
-        os.sched_setaffinity(0, map(int, cores.split(";")[int(os.environ["LOCAL_RANK"])].split(",")))
+        os.sched_setaffinity(
+            0, map(int, cores.split(";")[int(os.environ["LOCAL_RANK"])].split(","))
+        )
     percent, kind = os.environ.get("SLOWED", "100 cpu").split()
     if os.environ["RANK"] == "0":
         register_post_import_hook(_note, "torch")

@@ -1,4 +1,5 @@
-"""One actor on each host: it holds the host's GPUs for this process, and runs evener's own code there.
+"""One actor on each host: it holds the host's GPUs for this process, and runs evener's own code
+there.
 
 Whatever is asked of a host that has gone, or is silent, ends in HostLostError.
 """
@@ -42,10 +43,14 @@ class HostLostError(DeviceError):
 
 
 class Servant:
-    """The object that runs in the actor: it calls functions, and keeps objects whose methods can be called."""
+    """The object that runs in the actor: it calls functions, and keeps objects whose methods can be
+    called.
+    """
 
     def __init__(self) -> None:
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 for itself; children would inherit it
+        os.environ.pop(
+            "OMP_NUM_THREADS", None
+        )  # Ray sets it to 1 for itself; children would inherit it
         self._kept: dict[str, Any] = {}
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
 
@@ -75,7 +80,9 @@ class Servant:
 
 
 def _end_with_parent() -> None:
-    """End this process soon after the raylet that started it, and with it what it started: Ray itself doesn't."""
+    """End this process soon after the raylet that started it, and with it what it started: Ray
+    itself doesn't.
+    """
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
@@ -95,13 +102,21 @@ class Agent:
         """Call a method of the servant without waiting; `finish` gets the answer."""
         return getattr(self._actor, method).remote(*arguments)
 
-    def finish(self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None) -> Any:
-        """The answer; what was raised there is raised here. None if `stop` is set before it comes."""
+    def finish(
+        self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
+    ) -> Any:
+        """The answer; what was raised there is raised here. None if `stop` is set before it
+        comes.
+        """
         import ray
 
         deadline = time.monotonic() + seconds
         try:
-            while stop is not None and not ray.wait([call], timeout=TICK_SECONDS)[0] and time.monotonic() < deadline:
+            while (
+                stop is not None
+                and not ray.wait([call], timeout=TICK_SECONDS)[0]
+                and time.monotonic() < deadline
+            ):
                 if stop.is_set():
                     return None
             return ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
@@ -133,7 +148,9 @@ class Agent:
         return True
 
     def hold_cpus(self, wanted: float) -> float:
-        """Reserve this many of the node's CPUs, or those that other jobs leave; return how many of them are missing."""
+        """Reserve this many of the node's CPUs, or those that other jobs leave; return how many of
+        them are missing.
+        """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
         if self._held_cpus != min(wanted, free):
@@ -147,7 +164,9 @@ class Agent:
             remove_placement_group(self._group)
         self._held_cpus, self._group = 0.0, None
         if cpus > 0:
-            self._group = placement_group([{"CPU": cpus}], bundle_label_selector=[{NODE_LABEL: self.node.id}])
+            self._group = placement_group(
+                [{"CPU": cpus}], bundle_label_selector=[{NODE_LABEL: self.node.id}]
+            )
             if self._group.wait(RESERVE_SECONDS):
                 self._held_cpus = cpus
 
@@ -174,7 +193,11 @@ class Kept:
         return self._agent.finish(call, seconds)
 
     def ask(
-        self, method: str, *arguments: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
+        self,
+        method: str,
+        *arguments: Any,
+        seconds: float = ANSWER_SECONDS,
+        stop: threading.Event | None = None,
     ) -> Any:
         """Call a method of the object and wait for the answer, as `Agent.finish` does."""
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
@@ -186,14 +209,20 @@ class Kept:
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """An agent on each node: the one that is there, or a new one. DeviceError names a host that can't have one.
+    """An agent on each node: the one that is there, or a new one. DeviceError names a host that
+    can't have one.
 
     With `reserve`, each holds all GPUs of its node that no other job has.
     """
     agents = []
     for node in nodes:
         there = _agents.get(node.host)
-        if there is None or there.node.id != node.id or (reserve and not there.reserves) or not there.alive():
+        if (
+            there is None
+            or there.node.id != node.id
+            or (reserve and not there.reserves)
+            or not there.alive()
+        ):
             actor = start_actor(node, node.free_gpus if reserve else 0)
             _agents[node.host] = there = Agent(node, actor, reserve)
         there.node = node  # as it is now
@@ -214,10 +243,14 @@ def ask_each(
 ) -> dict[Agent, Any]:
     """The answers of a function that runs on every host at once, given what belongs to the host.
 
-    With `held` it gets the ids of the GPUs that the agent holds too, else None. RequestError names the host.
+    With `held` it gets the ids of the GPUs that the agent holds too, else None. RequestError names
+    the host.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
-    calls = [agent.begin("call", function, given[agent.host], own) for agent, own in zip(agents, ids, strict=True)]
+    calls = [
+        agent.begin("call", function, given[agent.host], own)
+        for agent, own in zip(agents, ids, strict=True)
+    ]
     return {agent: _finish(agent, call) for agent, call in zip(agents, calls, strict=True)}
 
 
@@ -229,7 +262,9 @@ def _finish(agent: Agent, call: Any) -> Any:
         raise RequestError(f"{agent.host}: {fault.message}", fault.remedy) from None
 
 
-REMEDY = "Install the same evener there, in the Python that its ray start ran in, or leave the host out."
+REMEDY = (
+    "Install the same evener there, in the Python that its ray start ran in, or leave the host out."
+)
 
 
 def find_agent(host: str) -> Agent:

@@ -1,4 +1,6 @@
-"""The connection to a Ray cluster. Everything that can be wrong with it is one sentence, within seconds."""
+"""The connection to a Ray cluster. Everything that can be wrong with it is one sentence, within
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 LISTEN_SECONDS = 3.0
 CONNECT_SECONDS = 10.0
 _RAYLET = "raylet"  # Ray's process on each node
-_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty settings
+_HTTP2_GREETING = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty settings
+)
 _HTTP2_SETTINGS = 4  # the type of the frame with which every HTTP/2 server begins; gRPC is HTTP/2
 
 
@@ -34,9 +38,11 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def connect(address: str = "") -> None:
-    """Join the cluster at `address`, at RAY_ADDRESS, or that of this machine; once connected, does nothing.
+    """Join the cluster at `address`, at RAY_ADDRESS, or that of this machine; once connected, does
+    nothing.
 
-    RequestError if Ray isn't installed, DeviceError if there is no such cluster, or not for this process.
+    RequestError if Ray isn't installed, DeviceError if there is no such cluster, or not for this
+    process.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
@@ -87,16 +93,23 @@ def check_head() -> None:
     try:
         socket.create_connection((host, int(port)), LISTEN_SECONDS).close()
     except OSError as error:
-        message = f"The head of the Ray cluster, {host}:{port}, doesn't answer any more: {error.strerror or error}."
+        message = (
+            f"The head of the Ray cluster, {host}:{port}, doesn't answer any more: "
+            f"{error.strerror or error}."
+        )
         raise DeviceError(message, "Start the cluster again, and then this.") from None
 
 
 def _join(address: str) -> None:
-    """Join in a thread: in the main one Ray would wait for a minute and take over the signal handlers."""
+    """Join in a thread: in the main one Ray would wait for a minute and take over the signal
+    handlers.
+    """
     import ray
     from ray._private import worker
 
-    worker.print_to_stdstream = lambda *_, **__: None  # it prints what happens to other nodes on standard output
+    worker.print_to_stdstream = lambda *_, **__: (
+        None
+    )  # it prints what happens to other nodes on standard output
     faults: list[Exception] = []
 
     def join() -> None:
@@ -121,20 +134,33 @@ def _explain(address: str, error: Exception) -> DeviceError:
     text = " ".join(str(error).split())
     if text.startswith("Version mismatch: "):
         words = text.removeprefix("Version mismatch: ")
-        return DeviceError(f"The Ray cluster at {address} has other versions: {words}.", "Install the same everywhere.")
+        return DeviceError(
+            f"The Ray cluster at {address} has other versions: {words}.",
+            "Install the same everywhere.",
+        )
     if isinstance(error, ConnectionError) and address == "auto":
         return DeviceError(
-            "No Ray cluster runs on this machine.", "Begin one with ray start --head, or give --ray-address HOST:6379."
+            "No Ray cluster runs on this machine.",
+            "Begin one with ray start --head, or give --ray-address HOST:6379.",
         )
-    return DeviceError(f"The Ray cluster at {address} can't be joined: {text}", "Check it with ray status.")
+    return DeviceError(
+        f"The Ray cluster at {address} can't be joined: {text}", "Check it with ray status."
+    )
 
 
 def _check_listener(address: str) -> None:
     """RequestError for what is no address, DeviceError unless a gRPC server listens there."""
     host, colon, port = address.rpartition(":")
-    if "://" in address or not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if (
+        "://" in address
+        or not colon
+        or not host
+        or not port.isdigit()
+        or not 0 < int(port) < 1 << 16
+    ):
         raise RequestError(
-            f"{address!r} is not the address of a Ray cluster.", "Write HOST:PORT, as ray start --head prints it."
+            f"{address!r} is not the address of a Ray cluster.",
+            "Write HOST:PORT, as ray start --head prints it.",
         )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), LISTEN_SECONDS) as link:
@@ -150,5 +176,6 @@ def _check_listener(address: str) -> None:
         ) from None
     if len(answer) < 4 or answer[3] != _HTTP2_SETTINGS:
         raise DeviceError(
-            f"What listens at {address} is not a Ray cluster.", "Give the port that ray start --head prints."
+            f"What listens at {address} is not a Ray cluster.",
+            "Give the port that ray start --head prints.",
         )

@@ -1,6 +1,7 @@
 """The devices of a Ray cluster that a request or a plan names, and a source that samples them.
 
-They are found and sampled on each host, in evener's actor there, by the code that does it on one machine.
+They are found and sampled on each host, in evener's actor there, by the code that does it on one
+machine.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
     """The devices that the terms name on the hosts of the cluster at `address`.
 
     With `reserve`, GPUs that other jobs hold are left out, and no other job gets these.
-    RequestError: a host or device that isn't there. DeviceError: the cluster or one of its hosts can't be used.
+    RequestError: a host or device that isn't there. DeviceError: the cluster or one of its hosts
+    can't be used.
     """
     connect(address)
     nodes = list_nodes()
@@ -63,10 +65,13 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
     """Reserve the CPUs of slices; a note for each host of which other jobs hold some."""
     notes = []
     for agent in agents:
-        cores = sum(len(device.cores) for device in devices if device.host == agent.host and device.on_cpu)
+        cores = sum(
+            len(device.cores) for device in devices if device.host == agent.host and device.on_cpu
+        )
         if lacking := agent.hold_cpus(cores):
             notes.append(
-                f"{agent.host}: other jobs of the cluster hold {lacking:g} of the {cores} CPUs to be measured."
+                f"{agent.host}: other jobs of the cluster hold {lacking:g} of the {cores} "
+                f"CPUs to be measured."
             )
     return tuple(notes)
 
@@ -83,16 +88,22 @@ def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list
 def find_node(host: str, nodes: Sequence[Node]) -> Node:
     """The node with this address or name; RequestError if there is none, or several."""
     found = [node for node in nodes if host in (node.host, node.name)]
-    there = ", ".join(node.host if node.host == node.name else f"{node.host} ({node.name})" for node in nodes)
+    there = ", ".join(
+        node.host if node.host == node.name else f"{node.host} ({node.name})" for node in nodes
+    )
     if not found:
         raise RequestError(f"The Ray cluster has no host {host!r}.", f"It has {there}.")
     if len(found) > 1:
-        raise RequestError(f"{host!r} is the name of {len(found)} hosts.", f"Write an address: {there}.")
+        raise RequestError(
+            f"{host!r} is the name of {len(found)} hosts.", f"Write an address: {there}."
+        )
     return found[0]
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Runs on the host: the devices that the terms name, of those that Ray holds for this process; None: of all."""
+    """Runs on the host: the devices that the terms name, of those that Ray holds for this process;
+    None: of all.
+    """
     versions = describe_versions()
     every, usable, held = _list_accelerators(terms[0].kind, gpu_ids)
     taken = {device.id: device.label for device in every if device not in usable}
@@ -104,7 +115,9 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
     except DeviceError as error:
         return HostDevices(Discovery(()), versions, error.message)
     kept = tuple(each for each in found.devices if each.id not in taken)
-    return HostDevices(msgspec.structs.replace(found, devices=kept), versions, taken=tuple(taken.values()))
+    return HostDevices(
+        msgspec.structs.replace(found, devices=kept), versions, taken=tuple(taken.values())
+    )
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
@@ -112,8 +125,12 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
     return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
 
-def _list_accelerators(kind: str, held: Sequence[str] | None) -> tuple[Devices, Devices, dict[str, str]]:
-    """All devices of this kind ("auto": of the first one here), those that Ray holds, and the variables that say so."""
+def _list_accelerators(
+    kind: str, held: Sequence[str] | None
+) -> tuple[Devices, Devices, dict[str, str]]:
+    """All devices of this kind ("auto": of the first one here), those that Ray holds, and the
+    variables that say so.
+    """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
             with suppress(DeviceError):
@@ -138,14 +155,21 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
             notes.append(f"{agent.host} is left out: {answer.fault or 'it has no GPU.'}")
             continue
         if answer.taken:
-            notes.append(f"{agent.host}: {', '.join(answer.taken)} left out, as other jobs of the cluster hold them.")
+            notes.append(
+                f"{agent.host}: {', '.join(answer.taken)} left out, as other jobs of the "
+                f"cluster hold them."
+            )
         for note in answer.found.notes:
             said.setdefault(note, []).append(agent.host)
     if not devices:
-        raise DeviceError(f"No host of the Ray cluster has a device that can be used. {' '.join(notes)}")
+        raise DeviceError(
+            f"No host of the Ray cluster has a device that can be used. {' '.join(notes)}"
+        )
     notes += [f"{', '.join(hosts)}: {note}" for note, hosts in said.items()]
     notes += explain_versions({agent.host: answer.versions for agent, answer in answers.items()})
-    drivers = dict.fromkeys(answer.found.driver for answer in answers.values() if answer.found.driver)
+    drivers = dict.fromkeys(
+        answer.found.driver for answer in answers.values() if answer.found.driver
+    )
     return Discovery(tuple(devices), tuple(notes), driver=", ".join(drivers))
 
 
@@ -153,8 +177,15 @@ def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevi
     """DeviceError if a host that was named, or a device on it, can't be had."""
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if named and own < max(1, sum(bool(term.pick) for term in named)):
-        held = f"other jobs of the cluster hold {', '.join(answer.taken)}." if answer.taken else "it has no GPU."
-        raise DeviceError(f"{agent.host}: {answer.fault or held}", "Choose other --devices, or wait for those jobs.")
+        held = (
+            f"other jobs of the cluster hold {', '.join(answer.taken)}."
+            if answer.taken
+            else "it has no GPU."
+        )
+        raise DeviceError(
+            f"{agent.host}: {answer.fault or held}",
+            "Choose other --devices, or wait for those jobs.",
+        )
 
 
 @cache
@@ -173,7 +204,9 @@ def digest_code() -> str:
     """A digest of all of evener's Python files."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
-    for folder, folders, files in os.walk(home, followlinks=True):  # in a checkout, parts of it are links
+    for folder, folders, files in os.walk(
+        home, followlinks=True
+    ):  # in a checkout, parts of it are links
         folders.sort()
         for file in sorted(file for file in files if file.endswith(".py")):
             path = Path(folder, file)
@@ -190,7 +223,9 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
         for host, versions in by_host.items():
             hosts.setdefault(versions.get(name, "not installed"), []).append(host)
         if len(hosts) > 1:
-            there = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
+            there = "; ".join(
+                f"{version} on {', '.join(names)}" for version, names in hosts.items()
+            )
             lines.append(f"The hosts have different versions of {name}: {there}.")
     return tuple(lines)
 
@@ -198,29 +233,39 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
     """The node of each host that computes, by the plan's name for it, the plan's first one first.
 
-    PlanError if the plan names no hosts; RequestError or DeviceError if one of them isn't in the cluster at `address`.
+    PlanError if the plan names no hosts; RequestError or DeviceError if one of them isn't in the
+    cluster at `address`.
     """
     hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
     if not hosts[0]:
-        raise PlanError("The plan is for one machine, and names no hosts.", "Start it with evener launch, without Ray.")
+        raise PlanError(
+            "The plan is for one machine, and names no hosts.",
+            "Start it with evener launch, without Ray.",
+        )
     connect(address)
     nodes = list_nodes()
     return {host: find_node(host, nodes) for host in hosts}
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Actors that hold the node's free GPUs but for the wanted ones, which are then all that Ray can give away there.
+    """Actors that hold the node's free GPUs but for the wanted ones, which are then all that Ray
+    can give away there.
 
-    DeviceError if one that is wanted isn't free. What is held is given back when the actors are forgotten.
+    DeviceError if one that is wanted isn't free. What is held is given back when the actors are
+    forgotten.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []
     agents = [Agent(node, start_actor(node, 1)) for _ in range(node.free_gpus)]
-    held = {",".join(agent.call(name_gpus, agent.finish(agent.begin("gpu_ids")))): agent for agent in agents}
+    held = {
+        ",".join(agent.call(name_gpus, agent.finish(agent.begin("gpu_ids")))): agent
+        for agent in agents
+    }
     missing = [name for name in wanted if name not in held]
     if missing:
         raise DeviceError(
-            f"The host {node.host} has no free GPU {', '.join(missing)}: another job of the cluster holds it.",
+            f"The host {node.host} has no free GPU {', '.join(missing)}: another job of the "
+            f"cluster holds it.",
             "Wait for those jobs, or make a plan for what is there.",
         )
     for name in wanted:
@@ -229,13 +274,19 @@ def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
 
 
 SAMPLE_SECONDS = 3.0  # a host that takes longer is shown as lost until it answers again
-OpenHost = Callable[[tuple[Device, ...]], Source]  # runs on a host, with its devices as they are to it
+OpenHost = Callable[
+    [tuple[Device, ...]], Source
+]  # runs on a host, with its devices as they are to it
 
 
 class ClusterSource:
-    """A Source over devices with hosts. A host that doesn't answer is shown so; at the start it is a HostLostError."""
+    """A Source over devices with hosts. A host that doesn't answer is shown so; at the start it is
+    a HostLostError.
+    """
 
-    def __init__(self, devices: Sequence[Device], notes: tuple[str, ...], open_host: OpenHost) -> None:
+    def __init__(
+        self, devices: Sequence[Device], notes: tuple[str, ...], open_host: OpenHost
+    ) -> None:
         self._devices, self._notes = tuple(devices), notes
         self._hosts: dict[str, Kept] = {}
         for host, own in group_by_host(devices).items():
@@ -258,7 +309,12 @@ class ClusterSource:
             except HostLostError as error:
                 lost[host] = error.message
         gone = [
-            DeviceSample(device=device, utilization_percent=LOST, memory_used_bytes=LOST, note=lost[device.host])
+            DeviceSample(
+                device=device,
+                utilization_percent=LOST,
+                memory_used_bytes=LOST,
+                note=lost[device.host],
+            )
             for device in self._devices
             if device.host in lost
         ]

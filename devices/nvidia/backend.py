@@ -20,11 +20,16 @@ from .nvml_calls import DriverGoneError, GpuGoneError
 from .nvml_library import GONE_WORDS, driver_fault, error_code, find_gpu, list_gpus, load, opened
 from .source import NvmlSource
 
-MPS_PROGRAM, MPS_FOLDER = "nvidia-cuda-mps-control", "/tmp/nvidia-mps"  # of NVIDIA's daemon, and where it listens
+MPS_PROGRAM, MPS_FOLDER = (
+    "nvidia-cuda-mps-control",
+    "/tmp/nvidia-mps",
+)  # of NVIDIA's daemon, and where it listens
 
 
 class NvmlVitals:
-    """The vitals of a GPU by its UUID; NVML is opened at the first reading, and again after trouble."""
+    """The vitals of a GPU by its UUID; NVML is opened at the first reading, and again after
+    trouble.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device, self._nvml = device, load()
@@ -90,19 +95,24 @@ class NvidiaGpus(Backend):
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """The GPUs that the terms name, with a note where CUDA may count unequal GPUs in another order.
+        """The GPUs that the terms name, with a note where CUDA may count unequal GPUs in another
+        order.
 
-        CUDA counts the fastest first unless CUDA_DEVICE_ORDER says otherwise; nvidia-smi and evener by the PCI bus.
+        CUDA counts the fastest first unless CUDA_DEVICE_ORDER says otherwise; nvidia-smi and evener
+        by the PCI bus.
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")
-        by_bus = variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or all(term.pick for term in terms)
+        by_bus = variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or all(
+            term.pick for term in terms
+        )
         if by_bus or not any(text.strip().isdecimal() for text in named.split(",")):
             return found
         if len({gpu.name for gpu in self.list_devices().devices}) < 2:
             return found
         note = (
-            f"CUDA_VISIBLE_DEVICES={named} is read in the order of nvidia-smi; other CUDA programs read it so "
+            f"CUDA_VISIBLE_DEVICES={named} is read in the order of nvidia-smi; other CUDA "
+            f"programs read it so "
             "only with CUDA_DEVICE_ORDER=PCI_BUS_ID."
         )
         return msgspec.structs.replace(found, notes=(*found.notes, note))
@@ -112,12 +122,16 @@ class NvidiaGpus(Backend):
         return NvmlSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """The GPUs by their UUIDs; a percentage is MPS's to hold, so DeviceError if no daemon runs."""
+        """The GPUs by their UUIDs; a percentage is MPS's to hold, so DeviceError if no daemon
+        runs.
+        """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         variables = {**QUIET, **grown, **self.show([device.id for device in devices])}
         percentages = {device.limit.percent or 100.0 for device in devices}
         if len(percentages) > 1:
-            raise ValueError("MPS holds a whole process to one percentage: unequal GPUs need a child each")
+            raise ValueError(
+                "MPS holds a whole process to one percentage: unequal GPUs need a child each"
+            )
         (percent,) = percentages
         if percent < 100:
             if not self.daemon_runs():
@@ -134,16 +148,22 @@ class NvidiaGpus(Backend):
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
-        """The GPU's address by NVML; empty for a MIG instance, as different users may use those of one GPU."""
+        """The GPU's address by NVML; empty for a MIG instance, as different users may use those of
+        one GPU.
+        """
         if device.id.startswith("MIG-"):
             return ""
         try:
             with opened() as nvml:
                 gpu = find_gpu(nvml, device.id)
                 address = nvml.nvmlDeviceGetPciInfo(gpu and gpu.handle).busId
-            domain, rest = (address.decode() if isinstance(address, bytes) else str(address)).split(":", 1)
+            domain, rest = (address.decode() if isinstance(address, bytes) else str(address)).split(
+                ":", 1
+            )
             return f"{int(domain, 16):04x}:{rest.lower()}"
-        except Exception:  # whatever the driver raises: the lock against one's own sessions holds in any case
+        except (
+            Exception
+        ):  # whatever the driver raises: the lock against one's own sessions holds in any case
             return ""
 
     def daemon_runs(self) -> bool:

@@ -1,6 +1,8 @@
-"""Computes a little on the GPU of this process: `python -m evener.devices.nvidia.device_check`, exit code 0 if it can.
+"""Computes a little on the GPU of this process: `python -m evener.devices.nvidia.device_check`,
+exit code 0 if it can.
 
-It needs no framework: CUDA's driver is enough, which takes a second where importing PyTorch may take ten.
+It needs no framework: CUDA's driver is enough, which takes a second where importing PyTorch may
+take ten.
 """
 
 from __future__ import annotations

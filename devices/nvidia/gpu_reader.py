@@ -1,7 +1,7 @@
 """Everything that NVML reports about one GPU, in tiers by cost: each tick, every few seconds, once.
 
-Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static figures take 2 – 3 ms, the temperature
-and the clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
+Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static figures take 2 – 3
+ms, the temperature and the clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
 """
 
 from __future__ import annotations
@@ -69,18 +69,23 @@ RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
     4: "The driver asks to end all work on this GPU and to reset it.",
 }
 HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
-HELD_BITS, CAPPED_BITS = 0x08 | 0x20 | 0x40 | 0x80, 0x04  # of the reasons' mask, for chips without the counters
+HELD_BITS, CAPPED_BITS = (
+    0x08 | 0x20 | 0x40 | 0x80,
+    0x04,
+)  # of the reasons' mask, for chips without the counters
 SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
 
 
 class GpuReader:
     """One GPU through one handle; made anew when the GPU or the driver has come back.
 
-    The monitor asks for `sample` and a probe for `vitals`; these and `processes.read` raise GpuGoneError or
-    DriverGoneError, and nothing else. `parent`: of a MIG instance.
+    The monitor asks for `sample` and a probe for `vitals`; these and `processes.read` raise
+    GpuGoneError or DriverGoneError, and nothing else. `parent`: of a MIG instance.
     """
 
-    def __init__(self, nvml: Library, handle: Handle, device: Device, parent: Handle | None = None) -> None:
+    def __init__(
+        self, nvml: Library, handle: Handle, device: Device, parent: Handle | None = None
+    ) -> None:
         self.nvml, self.handle, self.device = nvml, handle, device
         self.processes = GpuProcesses(nvml, handle, parent is not None)
         instance = None if parent is None else nvml.nvmlDeviceGetGpuInstanceId(handle)
@@ -89,9 +94,13 @@ class GpuReader:
         self._fields = Fields(nvml, handle, [POWER_AVERAGE])
         self._throttle_fields = Fields(nvml, handle, THROTTLING, THROTTLE_SECONDS)
         self._traffic_fields = Fields(nvml, handle, _TRAFFIC, scopes=links)
-        self._slow_fields = Fields(nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS)
+        self._slow_fields = Fields(
+            nvml, handle, [POWER_LIMIT, RECOVERY_ACTION, ECC_UNCORRECTED], SLOW_SECONDS
+        )
         self._energy_fields = Fields(nvml, handle, [ENERGY], ENERGY_SECONDS)
-        self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (*THROTTLING, *_TRAFFIC)}
+        self._counters = {
+            field: Counter(SHORTEST_WINDOW_SECONDS) for field in (*THROTTLING, *_TRAFFIC)
+        }
         self.first_joules: float | None = None  # the energy counter when the sampler started
         self._probe_fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP, ENERGY])
         self._mask, self._mask_at = 0, time.monotonic()
@@ -102,7 +111,11 @@ class GpuReader:
 
     def sample(self, now: float) -> DeviceSample:
         """Every metric at `now` (monotonic seconds)."""
-        read = {name: metric.read_one(now) for name, metric in self._metrics.items() if name not in _FALLBACKS}
+        read = {
+            name: metric.read_one(now)
+            for name, metric in self._metrics.items()
+            if name not in _FALLBACKS
+        }
         activity = self._activity.read(now)
         slow = self._slow_fields.read(now)
         energy = self._energy_fields.read(now)[ENERGY]
@@ -115,10 +128,14 @@ class GpuReader:
             tensor_percent=activity[TENSOR],
             dram_percent=activity[DRAM],
             memory_used_bytes=read["memory_used"],
-            memory_total_bytes=UNSUPPORTED if self.device.memory_bytes is None else value(self.device.memory_bytes),
+            memory_total_bytes=UNSUPPORTED
+            if self.device.memory_bytes is None
+            else value(self.device.memory_bytes),
             temperature_celsius=read["temperature"],
             temperature_limit_celsius=read["temperature_limit"],
-            power_watts=self._current(self._fields.read(now)[POWER_AVERAGE].scaled(1e-3), "power", now),
+            power_watts=self._current(
+                self._fields.read(now)[POWER_AVERAGE].scaled(1e-3), "power", now
+            ),
             power_limit_watts=self._current(slow[POWER_LIMIT].scaled(1e-3), "power_limit", now),
             energy_joules=self._energy(energy),
             clock_mhz=read["clock"],
@@ -132,7 +149,9 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """One reading for a probe; GpuGoneError or DriverGoneError if there is nothing left to ask."""
+        """One reading for a probe; GpuGoneError or DriverGoneError if there is nothing left to
+        ask.
+        """
         now = time.monotonic()
         counters = dict(self._probe_fields.read(now))
         energy = counters.pop(ENERGY)
@@ -143,7 +162,9 @@ class GpuReader:
         return Vitals(now, held, capped, last.used_bytes, last.processes, last.busy_percent, joules)
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Joules by the counter; a chip without one drew the mean of two readings of its power between them."""
+        """Joules by the counter; a chip without one drew the mean of two readings of its power
+        between them.
+        """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
         watts = self._metrics["power"].read_one(now).current
@@ -154,9 +175,17 @@ class GpuReader:
         self._watts, self._watts_at = watts, now
         return self._joules
 
-    def _slowed(self, now: float, found: Mapping[int, Reading]) -> tuple[float | None, float | None]:
-        """Seconds held back and capped by the driver's nanosecond counters, else by the mask at each reading."""
-        counts = {field: reading.current / 1e9 for field, reading in found.items() if reading.current is not None}
+    def _slowed(
+        self, now: float, found: Mapping[int, Reading]
+    ) -> tuple[float | None, float | None]:
+        """Seconds held back and capped by the driver's nanosecond counters, else by the mask at
+        each reading.
+        """
+        counts = {
+            field: reading.current / 1e9
+            for field, reading in found.items()
+            if reading.current is not None
+        }
         if counts:
             held = [counts[field] for field in HELD_FIELDS if field in counts]
             return (max(held) if held else None), counts.get(POWER_CAP)
@@ -165,7 +194,9 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Seconds held back and capped where the mean of two readings' masks counts for the time between."""
+        """Seconds held back and capped where the mean of two readings' masks counts for the time
+        between.
+        """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None
@@ -177,10 +208,19 @@ class GpuReader:
 
     def _read_full(self, now: float) -> Vitals:
         """Bytes in use by everybody and by each process that the driver names, and the load."""
-        used, percent = (self._metrics[name].read_one(now).current for name in ("memory_used", "utilization"))
-        sizes = {each.pid: each.memory_bytes.current for each in GpuProcesses(self.nvml, self.handle, False).read(now)}
+        used, percent = (
+            self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
+        )
+        sizes = {
+            each.pid: each.memory_bytes.current
+            for each in GpuProcesses(self.nvml, self.handle, False).read(now)
+        }
         processes = {pid: None if size is None else int(size) for pid, size in sizes.items()}
-        return Vitals(used_bytes=None if used is None else int(used), processes=processes, busy_percent=percent)
+        return Vitals(
+            used_bytes=None if used is None else int(used),
+            processes=processes,
+            busy_percent=percent,
+        )
 
     def close(self) -> None:
         """Free what the driver keeps for it."""
@@ -193,13 +233,29 @@ class GpuReader:
         return [
             ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.0),
             ("memory_used", self._used_bytes, 0.0),
-            ("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), CALM_SECONDS),
+            (
+                "temperature",
+                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                CALM_SECONDS,
+            ),
             ("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM), 0.0),
             ("fan", lambda: nvml.nvmlDeviceGetFanSpeed(handle), SLOW_SECONDS),
-            ("temperature_limit", lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, slowdown), ONCE_SECONDS),
-            ("clock_max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM), ONCE_SECONDS),
+            (
+                "temperature_limit",
+                lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, slowdown),
+                ONCE_SECONDS,
+            ),
+            (
+                "clock_max",
+                lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+                ONCE_SECONDS,
+            ),
             ("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000, 0.0),
-            ("power_limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000, SLOW_SECONDS),
+            (
+                "power_limit",
+                lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
+                SLOW_SECONDS,
+            ),
             ("reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle), 0.0),
         ]
 
@@ -211,26 +267,40 @@ class GpuReader:
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
         """The field's value; else that of the plain call."""
-        return field if field.current is not None else first_value(self._metrics[fallback].read_one(now), field)
+        return (
+            field
+            if field.current is not None
+            else first_value(self._metrics[fallback].read_one(now), field)
+        )
 
     def _energy(self, millijoules: Reading) -> Reading:
         joules = millijoules.scaled(1e-3)
-        if joules.current is not None and (self.first_joules is None or joules.current < self.first_joules):
+        if joules.current is not None and (
+            self.first_joules is None or joules.current < self.first_joules
+        ):
             self.first_joules = joules.current
         if joules.value is None or self.first_joules is None:
             return joules
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """The share of the last seconds that the longest reason took, and every reason that took a part of them.
+        """The share of the last seconds that the longest reason took, and every reason that took a
+        part of them.
 
         Without a share (not yet, or not by this chip) the reasons of this moment.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
-        shares = {field: min(100.0, rate.current / 1e7) for field, rate in rates.items() if rate.current is not None}
+        shares = {
+            field: min(100.0, rate.current / 1e7)
+            for field, rate in rates.items()
+            if rate.current is not None
+        }
         if shares:
-            named = sorted((field for field in shares if shares[field] >= SPOKEN_SHARE), key=lambda f: -shares[f])
+            named = sorted(
+                (field for field in shares if shares[field] >= SPOKEN_SHARE),
+                key=lambda f: -shares[f],
+            )
             age = max(rate.age_seconds for rate in rates.values())
             return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
         rate = first_value(*rates.values())
@@ -240,7 +310,9 @@ class GpuReader:
         return rate, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where GPM has none."""
+        """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where GPM
+        has none.
+        """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
@@ -248,11 +320,15 @@ class GpuReader:
         for field, (name, _, unit) in _TRAFFIC.items():
             counted = self._counters[field].rate(fields[field], now).scaled(unit)
             if found[name].current is None:
-                found[name] = counted if counted.current is not None else first_value(found[name], counted)
+                found[name] = (
+                    counted if counted.current is not None else first_value(found[name], counted)
+                )
         return found
 
 
-_FALLBACKS = frozenset({"power", "power_limit", "reasons"})  # asked only where the fields have no value
+_FALLBACKS = frozenset(
+    {"power", "power_limit", "reasons"}
+)  # asked only where the fields have no value
 _TRAFFIC = {
     PCIE_RECEIVE_BYTES: ("pcie_receive_bytes_per_second", PCIE_RECEIVE, 1),
     PCIE_SEND_BYTES: ("pcie_send_bytes_per_second", PCIE_SEND, 1),
@@ -268,14 +344,19 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # of the driver's buffer, at the first lo
 
 
 class GpuProcesses:
-    """The process table of one GPU; keeps the last answer between two readings and through passing failures."""
+    """The process table of one GPU; keeps the last answer between two readings and through passing
+    failures.
+    """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool) -> None:
         self._nvml, self._handle, self._is_mig = nvml, handle, is_mig
         self._due = 0.0
         self._looks = 0
         self._memory: dict[str, dict[int, int | None]] = {"compute": {}, "graphics": {}}
-        self._use: tuple[Mapping[int, float], Reading] = {}, UNSUPPORTED  # by pid, and of the others
+        self._use: tuple[Mapping[int, float], Reading] = (
+            {},
+            UNSUPPORTED,
+        )  # by pid, and of the others
         self._since = 0  # the driver's own time of the newest use sample, in microseconds
         self._seen: tuple[OnDevice, ...] = ()
 
@@ -310,13 +391,19 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Percent of the multiprocessors by pid, and what holds for the others: the driver lists only busy ones."""
+        """Percent of the multiprocessors by pid, and what holds for the others: the driver lists
+        only busy ones.
+        """
         try:
-            samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._since)
+            samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
+                self._handle, self._since
+            )
         except self._nvml.NVMLError as error:
             code = error_code(error)
             raise_if_gone(code)
-            if code in (SUCCESS, NOT_FOUND) and not self._is_mig:  # the binding raises for an empty list too
+            if (
+                code in (SUCCESS, NOT_FOUND) and not self._is_mig
+            ):  # the binding raises for an empty list too
                 return {}, value(0.0)
             return {}, failed_reading(code)
         newest = max((int(each.timeStamp) for each in samples), default=self._since)

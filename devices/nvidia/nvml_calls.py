@@ -1,7 +1,8 @@
-"""One NVML call as a metric: asked when due, its last value aged, its failures sorted and asked again later.
+"""One NVML call as a metric: asked when due, its last value aged, its failures sorted and asked
+again later.
 
-Activity between two ticks comes from NVIDIA's GPU performance monitoring (GPM, Hopper and later), without sleeping:
-each tick's sample is kept and paired with the next one's.
+Activity between two ticks comes from NVIDIA's GPU performance monitoring (GPM, Hopper and later),
+without sleeping: each tick's sample is kept and paired with the next one's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,19 @@ from .nvml_library import (
     failed_reading,
 )
 
-RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}  # no answer is final: a driver may be updated
-VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvml.h's type of a field
+RETRY_SECONDS = {
+    State.UNSUPPORTED: 60.0,
+    State.DENIED: 10.0,
+}  # no answer is final: a driver may be updated
+VALUE_MEMBERS = (
+    "dVal",
+    "uiVal",
+    "ulVal",
+    "ullVal",
+    "sllVal",
+    "siVal",
+    "usVal",
+)  # by nvml.h's type of a field
 FAILED_RETRY_SECONDS = 5.0  # at most, for what failed in passing
 Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
@@ -93,7 +105,8 @@ class Schedule:
 class Batch:
     """Many numbers of one device by one call, each with its own outcome.
 
-    Those that the device doesn't have are left out of the next calls, and asked again once a minute.
+    Those that the device doesn't have are left out of the next calls, and asked again once a
+    minute.
     """
 
     def __init__(self, nvml: Library, ids: Iterable[int], period: float = 0.0) -> None:
@@ -162,9 +175,11 @@ class Fields(Batch):
 
 
 class Counter:
-    """A number that only grows, turned into its rate; the first reading, a wrap and a reset give no rate.
+    """A number that only grows, turned into its rate; the first reading, a wrap and a reset give no
+    rate.
 
-    Drivers renew some counters ten times a second: `shortest_seconds` is the least time that a rate is taken over.
+    Drivers renew some counters ten times a second: `shortest_seconds` is the least time that a rate
+    is taken over.
     """
 
     __slots__ = ("_at", "_number", "_rate", "_shortest")
@@ -198,11 +213,15 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """The first that has a value, else the first that is more than unsupported, else unsupported."""
+    """The first that has a value, else the first that is more than unsupported, else
+    unsupported.
+    """
     for reading in readings:
         if reading.value is not None:
             return reading
-    return next((reading for reading in readings if reading.state is not State.UNSUPPORTED), UNSUPPORTED)
+    return next(
+        (reading for reading in readings if reading.state is not State.UNSUPPORTED), UNSUPPORTED
+    )
 
 
 SM, OCCUPANCY, TENSOR, DRAM = 2, 3, 5, 10  # percent
@@ -213,13 +232,17 @@ LARGEST = 1e12  # more is no measurement
 
 
 class Activity(Batch):
-    """The pair of samples of one device. `instance`: the GPU instance id if the handle is of a MIG device's parent."""
+    """The pair of samples of one device. `instance`: the GPU instance id if the handle is of a MIG
+    device's parent.
+    """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:
         super().__init__(nvml, METRICS)
         self._handle, self._instance = handle, instance
         self._samples: list[Any] = []
-        self._sampled_at: float | None = None  # the newer one; None: there is none yet, or the last call failed
+        self._sampled_at: float | None = (
+            None  # the newer one; None: there is none yet, or the last call failed
+        )
         self._request: Any = None
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""NVML behind one interface: loaded when first needed, opened and closed, its errors sorted, its GPUs listed."""
+"""NVML behind one interface: loaded when first needed, opened and closed, its errors sorted, its
+GPUs listed.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,40 @@ Handle = Any  # NVML's pointer to a device
 # NVML's return codes, as nvml.h numbers them
 SUCCESS, UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND = 0, 1, 2, 3, 4, 6
 DRIVER_NOT_LOADED, TIMEOUT, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST = 9, 10, 12, 13, 15
-RESET_REQUIRED, VERSION_MISMATCH, ARGUMENT_VERSION_MISMATCH, DEPRECATED, GPU_NOT_FOUND = 16, 18, 25, 26, 28
+RESET_REQUIRED, VERSION_MISMATCH, ARGUMENT_VERSION_MISMATCH, DEPRECATED, GPU_NOT_FOUND = (
+    16,
+    18,
+    25,
+    26,
+    28,
+)
 UNKNOWN = 999
 
-_NEVER = frozenset({INVALID_ARGUMENT, NOT_SUPPORTED, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
+_NEVER = frozenset(
+    {INVALID_ARGUMENT, NOT_SUPPORTED, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED}
+)
 GPU_GONE = frozenset({GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
 GONE_WORDS = {
     GPU_IS_LOST: "The GPU is lost: it fell off the bus, or was detached.",
     RESET_REQUIRED: "The GPU needs a reset.",
 }
 _FAULTS = {
-    LIBRARY_NOT_FOUND: ("No NVIDIA driver: libnvidia-ml.so.1 is not on this machine.", "Install the driver."),
-    DRIVER_NOT_LOADED: ("The NVIDIA driver is installed but not loaded.", "Load it with modprobe nvidia, or reboot."),
+    LIBRARY_NOT_FOUND: (
+        "No NVIDIA driver: libnvidia-ml.so.1 is not on this machine.",
+        "Install the driver.",
+    ),
+    DRIVER_NOT_LOADED: (
+        "The NVIDIA driver is installed but not loaded.",
+        "Load it with modprobe nvidia, or reboot.",
+    ),
     VERSION_MISMATCH: (
         "The NVIDIA driver in the kernel and its library have different versions.",
         "Reboot, or reload the kernel modules, after a driver update.",
     ),
-    NO_PERMISSION: ("This user may not use the NVIDIA driver.", "Check the rights on /dev/nvidia*."),
+    NO_PERMISSION: (
+        "This user may not use the NVIDIA driver.",
+        "Check the rights on /dev/nvidia*.",
+    ),
 }
 DRIVER_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH})
 
@@ -54,7 +73,9 @@ def load() -> Library:
 
 
 def error_code(error: Exception) -> int:
-    """NVML's return code behind an exception of the module; UNKNOWN for anything else it may raise."""
+    """NVML's return code behind an exception of the module; UNKNOWN for anything else it may
+    raise.
+    """
     number = getattr(error, "value", UNKNOWN)
     return number if isinstance(number, int) else UNKNOWN
 
@@ -114,7 +135,8 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Every GPU in NVML's order, in place of one in MIG mode its instances, and the errors of those that don't answer.
+    """Every GPU in NVML's order, in place of one in MIG mode its instances, and the errors of those
+    that don't answer.
 
     NVMLError if the driver doesn't answer at all.
     """
@@ -131,7 +153,9 @@ def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]
         else:
             instances += [(part, handle) for part in parts or ()]
             whole += [GpuHandle(handle, index)] if parts is None else []
-    parts_at_end = [GpuHandle(part, count + i, parent) for i, (part, parent) in enumerate(instances)]
+    parts_at_end = [
+        GpuHandle(part, count + i, parent) for i, (part, parent) in enumerate(instances)
+    ]
     return [*whole, *parts_at_end], silent
 
 
@@ -151,9 +175,11 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 
 
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
-    """A GPU, or a MIG instance; None if the driver lists none. NVMLError if one that doesn't answer may be it.
+    """A GPU, or a MIG instance; None if the driver lists none. NVMLError if one that doesn't answer
+    may be it.
 
-    By number and not by UUID: so a lost GPU has an error of its own, and is not taken for a missing one.
+    By number and not by UUID: so a lost GPU has an error of its own, and is not taken for a missing
+    one.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
@@ -175,7 +201,9 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its own."""
+    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its
+    own.
+    """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError as error:

@@ -1,4 +1,5 @@
-"""NVIDIA GPUs as a source: opens the driver, keeps a reader for each GPU, and finds what was lost again.
+"""NVIDIA GPUs as a source: opens the driver, keeps a reader for each GPU, and finds what was lost
+again.
 
 XID errors, ECC errors and lost GPUs are read by a thread that never delays an exit.
 """
@@ -41,7 +42,8 @@ RETRY_DRIVER_SECONDS = 2.0
 REOPEN_FOR_LOST_SECONDS = 60.0  # a GPU that was reset is listed again only after a new init
 DENIED_WORDS = "This user may not read this GPU; check the rights on /dev/nvidia*."
 SILENT_WORDS = (
-    "The driver answers but reports nothing about this GPU; in a container, access to it may have been revoked."
+    "The driver answers but reports nothing about this GPU; in a container, access to "
+    "it may have been revoked."
 )
 
 
@@ -60,7 +62,8 @@ class _Slot:
 class NvmlSource:
     """A Source over NVIDIA GPUs: those given, or all. Not safe in two threads at once.
 
-    DeviceError if the driver can't be used at first; later trouble shows in the rows, and ends by itself.
+    DeviceError if the driver can't be used at first; later trouble shows in the rows, and ends by
+    itself.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class NvmlSource:
         found = {identity: self._sample(slot, now) for identity, slot in self._slots.items()}
         seen = {identity: processes for identity, (_, processes) in found.items()}
         notes = (*self._notes, *([self._trouble] if self._trouble else []))
-        return self._builder.snapshot([sample for sample, _ in found.values()], notes, seen, self._driver)
+        return self._builder.snapshot(
+            [sample for sample, _ in found.values()], notes, seen, self._driver
+        )
 
     def close(self) -> None:
         """Let go of the driver; never waits longer than a second or two."""
@@ -128,10 +133,14 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Watch for events from the third sample on, so that a single sample needn't wait for that thread to end."""
+        """Watch for events from the third sample on, so that a single sample needn't wait for that
+        thread to end.
+        """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
-            self._events = EventWatch(self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader])
+            self._events = EventWatch(
+                self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader]
+            )
 
     def _attach(self, gpu: GpuHandle) -> None:
         nvml, (handle, index, parent) = self._nvml, gpu
@@ -144,7 +153,9 @@ class NvmlSource:
         slot.note = ""
 
     def _heal(self, now: float) -> None:
-        """Open the driver again if it has gone, or if a GPU has been lost for too long to be found otherwise."""
+        """Open the driver again if it has gone, or if a GPU has been lost for too long to be found
+        otherwise.
+        """
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         if self._is_open and lost and now >= self._reopen_at:
             self._lose_driver(now, "")
@@ -171,7 +182,9 @@ class NvmlSource:
             else:
                 note = sample.note or explain_unreadable(sample)
                 return msgspec.structs.replace(sample, events=slot.events, note=note), processes
-        return lost_sample(slot.device, slot.note or self._trouble or "The GPU does not answer.", slot.events), ()
+        return lost_sample(
+            slot.device, slot.note or self._trouble or "The GPU does not answer.", slot.events
+        ), ()
 
     def _find_again(self, slot: _Slot, now: float) -> None:
         slot.retry_at = now + RETRY_GPU_SECONDS
@@ -205,7 +218,12 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 def explain_unreadable(sample: DeviceSample) -> str:
     """A sentence for a device that can't be read at all just now; empty for any other."""
-    vital = (sample.utilization_percent, sample.memory_used_bytes, sample.temperature_celsius, sample.clock_mhz)
+    vital = (
+        sample.utilization_percent,
+        sample.memory_used_bytes,
+        sample.temperature_celsius,
+        sample.clock_mhz,
+    )
     if any(reading.current is not None for reading in vital):
         return ""
     states = {reading.state for reading in vital}
@@ -258,11 +276,15 @@ class EventWatch:
     def __init__(self, nvml: Library, handles: Sequence[Handle]) -> None:
         self._nvml = nvml
         self._stop = threading.Event()
-        self._events: dict[int, deque[str]] = {address(handle): deque(maxlen=KEPT) for handle in handles}
+        self._events: dict[int, deque[str]] = {
+            address(handle): deque(maxlen=KEPT) for handle in handles
+        }
         self._set = self._register(handles)
         self._thread: threading.Thread | None = None
         if self._set is not None:
-            self._thread = threading.Thread(target=self._run, name="evener-nvml-events", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="evener-nvml-events", daemon=True
+            )
             self._thread.start()
 
     def recent(self, handle: Handle) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Train by a plan with any `transformers.Trainer`: uneven shares of each batch, and what is learned stays the same.
+"""Train by a plan with any `transformers.Trainer`: uneven shares of each batch, and what is learned
+stays the same.
 
     trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
 
@@ -12,7 +13,8 @@ try:
     import transformers as _transformers
 except ImportError as error:
     raise RequestError(
-        f"transformers can't be imported ({error}).", 'Install it: pip install "evener[huggingface]".'
+        f"transformers can't be imported ({error}).",
+        'Install it: pip install "evener[huggingface]".',
     ) from error
 
 if tuple(map(int, _transformers.__version__.split(".")[:2])) < (4, 56):

@@ -1,4 +1,6 @@
-"""The gathering of a Trainer's figures over ranks with different numbers of rows, and over batches in passes."""
+"""The gathering of a Trainer's figures over ranks with different numbers of rows, and over batches
+in passes.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ def processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """A figure of each rank and pass, whose mean is weighted by their `rows`, and whose sum is that of `sums`."""
+    """A figure of each rank and pass, whose mean is weighted by their `rows`, and whose sum is that
+    of `sums`.
+    """
 
     rows: torch.Tensor
-    sums: torch.Tensor  # each figure, added up over the pieces of a pass that was computed in several
+    sums: (
+        torch.Tensor
+    )  # each figure, added up over the pieces of a pass that was computed in several
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The sum over all pieces."""
@@ -51,7 +57,9 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
         return (plain.double() * self.rows).sum().div(self.rows.sum()).to(plain.dtype)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute with a plain tensor, so that results are plain too."""
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
@@ -60,8 +68,8 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 class Gathering:
     """Gathers over ranks as the accelerator does, even if they have different numbers of rows.
 
-    Rows that only keep step are left out of what is gathered, and the passes of a batch are gathered together: the
-    last one has what all of them gave.
+    Rows that only keep step are left out of what is gathered, and the passes of a batch are
+    gathered together: the last one has what all of them gave.
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
@@ -73,7 +81,9 @@ class Gathering:
         self._call = 0
         self._ends = True  # no other piece of the pass follows
         self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
-        self._pieces: list[list[tuple[torch.Tensor, int]]] = []  # what each call had of those before, with their rows
+        self._pieces: list[
+            list[tuple[torch.Tensor, int]]
+        ] = []  # what each call had of those before, with their rows
         self._met: list[Any] = []  # what each call gathered in the pass: other ranks gather once
         accelerator.gather = self.gather
 
@@ -99,7 +109,8 @@ class Gathering:
     def counting(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """A context in which `rows` rows of the current pass count.
 
-        Unless the pass `ends` there, these rows are a piece of it, which is gathered with the last one.
+        Unless the pass `ends` there, these rows are a piece of it, which is gathered with the last
+        one.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -110,8 +121,12 @@ class Gathering:
             self._ends = True
 
     def keep(self) -> Callable[[], None]:
-        """Note what passes and pieces have gathered; the function that puts it back, but for what ranks met for."""
-        earlier, pieces = ([list(each) for each in every] for every in (self._earlier, self._pieces))
+        """Note what passes and pieces have gathered; the function that puts it back, but for what
+        ranks met for.
+        """
+        earlier, pieces = (
+            [list(each) for each in every] for every in (self._earlier, self._pieces)
+        )
 
         def put_back() -> None:
             self._earlier, self._pieces = earlier, pieces
@@ -127,7 +142,10 @@ class Gathering:
         """The tensors of all ranks, one after the other."""
         if self._alone:
             self.calls += 1
-            return each_tensor(lambda own: (own + self._shift if self._shift else own).reshape(own.shape or 1), data)
+            return each_tensor(
+                lambda own: (own + self._shift if self._shift else own).reshape(own.shape or 1),
+                data,
+            )
         with self._timer.meeting(), processes(self._accelerator, self._world):
             return each_tensor(self._gather_tensor, data)
 
@@ -152,7 +170,11 @@ class Gathering:
         joined = torch.cat(every)
         if tensor.ndim:
             return joined
-        return _weighted(joined, torch.cat([each.sums for each in every]), torch.cat([each.rows for each in every]))
+        return _weighted(
+            joined,
+            torch.cat([each.sums for each in every]),
+            torch.cat([each.rows for each in every]),
+        )
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
         """Those of the pass so far, with other ranks once the last is there."""
@@ -178,7 +200,9 @@ class Gathering:
         return torch.cat([every[i * most : i * most + count] for i, count in enumerate(counts)])
 
 
-def _gather_figure(figures: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]) -> Any:
+def _gather_figure(
+    figures: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
+) -> Any:
     """The mean and the sum of a rank's figures, as `gather` has them of all ranks."""
     own = torch.stack(figures).double()
     count = own.new_tensor(rows)
@@ -196,10 +220,18 @@ def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
-    """The loader that `make` gives, with every world-th of its batches; as it is where its rows have no fixed order."""
+    """The loader that `make` gives, with every world-th of its batches; as it is where its rows
+    have no fixed order.
+    """
     loader = make_whole(trainer, make)
-    fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(loader.sampler, SequentialSampler)
-    return SharedLoader(loader, trainer.accelerator, gathering) if fixed else trainer.accelerator.prepare(loader)
+    fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(
+        loader.sampler, SequentialSampler
+    )
+    return (
+        SharedLoader(loader, trainer.accelerator, gathering)
+        if fixed
+        else trainer.accelerator.prepare(loader)
+    )
 
 
 def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
@@ -209,7 +241,9 @@ def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
-    """Batches number rank, rank + world and so on of a loader; at the end, the last one again to keep step."""
+    """Batches number rank, rank + world and so on of a loader; at the end, the last one again to
+    keep step.
+    """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:
         world, rank = accelerator.num_processes, accelerator.process_index

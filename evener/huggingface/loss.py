@@ -1,8 +1,9 @@
-"""The meaning of a Trainer's loss, rows or labels that it is a mean over, measured before the first step.
+"""The meaning of a Trainer's loss, rows or labels that it is a mean over, measured before the first
+step.
 
-Many models of transformers take `num_items_in_batch` and compute a mean of their own all the same, so that what they
-accept says nothing about their loss. By its meaning a pass is weighted, also in the smaller passes in which its rows
-are computed again when memory runs out.
+Many models of transformers take `num_items_in_batch` and compute a mean of their own all the same,
+so that what they accept says nothing about their loss. By its meaning a pass is weighted, also in
+the smaller passes in which its rows are computed again when memory runs out.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ PARTIAL_REMEDY = (
 class TrainerLoss(msgspec.Struct, frozen=True):
     """A loss is a mean over `mean_over`: num_items_in_batch, rows, labels or shifted labels.
 
-    `multiplied` is what the trainer multiplies it by when several processes train; `certain`: the rows that were
-    checked tell rows from labels.
+    `multiplied` is what the trainer multiplies it by when several processes train; `certain`: the
+    rows that were checked tell rows from labels.
     """
 
     mean_over: str
@@ -47,14 +48,20 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     certain: bool = True
 
     def count(self, batch: Any) -> float:
-        """The number of a pass's labels that the loss is a mean over; 0 if it is a mean over something else."""
+        """The number of a pass's labels that the loss is a mean over; 0 if it is a mean over
+        something else.
+        """
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
         """The weight of the loss of a piece with `own` rows in that of a pass with `rows`."""
-        if own == rows or self.mean_over == ITEMS:  # a sum over items has been divided by those of all passes
+        if (
+            own == rows or self.mean_over == ITEMS
+        ):  # a sum over items has been divided by those of all passes
             return 1.0
-        return own / rows if self.mean_over == ROWS else self.count(piece) / (self.count(whole) or 1.0)
+        return (
+            own / rows if self.mean_over == ROWS else self.count(piece) / (self.count(whole) or 1.0)
+        )
 
 
 def find_loss(
@@ -65,11 +72,12 @@ def find_loss(
     ignores: bool,
     strict: bool = False,
 ) -> TrainerLoss:
-    """The trainer's loss, by rows of its data; RequestError on every rank where it is no mean over what it has.
+    """The trainer's loss, by rows of its data; RequestError on every rank where it is no mean over
+    what it has.
 
-    `ignores`: labels of the data are ignored, so that others may be, to tell means over rows from means over labels. On
-    a CPU it is tried in any case; on a GPU a loss that doesn't know such labels would end the process. `strict`: errors
-    of the check itself are raised.
+    `ignores`: labels of the data are ignored, so that others may be, to tell means over rows from
+    means over labels. On a CPU it is tried in any case; on a GPU a loss that doesn't know such
+    labels would end the process. `strict`: errors of the check itself are raised.
     """
     masks, calls = ignores or trainer.args.device.type == "cpu", gathering.calls
     in_passes = gathering if strict or max(shares.passes) > 1 else None
@@ -79,7 +87,9 @@ def find_loss(
         if batch is None:
             return None
         if masks:
-            with suppress(ArithmeticError, IndexError, RuntimeError):  # of a loss that knows no ignored labels
+            with suppress(
+                ArithmeticError, IndexError, RuntimeError
+            ):  # of a loss that knows no ignored labels
                 return _TrainerCheck(trainer, _mask_some(batch), shares.world, in_passes).find()
         return _TrainerCheck(trainer, batch, shares.world, in_passes).find()
 
@@ -88,8 +98,12 @@ def find_loss(
     if gathering.calls > calls and len(set(shares.passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(
-            f"{name} gathers figures while it computes a loss, and ranks have different numbers of passes.",
-            "Gather them in a callback, or make a plan without passes (evener balance --micro off).",
+            f"{name} gathers figures while it computes a loss, and ranks have different "
+            f"numbers of passes.",
+            (
+                "Gather them in a callback, or make a plan without passes (evener balance --micro "
+                "off)."
+            ),
         )
     return assume_loss(trainer, shares.world) if found is None else found
 
@@ -101,14 +115,20 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer takes its loss as a part of an optimizer step's, and doesn't divide it by the passes."""
+    """True if the trainer takes its loss as a part of an optimizer step's, and doesn't divide it by
+    the passes.
+    """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
-    takes = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+    takes = (
+        trainer.model_accepts_loss_kwargs and items is not None
+    ) or trainer.compute_loss_func is not None
     return bool(takes) if own is None else bool(own)
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """The number of a batch's labels that aren't ignored: of all, and of those left if the model shifts them by one."""
+    """The number of a batch's labels that aren't ignored: of all, and of those left if the model
+    shifts them by one.
+    """
     labels, shifted = _labels(batch)
     if labels is None:
         return {}
@@ -125,7 +145,9 @@ def has_ignored(batch: Any) -> bool:
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:
-    """The whole numbers that are a batch's labels, or None, and whether they are shifted already."""
+    """The whole numbers that are a batch's labels, or None, and whether they are shifted
+    already.
+    """
     shifted = hasattr(batch, "get") and "shift_labels" in batch
     labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
     found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()
@@ -133,10 +155,19 @@ def _labels(batch: Any) -> tuple[Any, bool]:
 
 
 class _TrainerCheck:
-    """Checks a Trainer's loss, as one process computes it and as one of `world`, and what it gathers `in_passes`."""
+    """Checks a Trainer's loss, as one process computes it and as one of `world`, and what it
+    gathers `in_passes`.
+    """
 
-    def __init__(self, trainer: Any, checked: CheckBatch, world: int, in_passes: Gathering | None) -> None:
-        self._trainer, self._checked, self._world, self._in_passes = trainer, checked, world, in_passes
+    def __init__(
+        self, trainer: Any, checked: CheckBatch, world: int, in_passes: Gathering | None
+    ) -> None:
+        self._trainer, self._checked, self._world, self._in_passes = (
+            trainer,
+            checked,
+            world,
+            in_passes,
+        )
         self._measure = LossMeasure(trainer.model, [trainer])
 
     def find(self) -> TrainerLoss:
@@ -144,7 +175,11 @@ class _TrainerCheck:
         items = self._count_items(batch)
         with measure.open():
             loss = measure.compute(self._function(lambda _: items), batch)
-            halved = loss if items is None else measure.compute(self._function(lambda _: 2 * items), batch)
+            halved = (
+                loss
+                if items is None
+                else measure.compute(self._function(lambda _: 2 * items), batch)
+            )
             with processes(self._trainer.accelerator, 1):
                 alone = measure.compute(self._function(lambda _: items), batch)
             shifted = loss
@@ -155,23 +190,31 @@ class _TrainerCheck:
         near = measure.rounding * abs(loss)
         if abs(loss - shifted) > near:
             raise RequestError(
-                "The loss depends on figures that it gathers over the ranks, and passes gather them of fewer rows.",
+                "The loss depends on figures that it gathers over the ranks, and passes "
+                "gather them of fewer rows.",
                 "Make a plan without passes (evener balance --micro off).",
             )
         if abs(loss - 2 * halved) <= near:
             return self._find_sum(multiplied)
         if abs(loss - halved) > near:
             raise RequestError(
-                f"The loss of {sum(self._checked.rows)} rows is {loss:.6g}, and {halved:.6g} where num_items_in_batch"
+                f"The loss of {sum(self._checked.rows)} rows is {loss:.6g}, and {halved:.6g} "
+                f"where num_items_in_batch"
                 " is twice as large: only a part of it is divided by that number.",
                 f"{PARTIAL_REMEDY} {REMEDY}",
             )
-        meaning = LossCheck(measure, self._checked, count_labels).find_meaning(self._function(lambda _: items))
+        meaning = LossCheck(measure, self._checked, count_labels).find_meaning(
+            self._function(lambda _: items)
+        )
         return TrainerLoss(meaning.mean_over[0], multiplied, len(meaning.mean_over) == 1)
 
     def _find_sum(self, multiplied: int) -> TrainerLoss:
-        """The meaning of a loss that is divided by the number of items: a mean over each part's own items."""
-        check = LossCheck(self._measure, self._checked, lambda batch: {ITEMS: float(self._count_items(batch))})
+        """The meaning of a loss that is divided by the number of items: a mean over each part's own
+        items.
+        """
+        check = LossCheck(
+            self._measure, self._checked, lambda batch: {ITEMS: float(self._count_items(batch))}
+        )
         check.find_meaning(self._function(self._count_items), {ITEMS})
         return TrainerLoss(ITEMS, multiplied)
 
@@ -192,13 +235,23 @@ class _TrainerCheck:
 
 
 def _mask_some(checked: CheckBatch) -> CheckBatch:
-    """The batch with half of its first row's labels ignored, where each row has as many as any other."""
+    """The batch with half of its first row's labels ignored, where each row has as many as any
+    other.
+    """
     counts = [count_labels(part) for part in checked.parts]
-    shares = {counted.get("labels", 0.0) / rows for counted, rows in zip(counts, checked.rows, strict=True)}
+    shares = {
+        counted.get("labels", 0.0) / rows
+        for counted, rows in zip(counts, checked.rows, strict=True)
+    }
     if not counts[0].get("shifted labels") or len(shares) > 1:
         return checked
     cut = None if checked.cut is None else (_mask_row(checked.cut[0]), *checked.cut[1:])
-    return CheckBatch(_mask_row(checked.whole), (_mask_row(checked.parts[0]), *checked.parts[1:]), checked.rows, cut)
+    return CheckBatch(
+        _mask_row(checked.whole),
+        (_mask_row(checked.parts[0]), *checked.parts[1:]),
+        checked.rows,
+        cut,
+    )
 
 
 def _mask_row(batch: Any) -> Any:
@@ -220,7 +273,8 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> tuple[list[float], Any, bool]:
-    """The weight of each pass, the items of all ranks, and whether any rank has labels that are ignored.
+    """The weight of each pass, the items of all ranks, and whether any rank has labels that are
+    ignored.
 
     `sizes` are this rank's rows in the passes of each global batch, `totals` those of all ranks.
     """
@@ -234,18 +288,25 @@ def weigh_passes(
         if items is not None:
             items = gathering.add_up(torch.as_tensor(items, device=device).reshape(1))[0]
         return weights, items, False
-    counts = [loss.count(each) * (own > 0) if by_labels else 0.0 for each, own in zip(passes, rows, strict=True)]
+    counts = [
+        loss.count(each) * (own > 0) if by_labels else 0.0
+        for each, own in zip(passes, rows, strict=True)
+    ]
     firsts = [sum(map(len, sizes[:step])) for step in range(len(sizes) + 1)]
     steps = [sum(counts[first:stop]) for first, stop in pairwise(firsts)]
     ignored = not loss.certain and any(map(has_ignored, passes))
-    own = torch.tensor([float(items or 0.0), float(ignored), *steps], dtype=torch.float64, device=device)
+    own = torch.tensor(
+        [float(items or 0.0), float(ignored), *steps], dtype=torch.float64, device=device
+    )
     total, seen, *each = gathering.add_up(own).tolist()
     if by_labels:
         spread = [sum_ for sum_, step in zip(each, sizes, strict=True) for _ in step]
         weights = [count / (sum_ or 1.0) for count, sum_ in zip(counts, spread, strict=True)]
     return (
         weights,
-        None if items is None else torch.tensor(total, device=device).to(torch.as_tensor(items).dtype),
+        None
+        if items is None
+        else torch.tensor(total, device=device).to(torch.as_tensor(items).dtype),
         bool(seen),
     )
 
@@ -258,7 +319,9 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't counted."""
+    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't
+    counted.
+    """
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0
@@ -274,12 +337,18 @@ class Survival:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
         self._gathering = gathering
         self._model: Any = None  # of the newest pass
-        self._exchanges: list[Exchange] = []  # of its gradients; none where they are summed by others
+        self._exchanges: list[
+            Exchange
+        ] = []  # of its gradients; none where they are summed by others
         self._backward = trainer.accelerator.backward
         trainer.accelerator.backward = self.backward
 
     def compute(
-        self, model: Any, parts: list[Part], loss: Callable[[], TrainerLoss], train: Callable[[Part, bool], Any]
+        self,
+        model: Any,
+        parts: list[Part],
+        loss: Callable[[], TrainerLoss],
+        train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
         """The sum of what `train` returns for the passes of a batch, or their pieces.
 
@@ -287,14 +356,20 @@ class Survival:
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.take_on(model)
-        total, wholes, left = torch.zeros((), device=self._trainer.args.device), deque(parts), parts[0].rows
+        total, wholes, left = (
+            torch.zeros((), device=self._trainer.args.device),
+            deque(parts),
+            parts[0].rows,
+        )
         self._gathering.begin()
         for part in self._passes.take(parts, [self], self._exchanges):
             whole, ends = wholes[0], part.rows == left
             attributes, gathered = self._keep(), self._gathering.keep()
             with part:
                 try:
-                    part.weight = whole.weight * loss().part_of(whole.batch, whole.rows, part.batch, part.rows)
+                    part.weight = whole.weight * loss().part_of(
+                        whole.batch, whole.rows, part.batch, part.rows
+                    )
                     with self._gathering.counting(part.rows, ends=ends):
                         total = total + train(part, ends and whole is parts[-1])
                     part.computed = True
@@ -316,7 +391,9 @@ class Survival:
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """The loss of a pass: a trainer that calls its backward() itself leaves gradients that can't be undone."""
+        """The loss of a pass: a trainer that calls its backward() itself leaves gradients that
+        can't be undone.
+        """
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 

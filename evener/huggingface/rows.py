@@ -1,4 +1,5 @@
-"""The rows that a Trainer trains on, their order, and the checks that refuse one whose result would depend on shares.
+"""The rows that a Trainer trains on, their order, and the checks that refuse one whose result would
+depend on shares.
 
 The rows are those of its data set, or of its own training loader.
 """
@@ -33,17 +34,21 @@ def check_trainer_class(trainer_class: Any) -> None:
     """RequestError for what is no Trainer, and for one that generates the rows it trains on."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
-            f"{trainer_class!r} isn't a Trainer class.", "Give the class: with_plan(Trainer, plan)(model=...)."
+            f"{trainer_class!r} isn't a Trainer class.",
+            "Give the class: with_plan(Trainer, plan)(model=...).",
         )
     if hasattr(trainer_class, "_generate_and_score_completions"):
         raise RequestError(
-            f"{trainer_class.__name__} generates the rows that it trains on, and a plan can't share them out exactly.",
+            f"{trainer_class.__name__} generates the rows that it trains on, and a plan can't "
+            f"share them out exactly.",
             "Train it without a plan.",
         )
 
 
 def check_setup(trainer: Any) -> None:
-    """RequestError if the trainer's arguments leave the plan no say over its rows, or its gradients."""
+    """RequestError if the trainer's arguments leave the plan no say over its rows, or its
+    gradients.
+    """
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
@@ -52,10 +57,13 @@ def check_setup(trainer: Any) -> None:
         )
     if isinstance(trainer.model, DistributedDataParallel):
         raise RequestError(
-            "The model is in DistributedDataParallel already, and gradients would be exchanged and weighted twice.",
+            "The model is in DistributedDataParallel already, and gradients would be "
+            "exchanged and weighted twice.",
             "Give the trainer the bare model, without split.wrap.",
         )
-    if args.include_num_input_tokens_seen not in ("no", False) and not hasattr(Trainer, "_track_num_input_tokens"):
+    if args.include_num_input_tokens_seen not in ("no", False) and not hasattr(
+        Trainer, "_track_num_input_tokens"
+    ):
         raise RequestError(
             "With a plan, include_num_input_tokens_seen needs transformers 5.",
             "Leave it out, or update.",
@@ -64,11 +72,20 @@ def check_setup(trainer: Any) -> None:
         raise RequestError("auto_find_batch_size=True changes the plan's batches.", "Leave it out.")
     if trainer.is_deepspeed_enabled:
         raise RequestError(
-            "DeepSpeed averages gradients over ranks itself.", "Use DistributedDataParallel or FSDP2 with a plan."
+            "DeepSpeed averages gradients over ranks itself.",
+            "Use DistributedDataParallel or FSDP2 with a plan.",
         )
-    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-        raise RequestError("FSDP1 isn't supported with a plan.", "Use FSDP2: fsdp_version 2 in the FSDP configuration.")
-    sizes = (getattr(trainer, name, int)() for name in ("get_tp_size", "get_cp_size", "get_sp_size"))
+    if (
+        trainer.is_fsdp_enabled
+        and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2
+    ):
+        raise RequestError(
+            "FSDP1 isn't supported with a plan.",
+            "Use FSDP2: fsdp_version 2 in the FSDP configuration.",
+        )
+    sizes = (
+        getattr(trainer, name, int)() for name in ("get_tp_size", "get_cp_size", "get_sp_size")
+    )
     if max(sizes) > 1:  # older versions of transformers have fewer of them
         raise RequestError(
             "Tensor, context and sequence parallelism put several ranks on one row.",
@@ -76,7 +93,8 @@ def check_setup(trainer: Any) -> None:
         )
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise RequestError(
-            "train_sampling_strategy='batch_rebalance' makes ranks equally long, the plan as long as they are fast.",
+            "train_sampling_strategy='batch_rebalance' makes ranks equally long, the plan as "
+            "long as they are fast.",
             "Use 'random' or 'group_by_length'.",
         )
 
@@ -86,31 +104,42 @@ def check_rebalance(trainer: Any, share: Share) -> None:
     has_own_work(trainer.model, rebalances=True)
     if trainer.is_fsdp_enabled:
         raise RequestError(
-            "FSDP's ranks meet in layers, so none has times of its own to rebalance by.", "Leave rebalance out."
+            "FSDP's ranks meet in layers, so none has times of its own to rebalance by.",
+            "Leave rebalance out.",
         )
     if share.cost is not None:
         raise_no_shares()
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """True if ranks meet in every pass: FSDP gathers weights there, and TRL's trainers their metrics."""
+    """True if ranks meet in every pass: FSDP gathers weights there, and TRL's trainers their
+    metrics.
+    """
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
     return any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """RequestError if steps of the checkpoint were of other rows: positions in the epoch are counted in steps."""
+    """RequestError if steps of the checkpoint were of other rows: positions in the epoch are
+    counted in steps.
+    """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
-    except FileNotFoundError:  # of a training without a plan, which draws its rows in the same order
+    except (
+        FileNotFoundError
+    ):  # of a training without a plan, which draws its rows in the same order
         _check_bare_checkpoint(folder / "trainer_state.json", step_rows, epoch_steps)
         return
     if state != {"rows": rows, "step_rows": step_rows}:
         raise RequestError(
-            f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in each optimizer step, this"
+            f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in "
+            f"each optimizer step, this"
             f" training has {step_rows} of {rows}.",
-            f"Give with_plan(..., global_batch=N) the number that makes {state['step_rows']}, and the same data set.",
+            (
+                f"Give with_plan(..., global_batch=N) the number that makes {state['step_rows']}, "
+                f"and the same data set."
+            ),
         )
 
 
@@ -122,13 +151,18 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
         return
     if abs(steps - epoch_steps) > 0.5:
         raise RequestError(
-            f"An epoch has {steps:g} steps in the checkpoint's training, {epoch_steps:g} of {step_rows} rows here.",
-            "Give with_plan(..., global_batch=N) the rows of the checkpoint's steps, and the same data set.",
+            f"An epoch has {steps:g} steps in the checkpoint's training, {epoch_steps:g} of "
+            f"{step_rows} rows here.",
+            (
+                "Give with_plan(..., global_batch=N) the rows of the checkpoint's steps, and the "
+                "same data set."
+            ),
         )
 
 
 class PassSampler(StepSampler):
-    """This rank's rows of each global batch, as a tuple for each pass; a pass without rows has one that doesn't count.
+    """This rank's rows of each global batch, as a tuple for each pass; a pass without rows has one
+    that doesn't count.
 
     Every batch takes the same number of passes, unless rows are dealt by their length.
     """
@@ -144,7 +178,9 @@ class PassSampler(StepSampler):
         return (self._cut(step, rows) for step, rows in enumerate(self.sampler))
 
     def _cut(self, step: int, rows: list[int]) -> list[tuple[int, ...]]:
-        return [tuple(rows[start:stop] or rows[:1]) for start, stop in bounds(self.pass_sizes(step))]
+        return [
+            tuple(rows[start:stop] or rows[:1]) for start, stop in bounds(self.pass_sizes(step))
+        ]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
         """The rows that count of each pass in the epoch's global batch number `step`."""
@@ -171,37 +207,54 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """The tokens of each training row, where the trainer finds them to group by length; None where rows have none."""
+    """The tokens of each training row, where the trainer finds them to group by length; None where
+    rows have none.
+    """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
         return list(dataset[name])
-    names = ("input_ids",) if trainer.processing_class is None else trainer.processing_class.model_input_names[:1]
+    names = (
+        ("input_ids",)
+        if trainer.processing_class is None
+        else trainer.processing_class.model_input_names[:1]
+    )
     if len(dataset) == 0 or not hasattr(dataset[0], "keys") or names[0] not in dataset[0]:
         return None
-    return [len(dataset[row][names[0]]) for row in range(len(dataset))]  # to iterate one without an end never ends
+    return [
+        len(dataset[row][names[0]]) for row in range(len(dataset))
+    ]  # to iterate one without an end never ends
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """The training data, their collator and their sampler, as the trainer's class has them in its own loader."""
+    """The training data, their collator and their sampler, as the trainer's class has them in its
+    own loader.
+    """
     loader = make_whole(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(
-            f"{name}.get_train_dataloader gives a {type(loader).__name__} that makes its batches itself, and the plan"
+            f"{name}.get_train_dataloader gives a {type(loader).__name__} that makes its "
+            f"batches itself, and the plan"
             " decides which rows are in a batch.",
             "Return a DataLoader with a sampler, or leave the method out.",
         )
     return loader.dataset, loader.collate_fn, loader.sampler
 
 
-def make_sampler(trainer: Any, planned: PlannedTraining, dataset: Any, order: Any) -> UnevenBatchSampler:
-    """This rank's rows of each global batch, in the trainer's own order, or in that of a sampler of its class."""
+def make_sampler(
+    trainer: Any, planned: PlannedTraining, dataset: Any, order: Any
+) -> UnevenBatchSampler:
+    """This rank's rows of each global batch, in the trainer's own order, or in that of a sampler of
+    its class.
+    """
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
         order.batch_size = shares.global_batch
     return planned.sampler(
         rows,
-        lengths=find_lengths(trainer) if shares.share.cost is not None and not needs_equal_passes(trainer) else None,
+        lengths=find_lengths(trainer)
+        if shares.share.cost is not None and not needs_equal_passes(trainer)
+        else None,
         shuffle=False,
         drop_last=trainer.args.dataloader_drop_last,
         order=_make_order(trainer, order, rows),
@@ -209,17 +262,26 @@ def make_sampler(trainer: Any, planned: PlannedTraining, dataset: Any, order: An
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """The rows of each epoch as the bare trainer draws them in one process; None for their own order.
+    """The rows of each epoch as the bare trainer draws them in one process; None for their own
+    order.
 
-    The seed of a random order is `data_seed`, else the one that the process was seeded with last, on the first rank.
+    The seed of a random order is `data_seed`, else the one that the process was seeded with last,
+    on the first rank.
     """
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed
     if seed is None:
-        seed = int(trainer.accelerator.gather(torch.tensor([torch.initial_seed()], device=trainer.args.device))[0])
+        seed = int(
+            trainer.accelerator.gather(
+                torch.tensor([torch.initial_seed()], device=trainer.args.device)
+            )[0]
+        )
     if type(sampler) is RandomSampler and sampler.generator is None:
         sampler = SeedableRandomSampler(
-            sampler.data_source, replacement=sampler.replacement, num_samples=sampler._num_samples, data_seed=seed
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            data_seed=seed,
         )
     return RowOrder(sampler, rows, seed)

@@ -1,4 +1,6 @@
-"""A Trainer whose plan has each device hold a part of the model: how it is cut, and its checkpoints."""
+"""A Trainer whose plan has each device hold a part of the model: how it is cut, and its
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,14 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.accelerator.prepare_model = lambda model, *_, **__: prepare(
             model, device_placement=False, evaluation_mode=True
         )
-        self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # it would keep every unit
+        self.accelerator.autocast_handler = AutocastKwargs(
+            cache_enabled=False
+        )  # it would keep every unit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, a unit at a time; every process calls it. With the optimizer in a checkpoint."""
+        """Write the whole model, a unit at a time; every process calls it. With the optimizer in a
+        checkpoint.
+        """
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model
         checkpoint.save(folder, self.model, _own_optimizer(self) if whole else None)
@@ -64,13 +70,17 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str | os.PathLike[str], model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str | os.PathLike[str], model: Any = None
+    ) -> None:
         checkpoint.load(resume_from_checkpoint, self.model)
 
     def _load_optimizer_and_scheduler(self, folder: str | os.PathLike[str] | None) -> None:
         if folder is not None:
             checkpoint.load(folder, self.model, _own_optimizer(self))
-            self.lr_scheduler.load_state_dict(torch.load(Path(folder) / SCHEDULER, weights_only=True))
+            self.lr_scheduler.load_state_dict(
+                torch.load(Path(folder) / SCHEDULER, weights_only=True)
+            )
 
     def _load_best_model(self) -> None:
         checkpoint.load(self.state.best_model_checkpoint, self.model)
@@ -85,8 +95,11 @@ def check_shards(trainer: Any) -> None:
     """RequestError for what a Trainer can't do in shards."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,
-        "PEFT's adapters, which it saves by names of its own": hasattr(trainer.model, "peft_config"),
-        "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
+        "PEFT's adapters, which it saves by names of its own": hasattr(
+            trainer.model, "peft_config"
+        ),
+        "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled
+        or trainer.is_deepspeed_enabled,
         "torch.compile": trainer.args.torch_compile,
     }
     for what, is_there in refused.items():

@@ -1,4 +1,6 @@
-"""A Trainer's behaviour under a plan: the rows that it loads, the weights of its passes, the figures that it logs."""
+"""A Trainer's behaviour under a plan: the rows that it loads, the weights of its passes, the
+figures that it logs.
+"""
 
 from __future__ import annotations
 
@@ -67,27 +69,38 @@ def with_plan(
     noise: bool = False,
     check: bool = True,
 ) -> type[Any]:
-    """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as the class itself.
+    """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as
+    the class itself.
 
-    The plan decides the rows of each process and pass, instead of `per_device_train_batch_size`; `global_batch` is
-    another number of rows for each global batch. Without a plan, `ratios` share out `global_batch`, else the rows that
-    the processes would train on evenly. `gradient_accumulation_steps=A` makes an optimizer step of A global
-    batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
-    wouldn't be exact; with `strict` also if the plan was measured on other devices, which is otherwise a warning. With
-    `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work; with
-    `noise`, the gradient's noise scale is measured (docs/learning.md). `check=False` leaves out the check of what the
-    loss is a mean over, and believes transformers.
+    The plan decides the rows of each process and pass, instead of `per_device_train_batch_size`;
+    `global_batch` is another number of rows for each global batch. Without a plan, `ratios` share
+    out `global_batch`, else the rows that the processes would train on evenly.
+    `gradient_accumulation_steps=A` makes an optimizer step of A global batches. PlanError or
+    RequestError as the trainer is made, or before its first step, if training by the plan wouldn't
+    be exact; with `strict` also if the plan was measured on other devices, which is otherwise a
+    warning. With `journal`, `evener runs` has the training's steps/s and restarts; with
+    `rebalance`, shares follow own work; with `noise`, the gradient's noise scale is measured
+    (docs/learning.md). `check=False` leaves out the check of what the loss is a mean over, and
+    believes transformers.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
-        raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
+        raise RequestError(
+            "Both a plan and ratios are given.", "Give one of them; the plan has its own ratios."
+        )
     chosen = None if ratios is not None else open_plan(plan)
     if chosen is None and ratios is None:
-        raise RequestError("No plan is given.", "Give one or ratios=, or start the script with evener launch.")
+        raise RequestError(
+            "No plan is given.", "Give one or ratios=, or start the script with evener launch."
+        )
     options = {"strict": strict, "journal": journal, "rebalance": rebalance, "noise": noise}
-    given = SimpleNamespace(plan=chosen, ratios=ratios, global_batch=global_batch, check=check, options=options)
+    given = SimpleNamespace(
+        plan=chosen, ratios=ratios, global_batch=global_batch, check=check, options=options
+    )
     sharded = (ShardMixin,) if chosen is not None and chosen.layout.traits.sharded else ()
-    return type(f"Planned{trainer_class.__name__}", (*sharded, _PlanMixin, trainer_class), {"_given": given})
+    return type(
+        f"Planned{trainer_class.__name__}", (*sharded, _PlanMixin, trainer_class), {"_given": given}
+    )
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
@@ -103,13 +116,17 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Train by the plan from now on; for a trainer that was made before it was of this class."""
+        """Train by the plan from now on; for a trainer that was made before it was of this
+        class.
+        """
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
         if given.plan is None and rows is None:
             rows = self.args.per_device_train_batch_size * self.args.world_size
         same = {name: options[name] for name in ("rebalance", "noise")}
-        found = find_shares(given.plan, given.ratios, rows, same, strict=options["strict"], device=self.args.device)
+        found = find_shares(
+            given.plan, given.ratios, rows, same, strict=options["strict"], device=self.args.device
+        )
         if options["rebalance"] and found.world > 1:
             check_rebalance(self, found.share)
         if needs_equal_passes(self) or found.is_sharded:
@@ -121,13 +138,20 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.args.per_device_train_batch_size = -(-shares.batches[shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
         self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
-        self._to_come: deque[tuple[int, float]] = deque()  # rows and weights of the optimizer step's next passes
-        self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
+        self._to_come: deque[tuple[int, float]] = (
+            deque()
+        )  # rows and weights of the optimizer step's next passes
+        self._done = (
+            0,
+            (0, 0),
+        )  # rows of this rank in an optimizer step, and their tokens without and with padding
         self._is_last = True  # the part that runs is its batch's last
         self._factor: Any = None  # of the loss of the pass that runs
         self._tokens = 0
         self._logged: list[tuple[Any, ...]] = []  # in a pass
-        self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)
+        self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(
+            self.model, False
+        )
         if self._planned.rebalancing is not None:
             self._planned.rebalancing.passes = shares.passes
         self._gathering = Gathering(self.accelerator, self._planned.timer)
@@ -137,7 +161,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     # ------------------------------------------------------------------ rows
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of this rank's rows; not through `accelerator.prepare`, which would share them out again."""
+        """The loader of this rank's rows; not through `accelerator.prepare`, which would share them
+        out again.
+        """
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
@@ -152,13 +178,17 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            worker_init_fn=partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
         )
         self._planned.follow(rows, self._batches.drawn_ahead)
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """The loader of an evaluation: the batches that one process would compute, shared out over the ranks."""
+        """The loader of an evaluation: the batches that one process would compute, shared out over
+        the ranks.
+        """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
 
@@ -171,16 +201,22 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The passes of an optimizer step; rows that only keep step are computed, and count for nothing."""
+        """The passes of an optimizer step; rows that only keep step are computed, and count for
+        nothing.
+        """
         self._planned.end()
         batches = list(islice(epoch_iterator, num_batches))
         sampler, accumulated = self._sampler, int(self.args.gradient_accumulation_steps)
-        first = int(self.state.global_step) % -(-len(sampler) // accumulated) * accumulated  # also after a checkpoint
+        first = (
+            int(self.state.global_step) % -(-len(sampler) // accumulated) * accumulated
+        )  # also after a checkpoint
         steps = range(first, first + len(batches))
         sizes = [sampler.pass_sizes(step) for step in steps]
         self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
         ranks = [self._batches.take(step) for step in steps]
-        items = self._weigh([each for batch in batches for each in batch], sizes, list(map(sum, ranks)), device)
+        items = self._weigh(
+            [each for batch in batches for each in batch], sizes, list(map(sum, ranks)), device
+        )
         if self._planned.noise is not None:
             self._planned.noise.accumulated = len(ranks)
         self._planned.timer.begin(ranks[0] if len(set(ranks)) == 1 else ())
@@ -193,8 +229,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._gathering.calls = calls
         return items
 
-    def _weigh(self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device) -> Any:
-        """Note the weight of each pass in its global batch; returns the items of the step, over all ranks."""
+    def _weigh(
+        self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
+    ) -> Any:
+        """Note the weight of each pass in its global batch; returns the items of the step, over all
+        ranks.
+        """
         rows = [own for step in sizes for own in step]
         with self._gathering.alone():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
@@ -202,10 +242,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         items = items if items is None or counted else items * 0
         if self._loss is None:
             self._loss = self._find_loss(any(map(has_ignored, counted)))
-        weights, items, ignored = weigh_passes(self._loss, passes, sizes, totals, items, self._gathering, device)
-        if ignored and not self._loss.certain:  # rows don't tell labels from rows as long as all labels count
+        weights, items, ignored = weigh_passes(
+            self._loss, passes, sizes, totals, items, self._gathering, device
+        )
+        if (
+            ignored and not self._loss.certain
+        ):  # rows don't tell labels from rows as long as all labels count
             self._loss = self._find_loss(True)
-            weights, _, _ = weigh_passes(self._loss, passes, sizes, totals, None, self._gathering, device)
+            weights, _, _ = weigh_passes(
+                self._loss, passes, sizes, totals, None, self._gathering, device
+            )
         self._to_come = deque(zip(rows, weights, strict=True))
         return items
 
@@ -216,17 +262,25 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores, in_parts)
 
     def check_loss(self) -> None:
-        """RequestError on every rank if the loss is no mean, before the training; its loader is there."""
+        """RequestError on every rank if the loss is no mean, before the training; its loader is
+        there.
+        """
         checked = self._rows_checked()
         self._loss = self._find_loss(checked is not None and has_ignored(checked.whole))
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """RequestError where smaller passes learn something else, which one process looks at as it needs them."""
+        """RequestError where smaller passes learn something else, which one process looks at as it
+        needs them.
+        """
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), in_parts=True)
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Train the passes of a batch, each with its loss weighted so that the mean over ranks is one process's."""
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Train the passes of a batch, each with its loss weighted so that the mean over ranks is
+        one process's.
+        """
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         train = partial(self._train_part, model, num_items_in_batch)
         result = self._survival.compute(model, parts, self._loss_found, train)
@@ -278,7 +332,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             return super().prediction_step(*args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Sum the tokens of all passes over ranks, once an optimizer step, as ranks differ in their passes."""
+        """Sum the tokens of all passes over ranks, once an optimizer step, as ranks differ in their
+        passes.
+        """
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
@@ -289,7 +345,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the losses left at the end a mean over ranks in transformers 4, which has no `_finalize_training`."""
+        """Make the losses left at the end a mean over ranks in transformers 4, which has no
+        `_finalize_training`.
+        """
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         if ends and not hasattr(super(), "_finalize_training"):
@@ -297,7 +355,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Make losses not logged yet a mean over ranks too, as the trainer takes those of the first rank."""
+        """Make losses not logged yet a mean over ranks too, as the trainer takes those of the first
+        rank.
+        """
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
 
@@ -306,15 +366,28 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            state = {"rows": self._sampler.sampler.length, "step_rows": self.get_total_train_batch_size(self.args)}
+            folder = (
+                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            )
+            state = {
+                "rows": self._sampler.sampler.length,
+                "step_rows": self.get_total_train_batch_size(self.args),
+            }
             (folder / CHECKPOINT).write_text(json.dumps(state) + "\n")
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        checkpoint: Any,
+        trial: Any,
     ) -> tuple[int, int]:
         if checkpoint is not None:
-            rows, step_rows = self._sampler.sampler.length, self.get_total_train_batch_size(self.args)
+            rows, step_rows = (
+                self._sampler.sampler.length,
+                self.get_total_train_batch_size(self.args),
+            )
             check_checkpoint(Path(checkpoint), rows, step_rows, max_steps / num_train_epochs)
         found: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial

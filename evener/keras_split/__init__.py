@@ -1,4 +1,5 @@
-"""Train a Keras model by a plan: unequal shares of each batch on unequal devices, with the same result.
+"""Train a Keras model by a plan: unequal shares of each batch on unequal devices, with the same
+result.
 
     from evener.keras_split import Split
 
@@ -6,7 +7,8 @@
     model = split.build(make_model)          # make_model returns a compiled Keras model
     model.fit(x, y, epochs=5)                # the batch size is the plan's
 
-There are two engines: towers (one process, the default) and multiworker (a process for each device).
+There are two engines: towers (one process, the default) and multiworker (a process for each
+device).
 """
 
 from __future__ import annotations

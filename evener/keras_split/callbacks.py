@@ -25,7 +25,9 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class Together(kinds.Callback):  # type: ignore[misc]
-    """The last callback of a fit: starts every process from the first one's state, and stops all when one stops."""
+    """The last callback of a fit: starts every process from the first one's state, and stops all
+    when one stops.
+    """
 
     def __init__(self, engine: Workers, share_weights: Callable[[], None], backup: Any) -> None:
         super().__init__()
@@ -56,9 +58,13 @@ class Together(kinds.Callback):  # type: ignore[misc]
 
 
 def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], None]) -> list[Any]:
-    """The callbacks of this process: only the first one's write files; what comes last keeps all in step."""
+    """The callbacks of this process: only the first one's write files; what comes last keeps all in
+    step.
+    """
     group = engine.group
-    own = keras.tree.flatten(given.callbacks if isinstance(given, kinds.CallbackList) else given or [])
+    own = keras.tree.flatten(
+        given.callbacks if isinstance(given, kinds.CallbackList) else given or []
+    )
     (stopping,) = group.sum_now([tf.constant(float(sum(map(_may_stop, own))))])
     backup = None
     if group.rank:
@@ -69,16 +75,25 @@ def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], Non
         if isinstance(each, kinds.BackupAndRestore):
             backup, each._save_model = each, functools.partial(_save_backup, each)
     last = Together(engine, share_weights, backup)
-    if stopping > 0:  # one of them may stop in the middle of an epoch: together, at the price of one more sum a batch
+    if (
+        stopping > 0
+        # one of them may stop in the middle of an epoch: together, at the price of one more sum a
+        # batch
+    ):
         last.on_train_batch_end = last.agree
     return [*own, last]
 
 
 def _may_stop(callback: Any) -> bool:
-    """True if a callback looks at batches, and isn't one of Keras' that do the same in every process."""
+    """True if a callback looks at batches, and isn't one of Keras' that do the same in every
+    process.
+    """
     kind = type(callback)
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback
-    own = (name in vars(callback) or getattr(kind, name) is not getattr(kinds.Callback, name) for name in BATCH_HOOKS)
+    own = (
+        name in vars(callback) or getattr(kind, name) is not getattr(kinds.Callback, name)
+        for name in BATCH_HOOKS
+    )
     return not known and any(own)
 
 
@@ -89,26 +104,41 @@ def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool
 
 
 def _save_backup(backup: Any) -> None:
-    """Save as BackupAndRestore does, but a process that is killed at any moment leaves the weights of a known epoch."""
+    """Save as BackupAndRestore does, but a process that is killed at any moment leaves the weights
+    of a known epoch.
+    """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = getattr(backup, "saved", backup.model._initial_epoch or 0)
-    note = {"epoch": backup._current_epoch, "batch": backup._last_batch_seen, "steps": steps, "before": before}
+    note = {
+        "epoch": backup._current_epoch,
+        "batch": backup._last_batch_seen,
+        "steps": steps,
+        "before": before,
+    }
     write_atomically(path, json.dumps(note).encode())
     backup.model.save_weights(backup._weights_path)
     backup.saved = backup._current_epoch
 
 
 def _match_epoch(backup: Any) -> None:
-    """The epoch of the weights that were restored: those of the save before, if the last one was interrupted."""
+    """The epoch of the weights that were restored: those of the save before, if the last one was
+    interrupted.
+    """
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
-        if note.get("steps", int(backup.model.optimizer.iterations)) != int(backup.model.optimizer.iterations):
+        if note.get("steps", int(backup.model.optimizer.iterations)) != int(
+            backup.model.optimizer.iterations
+        ):
             backup.model._initial_epoch = note["before"]
 
 
-def save_whole(rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any) -> Any:
-    """`save` or `save_weights` in one step: a reader always finds a whole file, even if the process is killed."""
+def save_whole(
+    rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any
+) -> Any:
+    """`save` or `save_weights` in one step: a reader always finds a whole file, even if the process
+    is killed.
+    """
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False
     if other or not path.endswith((".keras", ".h5")):

@@ -1,4 +1,6 @@
-"""Checks of models before the first step: what an engine can't train exactly is refused, or warned of."""
+"""Checks of models before the first step: what an engine can't train exactly is refused, or warned
+of.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from ..training.launched import ask_for_processes
 
 
 def model_digest(model: Any) -> str:
-    """16 hexadecimal digits of the model's input shapes and weights' shapes and types; names don't count."""
+    """16 hexadecimal digits of the model's input shapes and weights' shapes and types; names don't
+    count.
+    """
     inputs = [str(tuple(each.shape)) for each in getattr(model, "inputs", None) or []]
-    weights = [f"{tuple(weight.shape)}:{weight.dtype}:{weight.trainable}" for weight in model.weights]
+    weights = [
+        f"{tuple(weight.shape)}:{weight.dtype}:{weight.trainable}" for weight in model.weights
+    ]
     return blake2b("\n".join(["keras", *inputs, *weights]).encode(), digest_size=8).hexdigest()
 
 
@@ -40,7 +46,10 @@ def check_backend() -> None:
     if backend != "tensorflow":
         raise RequestError(
             f"Keras runs on {backend} here, and a split needs TensorFlow.",
-            "Set KERAS_BACKEND=tensorflow, or use evener.torch_split for a training loop in PyTorch.",
+            (
+                "Set KERAS_BACKEND=tensorflow, or use evener.torch_split for a training loop in "
+                "PyTorch."
+            ),
         )
 
 
@@ -56,11 +65,15 @@ def check_model(model: Any) -> None:
 def check_compiled(model: Any) -> None:
     """Refuse a model without a loss to train by."""
     if not model.compiled:
-        raise RequestError("The model isn't compiled.", "Call model.compile(optimizer, loss) before fit.")
+        raise RequestError(
+            "The model isn't compiled.", "Call model.compile(optimizer, loss) before fit."
+        )
 
 
 def check_step(model: Any) -> None:
-    """Refuse what no engine can split: a model without a loss, with a train_step of its own, with states of rows."""
+    """Refuse what no engine can split: a model without a loss, with a train_step of its own, with
+    states of rows.
+    """
     check_compiled(model)
     if overrides(model, "train_step"):
         raise RequestError(
@@ -70,16 +83,20 @@ def check_step(model: Any) -> None:
     for layer in all_layers(model):
         if getattr(layer, "stateful", False):
             raise RequestError(
-                f"{layer.name} keeps a state for each row from batch to batch (stateful=True), so no batch can be cut.",
+                f"{layer.name} keeps a state for each row from batch to batch "
+                f"(stateful=True), so no batch can be cut.",
                 "Make it with stateful=False, or train on one device.",
             )
 
 
 def check_test_step(model: Any, engine: str) -> None:
-    """Refuse a test_step of the user's own where it would take one device's rows for the whole batch."""
+    """Refuse a test_step of the user's own where it would take one device's rows for the whole
+    batch.
+    """
     if overrides(model, "test_step"):
         raise RequestError(
-            f"{type(model).__name__} has a test_step of its own, which engine={engine!r} would replace.",
+            f"{type(model).__name__} has a test_step of its own, which engine={engine!r} "
+            f"would replace.",
             "Use engine='towers', which runs it whole on the first device.",
         )
 
@@ -88,7 +105,9 @@ def check_towers(model: Any) -> None:
     """Refuse what towers can't do; warn of what differs from one device."""
     check_step(model)
     for layer in list_normalizations(model, synchronized=True)[:1]:
-        refuse_in_one_process(f"{layer.name} synchronizes its statistics, which towers can't.", "synchronized=False")
+        refuse_in_one_process(
+            f"{layer.name} synchronizes its statistics, which towers can't.", "synchronized=False"
+        )
     _warn_local_statistics(model)
 
 
@@ -97,11 +116,14 @@ def check_workers(model: Any) -> None:
     check_step(model)
     if model.steps_per_execution != 1:
         raise RequestError(
-            f"engine='multiworker' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
+            f"engine='multiworker' can't run steps_per_execution={model.steps_per_execution}: "
+            f"TensorFlow fails there.",
             "Compile with steps_per_execution=1, or use engine='towers'.",
         )
     if model.run_eagerly:
-        raise RequestError("engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False.")
+        raise RequestError(
+            "engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False."
+        )
     _warn_local_statistics(model)
     _warn_sparse(model)
 
@@ -115,26 +137,39 @@ CHECKS = {
 
 
 def check_passes(model: Any, rows: int) -> None:
-    """Refuse what is exact only where one loss is computed for a device's whole share; `rows`: of a pass."""
+    """Refuse what is exact only where one loss is computed for a device's whole share; `rows`: of a
+    pass.
+    """
     check_compiled(model)
     if model.run_eagerly:
-        raise RequestError("Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}")
+        raise RequestError(
+            "Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}"
+        )
     for layer in list_normalizations(model, synchronized=True):
-        raise RequestError(f"{layer.name} synchronizes its statistics, which passes can't.", NO_PASSES)
+        raise RequestError(
+            f"{layer.name} synchronizes its statistics, which passes can't.", NO_PASSES
+        )
     if any(layer.trainable for layer in list_normalizations(model, synchronized=False)):
         warn(f"Batch normalization sees one pass of {rows} rows, not the whole share.")
     _warn_sparse(model)
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Refuse a model that assigns its trainable weights when it is called: each device has a copy of them."""
+    """Refuse a model that assigns its trainable weights when it is called: each device has a copy
+    of them.
+    """
     if weights:
-        seen = f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that."
+        seen = (
+            f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; "
+            f"towers can't keep that."
+        )
         refuse_in_one_process(seen, "leave that layer out")
 
 
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
-    """Refuse what needs a process for each device, unless evener launch will start them; `other` goes without."""
+    """Refuse what needs a process for each device, unless evener launch will start them; `other`
+    goes without.
+    """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
 
@@ -143,44 +178,64 @@ def warn_small_data(rows: int, planned: int | None) -> None:
     """Warn of data that never fill the plan's batch."""
     if planned is not None and rows < planned:
         warn(
-            f"The data have {rows} rows, fewer than the plan's global batch of {planned}: each step is smaller than "
+            f"The data have {rows} rows, fewer than the plan's global batch of {planned}: "
+            f"each step is smaller than "
             "those that the plan was measured with."
         )
 
 
 def warn_inner_metric(state: Any) -> None:
-    """Warn of a metric that the model updates when it is called: it may be given rows, or a mean over them."""
+    """Warn of a metric that the model updates when it is called: it may be given rows, or a mean
+    over them.
+    """
     metric = state.path.rpartition("/")[0]
-    warn(f"{metric} is updated inside the model, once on each device: give that metric the rows, not their mean.")
+    warn(
+        f"{metric} is updated inside the model, once on each device: give that metric the "
+        f"rows, not their mean."
+    )
 
 
 def warn_summed_metrics(model: Any) -> None:
-    """Warn of metrics that aren't Keras' own, and may not add up over rows, where outputs can't be put together."""
+    """Warn of metrics that aren't Keras' own, and may not add up over rows, where outputs can't be
+    put together.
+    """
     metrics = model._compile_metrics.metrics if model._compile_metrics else []
     own = [
-        each.name for each in metrics if not (getattr(each, "_fn", None) or type(each)).__module__.startswith("keras.")
+        each.name
+        for each in metrics
+        if not (getattr(each, "_fn", None) or type(each)).__module__.startswith("keras.")
     ]
     if own:
         warn(
-            f"The outputs are too large to be sent to every process for {own[0]}: each counts its own rows, and what "
+            f"The outputs are too large to be sent to every process for {own[0]}: each counts "
+            f"its own rows, and what "
             "is shown is right only for a metric that adds up over rows, as means and counts do."
         )
 
 
 def all_layers(model: Any) -> list[Any]:
-    """Every layer of a model, including those of inner models, of wrappers and of the user's own layers."""
+    """Every layer of a model, including those of inner models, of wrappers and of the user's own
+    layers.
+    """
     found: list[Any] = model._flatten_layers(include_self=False)
     return found
 
 
 def overrides(model: Any, name: str) -> bool:
     """True if the model's class has a method of its own in place of Keras'."""
-    return getattr(type(model), name) not in (getattr(keras.Model, name), getattr(keras.Sequential, name))
+    return getattr(type(model), name) not in (
+        getattr(keras.Model, name),
+        getattr(keras.Sequential, name),
+    )
 
 
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """The layers that normalize over rows: those of each replica, the synchronized ones, or with None all."""
-    found = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
+    """The layers that normalize over rows: those of each replica, the synchronized ones, or with
+    None all.
+    """
+    found = [
+        each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
+    ]
     return [each for each in found if synchronized in (None, each.synchronized)]
 
 
@@ -188,29 +243,49 @@ def _warn_local_statistics(model: Any) -> None:
     local = [layer for layer in list_normalizations(model, synchronized=False) if layer.trainable]
     if local:
         warn(
-            f"{local[0].name} takes its statistics from each device's own rows, not from the whole batch; "
+            f"{local[0].name} takes its statistics from each device's own rows, not from the "
+            f"whole batch; "
             "synchronized=True with engine='multiworker' uses the whole batch."
         )
 
 
 def _warn_sparse(model: Any) -> None:
-    """Keras clips and squares the rows of a sparse gradient one by one; here there is only their sum."""
+    """Keras clips and squares the rows of a sparse gradient one by one; here there is only their
+    sum.
+    """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     kind = type(optimizer)
-    clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
-    if not kind.__module__.startswith("keras.") or (issubclass(kind, keras.optimizers.SGD) and not clips):
+    clips = any(
+        getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue")
+    )
+    if not kind.__module__.startswith("keras.") or (
+        issubclass(kind, keras.optimizers.SGD) and not clips
+    ):
         return
-    words = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding) and layer.trainable]
+    words = [
+        layer
+        for layer in all_layers(model)
+        if isinstance(layer, keras.layers.Embedding) and layer.trainable
+    ]
     if words:
-        effect = "it is clipped otherwise" if clips else "words that are frequent in a batch learn at a different rate"
+        effect = (
+            "it is clipped otherwise"
+            if clips
+            else "words that are frequent in a batch learn at a different rate"
+        )
         warn(
-            f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group or in passes, and word by word on "
+            f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group or in "
+            f"passes, and word by word on "
             f"one device: {effect}. engine='towers' without passes does as one device does."
         )
 
 
 ROWS, SUM, SAME = "rows", "sum", "same"
-COUNTS = ("steps", "labels", "weights")  # units beside rows that a loss may be a mean over, counted in each step
+COUNTS = (
+    "steps",
+    "labels",
+    "weights",
+)  # units beside rows that a loss may be a mean over, counted in each step
 OTHER = ""  # none of them
 _ALONE = "Leave that out, or train on one device."
 
@@ -218,8 +293,9 @@ _ALONE = "Leave that out, or train on one device."
 class PartKinds(msgspec.Struct, frozen=True):
     """Relations between parts of a batch and the whole; by default every loss is a mean over rows.
 
-    `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of COUNTS, or OTHER.
-    `states` has the same for the changes of states by their place in `model.non_trainable_variables`: ROWS, SUM, SAME.
+    `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of
+    COUNTS, or OTHER. `states` has the same for the changes of states by their place in
+    `model.non_trainable_variables`: ROWS, SUM, SAME.
     """
 
     loss: str = ROWS
@@ -240,9 +316,14 @@ def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
         seen, remedy = found.seen.rstrip("."), f"{TOWERS} {NO_PASSES}" if in_passes else TOWERS
         raise RequestError(f"{who} can't put this loss together. {seen}.", remedy)
     if in_passes and found.loss in COUNTS:
-        over = {"steps": "the steps that a mask leaves", "labels": "labels that aren't ignored", "weights": "weights"}
+        over = {
+            "steps": "the steps that a mask leaves",
+            "labels": "labels that aren't ignored",
+            "weights": "weights",
+        }
         raise RequestError(
-            f"A plan with passes can't weight this loss exactly: it is a mean over {over[found.loss]}, not over rows.",
+            f"A plan with passes can't weight this loss exactly: it is a mean over "
+            f"{over[found.loss]}, not over rows.",
             NO_PASSES,
         )
 
@@ -260,7 +341,8 @@ def refuse_everywhere(found: PartKinds, model: Any) -> None:
         if kind == OTHER:
             path = model.non_trainable_variables[place].path
             raise RequestError(
-                f"A call of the model assigns {path}, and what the parts of a batch make of it isn't what the whole "
+                f"A call of the model assigns {path}, and what the parts of a batch make of "
+                f"it isn't what the whole "
                 "makes of it.",
                 _ALONE,
             )

@@ -1,7 +1,9 @@
-"""Arrays as batches: which rows each step of each epoch takes, in an order that every process of a group can repeat.
+"""Arrays as batches: which rows each step of each epoch takes, in an order that every process of a
+group can repeat.
 
-The order of an epoch is a keyed permutation, so a step's rows follow from its number alone: a process gathers its own
-rows of a global batch and no others, and the next epoch's first batch is made while this epoch's last one trains.
+The order of an epoch is a keyed permutation, so a step's rows follow from its number alone: a
+process gathers its own rows of a global batch and no others, and the next epoch's first batch is
+made while this epoch's last one trains.
 """
 
 from __future__ import annotations
@@ -37,26 +39,39 @@ class DealtArrays(NamedTuple):
 
 
 def deal_arrays(dealer: Dealer, tokens: Any) -> tuple[Any, Any, Any]:
-    """The order of a batch's rows, device after device, the edges between devices, and each one's longest row."""
+    """The order of a batch's rows, device after device, the edges between devices, and each one's
+    longest row.
+    """
 
     def deal(lengths: Any) -> tuple[Any, ...]:
         dealt = dealer.deal(lengths.tolist())
         own = [[row for each in passes for row in each] for passes in dealt.passes]
         edges = np.cumsum([0, *map(len, own)], dtype=np.int64)
         longest = [max((1, *(int(lengths[row]) for row in rows))) for rows in own]
-        return np.array([row for rows in own for row in rows], np.int64), edges, np.array(longest, np.int64)
+        return (
+            np.array([row for rows in own for row in rows], np.int64),
+            edges,
+            np.array(longest, np.int64),
+        )
 
     order, edges, longest = tf.numpy_function(deal, [tokens], [tf.int64] * 3)
     devices = len(dealer.ranks)
-    return tf.ensure_shape(order, [None]), tf.ensure_shape(edges, [devices + 1]), tf.ensure_shape(longest, [devices])
+    return (
+        tf.ensure_shape(order, [None]),
+        tf.ensure_shape(edges, [devices + 1]),
+        tf.ensure_shape(longest, [devices]),
+    )
 
 
 def read_lengths(lengths: Any, x: Tensors, rows: int, dealer: Dealer) -> Any:
-    """The tokens of each row, as int64; RequestError unless they can be those of the padded arrays x."""
+    """The tokens of each row, as int64; RequestError unless they can be those of the padded arrays
+    x.
+    """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise RequestError(
-            f"lengths={type(lengths).__name__} isn't a list of whole numbers.", "Give the tokens of each row, in order."
+            f"lengths={type(lengths).__name__} isn't a list of whole numbers.",
+            "Give the tokens of each row, in order.",
         )
     dealer.check(tokens.tolist(), rows)
     _check_padding(tokens, _count_steps(x))
@@ -92,7 +107,9 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Outputs of cut rows with as many steps as x has, where their number is open; masks leave the padding out."""
+    """Outputs of cut rows with as many steps as x has, where their number is open; masks leave the
+    padding out.
+    """
     whole = _count_steps(x)
 
     def pad(tensor: Any) -> Any:
@@ -109,11 +126,17 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 
 
 def check_padding(model: Any, batch: DealtArrays) -> None:
-    """RequestError unless a row of the batch computes the same without its padding, and the loss leaves that out."""
+    """RequestError unless a row of the batch computes the same without its padding, and the loss
+    leaves that out.
+    """
     if model.run_eagerly:
-        raise RequestError("Rows can't be assigned by length eagerly.", "Compile with run_eagerly=False.")
+        raise RequestError(
+            "Rows can't be assigned by length eagerly.", "Compile with run_eagerly=False."
+        )
     if any(isinstance(layer, keras.layers.BatchNormalization) for layer in all_layers(model)):
-        raise RequestError("Batch normalization counts padding in its statistics.", "Train without lengths.")
+        raise RequestError(
+            "Batch normalization counts padding in its statistics.", "Train without lengths."
+        )
     x, _, weight = keras.utils.unpack_x_y_sample_weight(batch.data)
     longest, sizes = batch.longest.numpy(), np.diff(batch.edges.numpy())
     device = int(np.where(sizes > 0, longest, longest.max() + 1).argmin())
@@ -124,7 +147,8 @@ def check_padding(model: Any, batch: DealtArrays) -> None:
         short = keras.tree.flatten(call_model(model, cut_steps(row, steps), False))
     except (ValueError, tf.errors.OpError) as error:
         raise RequestError(
-            f"{model.name} can't compute a row of {steps} tokens that isn't padded: {str(error).splitlines()[0]}",
+            f"{model.name} can't compute a row of {steps} tokens that isn't padded: "
+            f"{str(error).splitlines()[0]}",
             "Leave the length of its input open, as Input((None,)) does, or train without lengths.",
         ) from None
     for one, other in zip(whole, short, strict=True):
@@ -132,19 +156,35 @@ def check_padding(model: Any, batch: DealtArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """RequestError unless an output of a padded row is that of the row without padding, which must count nothing."""
+    """RequestError unless an output of a padded row is that of the row without padding, which must
+    count nothing.
+    """
     if whole.shape != short.shape:
-        counted = [getattr(whole, "_keras_mask", None), *(each for each in weights if each is not None)]
-        marks = [tf.cast(each[:, steps:], tf.bool) for each in counted if each is not None and each.shape.rank > 1]
+        counted = [
+            getattr(whole, "_keras_mask", None),
+            *(each for each in weights if each is not None),
+        ]
+        marks = [
+            tf.cast(each[:, steps:], tf.bool)
+            for each in counted
+            if each is not None and each.shape.rank > 1
+        ]
         if not marks or bool(tf.reduce_any(tf.reduce_all(tf.stack(marks), 0))):
             raise RequestError(
                 "The loss counts padding: no mask reaches it, and no weights are 0 there.",
-                "Mask it, as Embedding(mask_zero=True) does, or give a sample_weight for each token.",
+                (
+                    "Mask it, as Embedding(mask_zero=True) does, or give a sample_weight for each "
+                    "token."
+                ),
             )
         whole = whole[:, :steps]
     one, other = np.asarray(whole, np.float64), np.asarray(short, np.float64)
-    if one.shape != other.shape or np.abs(one - other).max(initial=0.0) > SAME * np.abs(one).max(initial=0.0):
-        raise RequestError("The model computes another output for a row without its padding.", _MASK)
+    if one.shape != other.shape or np.abs(one - other).max(initial=0.0) > SAME * np.abs(one).max(
+        initial=0.0
+    ):
+        raise RequestError(
+            "The model computes another output for a row without its padding.", _MASK
+        )
 
 
 def _count_steps(x: Tensors) -> int | None:
@@ -157,17 +197,25 @@ PREFETCHED_BATCHES = 2
 ENDLESS_STEPS = 1 << 62
 MOST_THREADS = 4  # that gather rows at once
 
-as_it_is = tf.autograph.experimental.do_not_convert  # functions without tensors in their conditions: a faster start
-Take = Callable[[Any, Any, Any], Any]  # epoch, first row, row after the last -> an element of a dataset
+as_it_is = (
+    tf.autograph.experimental.do_not_convert
+)  # functions without tensors in their conditions: a faster start
+Take = Callable[
+    [Any, Any, Any], Any
+]  # epoch, first row, row after the last -> an element of a dataset
 
 
 class ArrayBatches:
-    """Nested arrays of (x, y, weight), as far as they are given, `batch` rows a step and the rest in a last one.
+    """Nested arrays of (x, y, weight), as far as they are given, `batch` rows a step and the rest
+    in a last one.
 
-    `rows` is the length of an epoch, for which the arrays are repeated. RequestError for arrays of unequal or no rows.
+    `rows` is the length of an epoch, for which the arrays are repeated. RequestError for arrays of
+    unequal or no rows.
     """
 
-    def __init__(self, data: Any, batch: int, shuffle: bool = False, seed: int = 0, rows: int | None = None) -> None:
+    def __init__(
+        self, data: Any, batch: int, shuffle: bool = False, seed: int = 0, rows: int | None = None
+    ) -> None:
         self._length = array_rows(data)
         self._tensors = keras.tree.map_structure(_to_tensor, keras.tree.lists_to_tuples(data))
         self.rows = rows or self._length
@@ -181,11 +229,15 @@ class ArrayBatches:
         return math.ceil(self.rows / self.batch)
 
     def global_batches(self, endless: bool = False) -> Any:
-        """A tf.data.Dataset of global batches: one epoch, or `endless` ones without a pause between them."""
+        """A tf.data.Dataset of global batches: one epoch, or `endless` ones without a pause between
+        them.
+        """
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """A dataset of `OwnRows`: the rows of each global batch that the process of this rank computes."""
+        """A dataset of `OwnRows`: the rows of each global batch that the process of this rank
+        computes.
+        """
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
@@ -197,7 +249,9 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
-        """A dataset of `DealtArrays`: global batches whose rows, of these `tokens`, are dealt to devices."""
+        """A dataset of `DealtArrays`: global batches whose rows, of these `tokens`, are dealt to
+        devices.
+        """
 
         def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
             places = self._places(epoch, start, stop)
@@ -226,7 +280,9 @@ class ArrayBatches:
         """The steps of one epoch; each iteration is another epoch."""
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
-        numbers = epoch.flat_map(as_it_is(lambda number: steps.map(as_it_is(lambda step: (number, step)))))
+        numbers = epoch.flat_map(
+            as_it_is(lambda number: steps.map(as_it_is(lambda step: (number, step))))
+        )
         return numbers.apply(tf.data.experimental.assert_cardinality(self.steps))
 
     def _take(self, tensors: Any, epoch: Any, start: Any, stop: Any) -> Any:
@@ -243,8 +299,12 @@ class ArrayBatches:
         return places % self._length
 
 
-def pack_arrays(x: Any, y: Any = None, weight: Any = None, class_weight: Any = None) -> tuple[Any, ...]:
-    """(x, y, weight) without what isn't given; RequestError for weights without y, or of both kinds."""
+def pack_arrays(
+    x: Any, y: Any = None, weight: Any = None, class_weight: Any = None
+) -> tuple[Any, ...]:
+    """(x, y, weight) without what isn't given; RequestError for weights without y, or of both
+    kinds.
+    """
     weight = _fold_weights(y, weight, class_weight)
     if y is None and weight is not None:
         raise RequestError("Sample weights are given without y.", "Give y too.")
@@ -255,10 +315,14 @@ def array_rows(data: Any) -> int:
     """Rows of nested arrays; RequestError if they differ or there are none."""
     shapes = [array.shape for array in keras.tree.flatten(data) if array is not None]
     if not all(shapes):
-        raise RequestError("A list of single numbers has no rows.", "Give an array: numpy.asarray(...).")
+        raise RequestError(
+            "A list of single numbers has no rows.", "Give an array: numpy.asarray(...)."
+        )
     counts = {int(shape[0]) for shape in shapes}
     if len(counts) != 1:
-        raise RequestError(f"The arrays have {sorted(counts)} rows.", "Give arrays with the same number of rows.")
+        raise RequestError(
+            f"The arrays have {sorted(counts)} rows.", "Give arrays with the same number of rows."
+        )
     (rows,) = counts
     if rows == 0:
         raise RequestError("The arrays have no rows.", "Give at least one sample.")
@@ -273,7 +337,9 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """`class_weight` as sample weights, as Keras does it: by the label, or the column of a one-hot row."""
+    """`class_weight` as sample weights, as Keras does it: by the label, or the column of a one-hot
+    row.
+    """
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:
@@ -283,7 +349,9 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
         labels = labels.argmax(-1)
     labels = labels.reshape(len(labels), -1)
     if labels.shape[1] != 1:
-        raise RequestError("class_weight needs one label for each sample.", "Give sample_weight instead.")
+        raise RequestError(
+            "class_weight needs one label for each sample.", "Give sample_weight instead."
+        )
     table = np.vectorize(lambda label: float(class_weight.get(int(label), 1.0)), otypes=[float])
     return table(labels[:, 0]).astype(keras.config.floatx())
 
@@ -293,12 +361,15 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
     if gives_batches(dataset, inputs) is not False:
         return dataset
     if not size:
-        raise RequestError("The dataset gives single samples, not batches.", "Batch them: dataset.batch(n).")
+        raise RequestError(
+            "The dataset gives single samples, not batches.", "Batch them: dataset.batch(n)."
+        )
     return dataset.batch(size).prefetch(PREFETCHED_BATCHES)
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """True if a dataset's elements are batches, False for single samples, None where shapes don't tell.
+    """True if a dataset's elements are batches, False for single samples, None where shapes don't
+    tell.
 
     `inputs` are those of the model, if it has them already.
     """
@@ -314,7 +385,9 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
     if inputs and len(x) == len(inputs):
         missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
         open_samples = any(size is None for each in inputs for size in each.shape[1:])
-        return not (missing == len(inputs) and (open_samples or any(shape[0] is not None for shape in x)))
+        return not (
+            missing == len(inputs) and (open_samples or any(shape[0] is not None for shape in x))
+        )
     leading = {shape[0] for shape in shapes}
     return True if leading == {None} else False if len(leading) > 1 else None
 
@@ -325,7 +398,9 @@ def batch_rows(dataset: Any) -> int | None:
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
     while dataset is not None:
-        size = getattr(dataset, "_batch_size", None)  # of what batch() returns; TensorFlow has no public name for it
+        size = getattr(
+            dataset, "_batch_size", None
+        )  # of what batch() returns; TensorFlow has no public name for it
         if size is not None:
             return int(size)
         dataset = getattr(dataset, "_input_dataset", None)
@@ -334,7 +409,12 @@ def batch_rows(dataset: Any) -> int | None:
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
     """Dense arrays, whole epochs, one step at a time."""
-    leaves = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
+    leaves = [
+        leaf
+        for key in ("x", "y", "sample_weight")
+        for leaf in tf.nest.flatten(chosen[key])
+        if leaf is not None
+    ]
     weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
     return (
         all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in leaves)
@@ -358,7 +438,9 @@ def _to_tensor(array: Any) -> Any:
 
 
 def _own_threads(count: int) -> Any:
-    """A thread pool of its own and no larger, so that neither a waiting collective nor the training delays a batch."""
+    """A thread pool of its own and no larger, so that neither a waiting collective nor the training
+    delays a batch.
+    """
     options = tf.data.Options()
     options.threading.private_threadpool_size = count
     options.threading.max_intra_op_parallelism = 1

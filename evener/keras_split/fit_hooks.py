@@ -1,6 +1,8 @@
-"""Puts an engine's steps into a Keras model, and gives its `fit` and `evaluate` data in the form the engine needs.
+"""Puts an engine's steps into a Keras model, and gives its `fit` and `evaluate` data in the form
+the engine needs.
 
-The steps are set on the instance, not by a subclass, so that the model is saved under its own class.
+The steps are set on the instance, not by a subclass, so that the model is saved under its own
+class.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Methods that replace a model's own so that a split's `engine` trains it; without one, it is Keras' on one device.
+    """Methods that replace a model's own so that a split's `engine` trains it; without one, it is
+    Keras' on one device.
 
-    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays.
+    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known
+    from arrays.
     """
 
     def __init__(self, model: Any, engine: Any, split: Any) -> None:
@@ -59,33 +63,49 @@ class FitHooks:
         self.group: Any = split.group
         self.batch: int | None = None
         self.samples: int | None = None
-        self._plan_batch = split.global_batch if split.plan else None  # until a fit has been warned of another one
+        self._plan_batch = (
+            split.global_batch if split.plan else None
+        )  # until a fit has been warned of another one
         self._starts = False  # a fit begins
         micros = split.cut.micros
-        self._pass_rows = largest_pass(split.shares, micros) if micros else None  # rows of the largest pass, if any,
+        self._pass_rows = (
+            largest_pass(split.shares, micros) if micros else None
+        )  # rows of the largest pass, if any,
         # and of the largest batch that is one pass on each device, to evaluate
-        self._evaluated = max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
+        self._evaluated = (
+            max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
+        )
 
     def attach(self) -> None:
         """Replace the model's steps by the engine's, and what prepares them."""
         model, engine, split = self.model, self.engine, self.split
         for name in ("train_step", "test_step", "predict_step"):
             own = not hasattr(engine, name) or (name != "train_step" and overrides(model, name))
-            setattr(model, name, functools.partial(self._own_step, name) if own else getattr(engine, name))
+            setattr(
+                model,
+                name,
+                functools.partial(self._own_step, name) if own else getattr(engine, name),
+            )
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make, name))
         if split.engine == "multiworker":
             model.train_on_batch = functools.partial(self.on_batch, "train_on_batch")
             model.test_on_batch = functools.partial(self.on_batch, "test_on_batch")
             for name in ("save", "save_weights"):
-                setattr(model, name, functools.partial(save_whole, self.group.rank, getattr(model, name)))
+                setattr(
+                    model,
+                    name,
+                    functools.partial(save_whole, self.group.rank, getattr(model, name)),
+                )
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
         if split.engine != "solo" and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _as_own(self, name: str) -> Any:
-        """The hook of this name with the signature and documentation of the method that it replaces."""
+        """The hook of this name with the signature and documentation of the method that it
+        replaces.
+        """
         hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
@@ -101,7 +121,9 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make a function as Keras does, without XLA, which is for one device; refuse what the engine can't do."""
+        """Make a function as Keras does, without XLA, which is for one device; refuse what the
+        engine can't do.
+        """
         model, split = self.model, self.split
         if name == "make_train_function":
             if self._pass_rows is not None:
@@ -131,7 +153,9 @@ class FitHooks:
         of_engine = training or (name == "test_function" and not overrides(self.model, "test_step"))
         if engine is None or not of_engine:
             return function
-        return measure_first(engine, self.group.device if self.group else self.split.devices[0], training, function)
+        return measure_first(
+            engine, self.group.device if self.group else self.split.devices[0], training, function
+        )
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""
@@ -146,11 +170,15 @@ class FitHooks:
             self._fit_dataset(chosen)
         if self.group is not None:
             self.engine.unchecked = True
-            chosen["callbacks"] = group_callbacks(chosen["callbacks"], self.engine, self._share_weights)
+            chosen["callbacks"] = group_callbacks(
+                chosen["callbacks"], self.engine, self._share_weights
+            )
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """`keras.Model.evaluate`; the default batch size is the split's global batch, or that of one pass."""
+        """`keras.Model.evaluate`; the default batch size is the split's global batch, or that of
+        one pass.
+        """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
         self._build(chosen["x"])
@@ -162,7 +190,12 @@ class FitHooks:
                 chosen["batch_size"] = size
             else:
                 chosen["x"], steps = self._in_order(pack_arrays(*map(chosen.get, ARRAYS)), size)
-                chosen |= {"y": None, "sample_weight": None, "batch_size": None, "steps": chosen["steps"] or steps}
+                chosen |= {
+                    "y": None,
+                    "sample_weight": None,
+                    "batch_size": None,
+                    "steps": chosen["steps"] or steps,
+                }
         return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -171,7 +204,9 @@ class FitHooks:
         return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def compile_config(self) -> Any:
-        """The model's own compile config; clone_model asks for it too, and makes a model that isn't split."""
+        """The model's own compile config; clone_model asks for it too, and makes a model that isn't
+        split.
+        """
         if any(frame.f_code.co_name == "clone_model" for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
@@ -183,21 +218,30 @@ class FitHooks:
         return kind.__reduce__(self.model)
 
     def _warn_of_copy(self) -> None:
-        warn(f"A copy of {self.model.name} trains on one device: pass the copy to split.model() to split it too.")
+        warn(
+            f"A copy of {self.model.name} trains on one device: pass the copy to "
+            f"split.model() to split it too."
+        )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
         """The call's arguments by name, with Keras' defaults."""
-        call = inspect.signature(getattr(type(self.model), name)).bind(self.model, *arguments, **keywords)
+        call = inspect.signature(getattr(type(self.model), name)).bind(
+            self.model, *arguments, **keywords
+        )
         shuffle = call.arguments.get("shuffle")
         call.apply_defaults()
         for part in {"x", "y", "sample_weight", "validation_data"} & call.arguments.keys():
             call.arguments[part] = keras.tree.map_structure(from_frame, call.arguments[part])
         if shuffle is None and isinstance(call.arguments["x"], tf.data.Dataset) and name == "fit":
-            call.arguments["shuffle"] = False  # by default Keras asks for it, then warns that a dataset ignores it
+            call.arguments["shuffle"] = (
+                False  # by default Keras asks for it, then warns that a dataset ignores it
+            )
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to it."""
+        """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to
+        it.
+        """
         self.batch = size = check_global_batch(
             chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
         )
@@ -212,10 +256,23 @@ class FitHooks:
                 f"engine={self.split.engine!r} can't take validation_split.",
                 "Give validation_data, or use engine='towers'.",
             )
-        data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
+        data = pack_arrays(
+            chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"]
+        )
         arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
-        chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
-        check_same_arrays(self.group, data, size, [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")])
+        chosen |= {
+            "y": None,
+            "sample_weight": None,
+            "class_weight": None,
+            "batch_size": None,
+            "shuffle": False,
+        }
+        check_same_arrays(
+            self.group,
+            data,
+            size,
+            [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")],
+        )
         endless = chosen["steps_per_epoch"] is None or self.group is None
         steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
         self.samples = arrays.rows if steps == arrays.steps else None
@@ -235,7 +292,9 @@ class FitHooks:
         return self.split.batches(arrays, endless)
 
     def _draw_seed(self) -> int:
-        """The seed of the epochs' order, by `keras.utils.set_random_seed`; in a group the first process draws it."""
+        """The seed of the epochs' order, by `keras.utils.set_random_seed`; in a group the first
+        process draws it.
+        """
         with tf.device("CPU:0"):
             drawn = tf.random.uniform([], maxval=1 << 31, dtype=tf.int64)
         if self.group is not None:
@@ -252,7 +311,9 @@ class FitHooks:
                 check_padding(self.model, next(iter(data)))
             self._note_batch(batch_rows(chosen["x"]))
         elif self.group is not None:
-            raise RequestError(f"engine={name!r} can't fit a generator.", "Give arrays, or split.data(...).")
+            raise RequestError(
+                f"engine={name!r} can't fit a generator.", "Give arrays, or split.data(...)."
+            )
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
@@ -267,24 +328,37 @@ class FitHooks:
             chosen["validation_data"] = batch_samples(data, size, _inputs(self.model))
         elif arrays and self.group is not None:
             chosen["validation_data"], steps = self._in_order(pack_arrays(*data), size)
-            chosen |= {"validation_steps": chosen["validation_steps"] or steps, "validation_batch_size": None}
+            chosen |= {
+                "validation_steps": chosen["validation_steps"] or steps,
+                "validation_batch_size": None,
+            }
 
     def _note_batch(self, rows: int | None) -> None:
         if rows is not None and self._plan_batch not in (None, rows):
             warn(
-                f"Batches of {rows} samples are trained, not the plan's {self._plan_batch}: the learning is exact, but "
+                f"Batches of {rows} samples are trained, not the plan's {self._plan_batch}: "
+                f"the learning is exact, but "
                 "the plan's shares and samples/s are for its own batch."
             )
             self._plan_batch = None
 
     def _build(self, x: Any) -> None:
-        """Make the weights of a model that waits for its first batch, so that a group can share them before it."""
+        """Make the weights of a model that waits for its first batch, so that a group can share
+        them before it.
+        """
         if self.group is None or self.model.built:
             return
         if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
-            batch = x[0] if isinstance(x, keras.utils.PyDataset) else next(iter(batch_samples(x, 1).take(1)))
+            batch = (
+                x[0]
+                if isinstance(x, keras.utils.PyDataset)
+                else next(iter(batch_samples(x, 1).take(1)))
+            )
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        self.model(keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[:1]), x), training=False)
+        self.model(
+            keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[:1]), x),
+            training=False,
+        )
 
     def _share_weights(self) -> None:
         """Start every process from the first one's weights and optimizer."""

@@ -1,6 +1,8 @@
-"""The processes that train one model together: their sums by NCCL or gRPC, and what they must agree on.
+"""The processes that train one model together: their sums by NCCL or gRPC, and what they must agree
+on.
 
-MultiWorkerMirroredStrategy only joins them. The noise scale of their gradient is taken as that is summed anyway.
+MultiWorkerMirroredStrategy only joins them. The noise scale of their gradient is taken as that is
+summed anyway.
 """
 
 from __future__ import annotations
@@ -25,14 +27,22 @@ from ..training.share_order import RankInfo, check_agreement, check_places
 from .data import array_rows
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
-KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64)  # that TensorFlow can sum so, on GPUs too
+KINDS = (
+    tf.float32,
+    tf.float64,
+    tf.float16,
+    tf.bfloat16,
+    tf.int64,
+)  # that TensorFlow can sum so, on GPUs too
 NARROW = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.uint64)
 WIDER = dict.fromkeys(NARROW, tf.int64)  # for others
 LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """The processes that step together. Make it before TensorFlow's first operation in the process."""
+    """The processes that step together. Make it before TensorFlow's first operation in the
+    process.
+    """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
         os.environ["TF_CONFIG"] = json.dumps(
@@ -40,34 +50,46 @@ class Group:
         )
         self.rank = rank
         self.size = len(peers)
-        self.name = hashlib.blake2b(",".join(peers).encode(), digest_size=8).hexdigest()  # the same in all of them
+        self.name = hashlib.blake2b(
+            ",".join(peers).encode(), digest_size=8
+        ).hexdigest()  # the same in all of them
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
         if self.strategy.num_replicas_in_sync != self.size:
             raise RequestError(
-                f"{self.size} processes see {self.strategy.num_replicas_in_sync} devices between them.",
+                f"{self.size} processes see {self.strategy.num_replicas_in_sync} devices "
+                f"between them.",
                 "Show each process one GPU, by CUDA_VISIBLE_DEVICES.",
             )
-        has_gpu = tf.config.list_physical_devices("GPU")  # between which TensorFlow sums over gRPC unless NCCL is named
+        has_gpu = tf.config.list_physical_devices(
+            "GPU"
+        )  # between which TensorFlow sums over gRPC unless NCCL is named
         self.device, self._way = ("GPU:0", "nccl") if has_gpu else ("CPU:0", "auto")
         with tf.device(self.device):
             self._order = tf.Variable(
                 0.0, trainable=False
             )  # collectives that take it start in the same order in every process
-        self._sum = tf.function(lambda tensors: self.sum(tensors), autograph=False, reduce_retracing=True)
+        self._sum = tf.function(
+            lambda tensors: self.sum(tensors), autograph=False, reduce_retracing=True
+        )
 
     def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
-        """Each tensor summed over the processes; every process calls it with tensors of the same shapes.
+        """Each tensor summed over the processes; every process calls it with tensors of the same
+        shapes.
 
-        Give first what is ready first: of many bytes, most are summed while the last ones are still computed, and
-        nothing waits for the last `apart`.
+        Give first what is ready first: of many bytes, most are summed while the last ones are still
+        computed, and nothing waits for the last `apart`.
         """
         given = tensors
-        tensors = sums = [tf.cast(tensor, WIDER.get(tensor.dtype, tensor.dtype)) for tensor in given]
+        tensors = sums = [
+            tf.cast(tensor, WIDER.get(tensor.dtype, tensor.dtype)) for tensor in given
+        ]
         sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
         kinds = [tensor.dtype for tensor in tensors]
         for places in divide_sums(list(zip(sizes, kinds, strict=True)), apart):
             with tf.device(self.device):
-                total = self._reduce(tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0))
+                total = self._reduce(
+                    tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0)
+                )
                 parts = tf.split(total, [tf.size(tensors[i]) for i in places], num=len(places))
             for i, part in zip(places, parts, strict=True):
                 sums[i] = tf.cast(tf.reshape(part, tf.shape(tensors[i])), given[i].dtype)
@@ -76,9 +98,9 @@ class Group:
     def _reduce(self, flat: Any) -> Any:
         """A vector summed over the processes.
 
-        The key follows from type and length, so that the processes agree on each only once. The strategy's own sums
-        take a new key every time, and each costs a request to the first process: 1.2 to 1.7 ms a sum on two H200,
-        not 0.6.
+        The key follows from type and length, so that the processes agree on each only once. The
+        strategy's own sums take a new key every time, and each costs a request to the first
+        process: 1.2 to 1.7 ms a sum on two H200, not 0.6.
         """
         with tf.device("CPU:0"):
             number = tf.size(flat, tf.int64) * len(KINDS) + KINDS.index(flat.dtype)
@@ -110,7 +132,9 @@ class Group:
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
         """`sum` outside any graph."""
-        given = list(tensors)  # traced for each kind of sums, which is no fault that TensorFlow should warn of
+        given = list(
+            tensors
+        )  # traced for each kind of sums, which is no fault that TensorFlow should warn of
         return list(self._sum.get_concrete_function(given)(given)) if given else []
 
 
@@ -122,25 +146,32 @@ def group_from_environment() -> Group | None:
     try:
         peers, rank = _read_cluster(json.loads(text))
     except (ValueError, AttributeError, TypeError):
-        raise RequestError("TF_CONFIG can't be read.", "It is JSON with cluster.worker and task.index.") from None
+        raise RequestError(
+            "TF_CONFIG can't be read.", "It is JSON with cluster.worker and task.index."
+        ) from None
     return _join_group(tuple(peers), rank) if len(peers) > 1 else None
 
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """The group of every Split of this process: another strategy would end the sums that a faster process has begun."""
+    """The group of every Split of this process: another strategy would end the sums that a faster
+    process has begun.
+    """
     return Group(peers, rank)
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """The addresses of the processes that train, the chief first as TensorFlow counts them, and this one's rank."""
+    """The addresses of the processes that train, the chief first as TensorFlow counts them, and
+    this one's rank.
+    """
     cluster, task = config.get("cluster", {}), config.get("task", {})
     chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
     kind, index = task.get("type", "worker"), int(task.get("index", 0))
     members = {"chief": chiefs, "worker": workers}
     if chiefs + workers and index not in range(len(members.get(kind, []))):
         raise RequestError(
-            f"TF_CONFIG makes this process {kind} {index}, but its cluster has {len(chiefs)} chiefs and "
+            f"TF_CONFIG makes this process {kind} {index}, but its cluster has {len(chiefs)} "
+            f"chiefs and "
             f"{len(workers)} workers.",
             "Start the script only where task is one of them.",
         )
@@ -148,13 +179,16 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
-    """The place in `active` of each rank's share; in TF_CONFIG's order where no process knows its device.
+    """The place in `active` of each rank's share; in TF_CONFIG's order where no process knows its
+    device.
 
     Every process calls it. PlanError, in all of them, if not each share has a process of its own.
     """
     host = find_host(share.host for share in active)
     device = launched_device() or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    own = [i for i, share in enumerate(active) if share.device == device and host in ("", share.host)]
+    own = [
+        i for i, share in enumerate(active) if share.device == device and host in ("", share.host)
+    ]
     places = [0.0] * group.size
     places[group.rank] = own[0] + 1.0 if len(own) == 1 else 0.0
     (summed,) = group.sum_now([tf.constant(places)])
@@ -165,12 +199,18 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:
-    """RequestError, in all processes, if an option isn't the same in all; every process calls it."""
+    """RequestError, in all processes, if an option isn't the same in all; every process calls
+    it.
+    """
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
     said = [each.numpy() for each in group.sum_now(own)]
     check_agreement(
         [
-            RankInfo("", "", options={name: bool(each[rank]) for name, each in zip(options, said, strict=True)})
+            RankInfo(
+                "",
+                "",
+                options={name: bool(each[rank]) for name, each in zip(options, said, strict=True)},
+            )
             for rank in range(group.size)
         ]
     )
@@ -187,19 +227,33 @@ def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
 
 
 def digest_labels(data: Any) -> Any:
-    """A digest of a batch's labels, or of its inputs without labels: every process may change inputs at random."""
+    """A digest of a batch's labels, or of its inputs without labels: every process may change
+    inputs at random.
+    """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     with tf.device("CPU:0"):
         leaves = tf.nest.flatten(x if y is None else y, expand_composites=True)
-        return digest([leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1] for leaf in leaves])
+        return digest(
+            [
+                leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
+                for leaf in leaves
+            ]
+        )
 
 
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
-    """RequestError, in every process of a group, unless all have arrays with this first batch, and these settings."""
+    """RequestError, in every process of a group, unless all have arrays with this first batch, and
+    these settings.
+    """
     if group is None:
         return
-    rows = tf.nest.flatten([array[:size] for array in keras.tree.flatten(data)], expand_composites=True)
-    own = digest([*map(tf.convert_to_tensor, rows), tf.constant(repr([size, array_rows(data), *settings]))], 1 << 20)
+    rows = tf.nest.flatten(
+        [array[:size] for array in keras.tree.flatten(data)], expand_composites=True
+    )
+    own = digest(
+        [*map(tf.convert_to_tensor, rows), tf.constant(repr([size, array_rows(data), *settings]))],
+        1 << 20,
+    )
     (found,) = group.sum_now([tf.one_hot(group.rank, group.size, tf.cast(own, tf.float32), 0.0)])
     refuse_other(int(tf.argmax(tf.cast(found != found[0], tf.int32))))
 
@@ -209,7 +263,10 @@ def refuse_other(rank: int) -> None:
     if rank:
         raise RequestError(
             f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",
-            "Give every process the same data in the same order, as split.data(...) does: each takes its own rows.",
+            (
+                "Give every process the same data in the same order, as split.data(...) does: "
+                "each takes its own rows."
+            ),
         )
 
 
@@ -226,25 +283,38 @@ class GroupNoise:
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
         self._window, self._every, self._read = window or NoiseWindow(), every, 0
         with tf.device(HOST):
-            self._steps, self._count = (tf.Variable(tf.zeros([], tf.int64), trainable=False) for _ in range(2))
+            self._steps, self._count = (
+                tf.Variable(tf.zeros([], tf.int64), trainable=False) for _ in range(2)
+            )
             self._kept = tf.Variable(tf.zeros([KEPT, 2], tf.float64), trainable=False)
 
     def weigh(self, gradients: Sequence[Any], size: Any, rows: Any) -> Any:
-        """A scalar tensor, n_i |g_i|^2 of this process, whose `gradients` are n_i / N * g_i: `size` of `rows` rows.
+        """A scalar tensor, n_i |g_i|^2 of this process, whose `gradients` are n_i / N * g_i: `size`
+        of `rows` rows.
 
         0 in a step that isn't looked at.
         """
         with tf.device(HOST):
-            factor = tf.math.divide_no_nan(tf.cast(rows * rows, tf.float64), tf.cast(size, tf.float64))
-        return tf.cond(self._is_sampled(), lambda: factor * _square(gradients), lambda: tf.zeros([], tf.float64))
+            factor = tf.math.divide_no_nan(
+                tf.cast(rows * rows, tf.float64), tf.cast(size, tf.float64)
+            )
+        return tf.cond(
+            self._is_sampled(),
+            lambda: factor * _square(gradients),
+            lambda: tf.zeros([], tf.float64),
+        )
 
     def note(self, weighted: Any, summed: Sequence[Any], edges: Sequence[Any]) -> None:
-        """Keep a sample: the sum of what the processes `weigh`, their summed gradients, and where the batch was cut."""
+        """Keep a sample: the sum of what the processes `weigh`, their summed gradients, and where
+        the batch was cut.
+        """
 
         def keep() -> Any:
             whole = _square(summed)
             with tf.device(HOST):
-                parts = tf.add_n([tf.cast(stop > start, tf.float64) for start, stop in pairwise(edges)])
+                parts = tf.add_n(
+                    [tf.cast(stop > start, tf.float64) for start, stop in pairwise(edges)]
+                )
                 rows = tf.cast(edges[-1], tf.float64)
                 noise = (tf.cast(weighted, tf.float64) - rows * whole) / (parts - 1)
                 row = tf.stack([noise, whole - noise / rows])

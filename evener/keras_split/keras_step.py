@@ -1,4 +1,5 @@
-"""Keras' own step on some rows: nested tensors cut and joined, and the parts of the step that every engine keeps.
+"""Keras' own step on some rows: nested tensors cut and joined, and the parts of the step that every
+engine keeps.
 
 Masks that Keras attaches to tensors are cut and joined with the rows.
 """
@@ -29,7 +30,9 @@ class OwnRows(NamedTuple):
 
 
 def from_frame(leaf: Any) -> Any:
-    """The array of pandas' table or column, which Keras gives a second axis; anything else as it is."""
+    """The array of pandas' table or column, which Keras gives a second axis; anything else as it
+    is.
+    """
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     return array[:, None] if array is not leaf and array.ndim == 1 else array
 
@@ -43,7 +46,9 @@ def count_rows(data: Tensors) -> Any:
 
 
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
-    """Rows `start` to `stop` of every tensor, or row 0 where that range is empty (see `widen_if_empty`)."""
+    """Rows `start` to `stop` of every tensor, or row 0 where that range is empty (see
+    `widen_if_empty`).
+    """
     start, stop = widen_if_empty(start, stop)
     return _map(lambda tensor: _cut(tensor, start, stop), data)
 
@@ -54,12 +59,19 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
     The caller drops what is computed from such a filler row (`take_rows` with 0 rows).
     """
     is_empty = stop <= start
-    return tf.where(is_empty, tf.zeros_like(start), start), tf.where(is_empty, tf.ones_like(stop), stop)
+    return tf.where(is_empty, tf.zeros_like(start), start), tf.where(
+        is_empty, tf.ones_like(stop), stop
+    )
 
 
 def take_rows(data: Tensors, rows: Any) -> Tensors:
-    """The first `rows` rows of every tensor, masks kept; RequestError for a single number, which has no rows."""
-    return _map(lambda tensor: _with_mask(_take(tensor, rows), [tensor], lambda masks: masks[0][:rows]), data)
+    """The first `rows` rows of every tensor, masks kept; RequestError for a single number, which
+    has no rows.
+    """
+    return _map(
+        lambda tensor: _with_mask(_take(tensor, rows), [tensor], lambda masks: masks[0][:rows]),
+        data,
+    )
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
@@ -71,7 +83,10 @@ def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
 def join_rows(parts: Sequence[Tensors]) -> Tensors:
     """Nested tensors of the same structure, concatenated, masks kept."""
     return keras.tree.map_structure(
-        lambda *tensors: _with_mask(tf.concat(tensors, 0), tensors, lambda masks: tf.concat(masks, 0)), *parts
+        lambda *tensors: _with_mask(
+            tf.concat(tensors, 0), tensors, lambda masks: tf.concat(masks, 0)
+        ),
+        *parts,
     )
 
 
@@ -87,14 +102,17 @@ def _take(tensor: Any, rows: Any) -> Any:
         return _cut(tensor, tf.zeros_like(rows), rows)
     if tensor.shape.rank == 0:
         raise RequestError(
-            "An output of the model is a single number, so it can't be put together from the devices' rows.",
+            "An output of the model is a single number, so it can't be put together from the "
+            "devices' rows.",
             "Give it a value for each row, or use add_loss or a metric for it.",
         )
     return tensor[:rows]
 
 
 def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
-    return keras.tree.map_structure(lambda tensor: None if tensor is None else function(tensor), data)
+    return keras.tree.map_structure(
+        lambda tensor: None if tensor is None else function(tensor), data
+    )
 
 
 def _with_mask(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
@@ -120,14 +138,17 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """The model's own `call`, with a warning where a loop of the user's trains by it, whole and on one device."""
+    """The model's own `call`, with a warning where a loop of the user's trains by it, whole and on
+    one device.
+    """
     own = type(model).call
 
     @functools.wraps(own)
     def call(*given: Any, **words: Any) -> Any:
         if words.get("training") and not in_step.get():
             warn(
-                f"{model.name} is called with training=True outside fit, and one device computes the whole batch. "
+                f"{model.name} is called with training=True outside fit, and one device "
+                f"computes the whole batch. "
                 "Put the loop's loss into compute_loss, and call fit or train_on_batch."
             )
         return own(model, *given, **words)
@@ -138,40 +159,60 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 def call_on_copies(
     model: Any, x: Tensors, training: bool, copies: Sequence[Any], states: Sequence[tuple[Any, Any]]
 ) -> tuple[Tensors, list[Any], list[Any], Any]:
-    """The model with these weights and states: outputs, losses that it added, regularizers, scope of its updates."""
+    """The model with these weights and states: outputs, losses that it added, regularizers, scope
+    of its updates.
+    """
     weights = list(zip(model.trainable_variables, copies, strict=True))
     with keras.StatelessScope(state_mapping=[*weights, *states], collect_losses=True) as scope:
         outputs = call_model(model, x, training)
         losses = list(model.losses)
-    check_assigned([weight for weight, copy in weights if scope.get_current_value(weight) is not copy])
+    check_assigned(
+        [weight for weight, copy in weights if scope.get_current_value(weight) is not copy]
+    )
     return outputs, *split_losses(model, losses), scope
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The losses that layers added in a call, and the regularizers of weights, which come last."""
-    regularized = sum(getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights)
+    regularized = sum(
+        getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
+    )
     end = len(losses) - regularized
     return list(losses[:end]), list(losses[end:])
 
 
 def loss_with(
-    model: Any, added: Sequence[Any], x: Tensors, y: Tensors, outputs: Tensors, weight: Any, training: bool
+    model: Any,
+    added: Sequence[Any],
+    x: Tensors,
+    y: Tensors,
+    outputs: Tensors,
+    weight: Any,
+    training: bool,
 ) -> Any:
     """The model's loss with these in place of `model.losses`, unless there are none."""
     model._losses_override.extend(added)  # what `model.losses` is while it isn't empty
     try:
-        return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
+        return model._compute_loss(
+            x=x, y=y, y_pred=outputs, sample_weight=weight, training=training
+        )
     finally:
         model._losses_override.clear()
 
 
 def part_of_loss(
-    model: Any, found: PartKinds, losses: Sequence[Any], batch: Sequence[Any], training: bool, parts: tuple[Any, Any]
+    model: Any,
+    found: PartKinds,
+    losses: Sequence[Any],
+    batch: Sequence[Any],
+    training: bool,
+    parts: tuple[Any, Any],
 ) -> Any:
-    """The part of the whole batch's loss that these rows, (x, y, outputs, weight), add; `losses` are the model's own.
+    """The part of the whole batch's loss that these rows, (x, y, outputs, weight), add; `losses`
+    are the model's own.
 
-    `parts`: these rows / all rows, and the same of what the loss is a mean over. A filler row stands for no rows,
-    as the loss of an empty batch need not be a number.
+    `parts`: these rows / all rows, and the same of what the loss is a mean over. A filler row
+    stands for no rows, as the loss of an empty batch need not be a number.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -198,18 +239,24 @@ def main_part(kind: str, part: Any) -> Any:
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """The loss as the optimizer scales it for float16, with headroom for parts that are larger than their sum."""
+    """The loss as the optimizer scales it for float16, with headroom for parts that are larger than
+    their sum.
+    """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
 
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
-    """Update the trainable weights by the sums of gradients of `scale_loss`, which overflow where one device's do."""
+    """Update the trainable weights by the sums of gradients of `scale_loss`, which overflow where
+    one device's do.
+    """
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:
         halves = [layer for layer in all_layers(model) if layer.compute_dtype == "float16"]
         half = {id(weight) for layer in halves for weight in layer._trainable_variables}
         pairs = zip(gradients, weights, strict=True)
-        gradients = [_give_back(gradient, headroom, id(weight) in half) for gradient, weight in pairs]
+        gradients = [
+            _give_back(gradient, headroom, id(weight) in half) for gradient, weight in pairs
+        ]
     if weights:
         model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
 
@@ -225,13 +272,19 @@ def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * headroom, gradient.indices, gradient.dense_shape)
     gradient *= headroom
-    return gradient + 0 * tf.cast(tf.cast(gradient, tf.float16), gradient.dtype) if is_half else gradient
+    return (
+        gradient + 0 * tf.cast(tf.cast(gradient, tf.float16), gradient.dtype)
+        if is_half
+        else gradient
+    )
 
 
 def update_metrics(
     model: Any, loss: Any, rows: Any, x: Tensors, y: Tensors, outputs: Tensors, weight: Any
 ) -> dict[str, Any]:
-    """Count a loss that is the mean over `rows` in Keras' own tracker, and the batch in the model's metrics."""
+    """Count a loss that is the mean over `rows` in Keras' own tracker, and the batch in the model's
+    metrics.
+    """
     model._loss_tracker.update_state(loss, sample_weight=rows)
     logs: dict[str, Any] = model.compute_metrics(x, y, outputs, sample_weight=weight)
     return logs

@@ -1,6 +1,8 @@
-"""The kind of a batch's loss as a sum of its parts' losses: measured on outputs that exist, with changed labels too.
+"""The kind of a batch's loss as a sum of its parts' losses: measured on outputs that exist, with
+changed labels too.
 
-Labels of one class or masks of one length would hide what a loss is a mean over, so they are changed until they tell.
+Labels of one class or masks of one length would hide what a loss is a mean over, so they are
+changed until they tell.
 """
 
 from __future__ import annotations
@@ -29,15 +31,28 @@ DRAWN_BY_SHAPE = ("normal", "uniform", "randint", "truncated_normal", "gamma", "
 
 @contextmanager
 def traceless(model: Any, states: Sequence[tuple[Any, Any]] = ()) -> Iterator[Any]:
-    """A scope that collects what calls of the model assign and add to its loss; `states` have other values."""
+    """A scope that collects what calls of the model assign and add to its loss; `states` have other
+    values.
+    """
     layers = [model, *model._flatten_layers(include_self=False)]
-    own = {id(each): each for layer in layers for each in vars(layer).values() if isinstance(each, tf.Variable)}
+    own = {
+        id(each): each
+        for layer in layers
+        for each in vars(layer).values()
+        if isinstance(each, tf.Variable)
+    }
     values = [(variable, variable.numpy()) for variable in own.values()]
-    drawing = getattr(context.context(), "_rng", random.Random())  # TensorFlow's, where it has a seed
+    drawing = getattr(
+        context.context(), "_rng", random.Random()
+    )  # TensorFlow's, where it has a seed
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()
     try:
         # where Keras regularizes in a scope, it knows only the weights that were given to it
-        given = [(each, tf.convert_to_tensor(each)) for each in model.trainable_weights if each.regularizer is not None]
+        given = [
+            (each, tf.convert_to_tensor(each))
+            for each in model.trainable_weights
+            if each.regularizer is not None
+        ]
         with keras.StatelessScope(state_mapping=[*given, *states], collect_losses=True) as scope:
             yield scope
     finally:
@@ -51,7 +66,9 @@ def traceless(model: Any, states: Sequence[tuple[Any, Any]] = ()) -> Iterator[An
 
 @contextmanager
 def equal_rows() -> Iterator[None]:
-    """Keras draws the same numbers for each row, and BatchNormalization takes its moving averages."""
+    """Keras draws the same numbers for each row, and BatchNormalization takes its moving
+    averages.
+    """
     drawn = import_module("keras.src.backend.tensorflow.random")
     normalize = keras.layers.BatchNormalization.call
 
@@ -63,14 +80,20 @@ def equal_rows() -> Iterator[None]:
         for name in DRAWN_BY_SHAPE:
             patches.enter_context(patch.object(drawn, name, _draw_once(getattr(drawn, name))))
         patches.enter_context(patch.object(drawn, "dropout", _drop_equally(drawn.dropout)))
-        patches.enter_context(patch.object(keras.layers.BatchNormalization, "call", normalize_still))
+        patches.enter_context(
+            patch.object(keras.layers.BatchNormalization, "call", normalize_still)
+        )
         yield
 
 
 def _draw_once(draw: Callable[..., Any]) -> Callable[..., Any]:
     def draw_one_row(shape: Any, *given: Any, **words: Any) -> Any:
         sizes = [int(size) for size in shape]
-        return tf.broadcast_to(draw([1, *sizes[1:]], *given, **words), sizes) if sizes else draw(shape, *given, **words)
+        return (
+            tf.broadcast_to(draw([1, *sizes[1:]], *given, **words), sizes)
+            if sizes
+            else draw(shape, *given, **words)
+        )
 
     return draw_one_row
 
@@ -89,9 +112,16 @@ CLOSE = {"float64": 1e-10}  # of figures that aren't tried with other labels
 
 
 def judge_loss(
-    model: Any, data: Tensors, outputs: Tensors, losses: Sequence[Any], edges: Sequence[int], training: bool
+    model: Any,
+    data: Tensors,
+    outputs: Tensors,
+    losses: Sequence[Any],
+    edges: Sequence[int],
+    training: bool,
 ) -> tuple[str, str]:
-    """The kind of the model's loss on these rows, and a sentence where there is none; `losses` are those of layers."""
+    """The kind of the model's loss on these rows, and a sentence where there is none; `losses` are
+    those of layers.
+    """
     x, y, weight = data
     left: list[str] | None = None
     for number, changed in enumerate(_variants(model, y, outputs, weight)):
@@ -102,15 +132,30 @@ def judge_loss(
                 continue
             said = first_line(error)
             if _is_computed(model, (*data, outputs), losses, training):
-                return OTHER, f"The loss of {edges[-1]} rows can be computed, but not of {edges[1]} of them: {said}"
+                return (
+                    OTHER,
+                    (
+                        f"The loss of {edges[-1]} rows can be computed, but not of {edges[1]} of "
+                        f"them: {said}"
+                    ),
+                )
             warn(f"{model.name}'s loss couldn't be checked before its first step: {said}")
             return ROWS, ""
-        whole, apart = figures.whole, abs(together - figures.whole - sum(float(tf.reduce_sum(loss)) for loss in losses))
+        whole, apart = (
+            figures.whole,
+            abs(together - figures.whole - sum(float(tf.reduce_sum(loss)) for loss in losses)),
+        )
         if not np.isfinite(whole):
             continue
         if apart > figures.rounding * max(abs(together), abs(whole)):
-            return OTHER, f"{type(model).__name__}.compute_loss doesn't just add the losses of its layers."
-        kinds = [*judge(figures).mean_over, *([SUM] if _is_sum(whole, figures.parts, figures.rounding) else [])]
+            return (
+                OTHER,
+                f"{type(model).__name__}.compute_loss doesn't just add the losses of its layers.",
+            )
+        kinds = [
+            *judge(figures).mean_over,
+            *([SUM] if _is_sum(whole, figures.parts, figures.rounding) else []),
+        ]
         left = [kind for kind in (kinds if left is None else left) if kind in kinds]
         if not left:
             return OTHER, describe(figures)
@@ -139,25 +184,44 @@ def count_all(model: Any, y: Tensors, outputs: Tensors, weight: Any) -> dict[str
     if tf.is_tensor(weight):
         each = tf.cast(weight, tf.float64)
         if mask is not None:
-            each = tf.reshape(each, [-1, *[1] * (mask.shape.rank - 1)]) if each.shape.rank == 1 else each
+            each = (
+                tf.reshape(each, [-1, *[1] * (mask.shape.rank - 1)])
+                if each.shape.rank == 1
+                else each
+            )
             each *= tf.cast(mask, tf.float64)
         found["weights"] = tf.reduce_sum(each)
     return found
 
 
 def _read(
-    model: Any, x: Tensors, changed: Tensors, losses: Sequence[Any], edges: Sequence[int], training: bool
+    model: Any,
+    x: Tensors,
+    changed: Tensors,
+    losses: Sequence[Any],
+    edges: Sequence[int],
+    training: bool,
 ) -> tuple[LossFigures, float]:
-    """Figures of the loss of all rows and of each part, and the loss of all rows with those of layers."""
+    """Figures of the loss of all rows and of each part, and the loss of all rows with those of
+    layers.
+    """
     figures, counts, totals = [], [], []
     for start, stop in ((0, edges[-1]), *pairwise(edges)):
-        own, (y, outputs, weight) = cut_rows(x, start, stop), [_cut_masked(each, start, stop) for each in changed]
+        own, (y, outputs, weight) = (
+            cut_rows(x, start, stop),
+            [_cut_masked(each, start, stop) for each in changed],
+        )
         with traceless(model):
             loss = own_loss(model, losses, (own, y, outputs, weight), training)
-            totals.append(float(loss_with(model, losses, own, y, outputs, weight, training) if not start else 0))
+            totals.append(
+                float(
+                    loss_with(model, losses, own, y, outputs, weight, training) if not start else 0
+                )
+            )
         figures.append(float(loss))
         counts.append(
-            {ROWS: stop - start} | {name: float(n) for name, n in count_all(model, y, outputs, weight).items()}
+            {ROWS: stop - start}
+            | {name: float(n) for name, n in count_all(model, y, outputs, weight).items()}
         )
     whole, *parts = figures
     rounding = ROUNDING.get(loss.dtype.name, FLOAT32_ROUNDING)
@@ -168,7 +232,11 @@ def _read(
 def first_line(error: Exception) -> str:
     """The message of an error of Keras or TensorFlow, without the place."""
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
-    lines = [line.strip() for line in plain.splitlines() if line.strip() and not line.startswith("Exception encounter")]
+    lines = [
+        line.strip()
+        for line in plain.splitlines()
+        if line.strip() and not line.startswith("Exception encounter")
+    ]
     return lines[0] if lines else type(error).__name__
 
 
@@ -194,7 +262,9 @@ def _is_sum(whole: float, parts: Sequence[float], rounding: float) -> bool:
     return abs(whole - sum(parts)) <= rounding * max(abs(whole), *map(abs, parts))
 
 
-def _variants(model: Any, y: Tensors, outputs: Tensors, weight: Any) -> Iterator[tuple[Tensors, Tensors, Any]]:
+def _variants(
+    model: Any, y: Tensors, outputs: Tensors, weight: Any
+) -> Iterator[tuple[Tensors, Tensors, Any]]:
     """(y, outputs, weight) as they are, and with changed masks, weights and labels."""
     yield y, outputs, weight
     if any(getattr(each, "_keras_mask", None) is not None for each in keras.tree.flatten(outputs)):
@@ -205,7 +275,10 @@ def _variants(model: Any, y: Tensors, outputs: Tensors, weight: Any) -> Iterator
     if len(labels) != len(found) or not all(map(tf.is_tensor, labels)):
         return
     ignored = getattr(model.loss, "ignore_class", None)
-    for change in (_other_labels, functools.partial(_padded_labels, 0 if ignored is None else ignored)):
+    for change in (
+        _other_labels,
+        functools.partial(_padded_labels, 0 if ignored is None else ignored),
+    ):
         pairs = zip(labels, found, strict=True)
         changed = [tf.cast(change(np.asarray(own), output), own.dtype) for own, output in pairs]
         yield keras.tree.pack_sequence_as(y, changed), outputs, weight
@@ -229,7 +302,11 @@ def _other_labels(y: Any, outputs: Any) -> Any:
     if y.min() < 0 or y.max() >= max(classes, 2):
         return y
     one_hot = y.ndim > 1 and y.shape[-1] == classes > 1
-    return np.take_along_axis(y, (np.arange(classes) - rows) % classes, -1) if one_hot else (y + rows) % max(classes, 2)
+    return (
+        np.take_along_axis(y, (np.arange(classes) - rows) % classes, -1)
+        if one_hot
+        else (y + rows) % max(classes, 2)
+    )
 
 
 def _padded_labels(padding: int, y: Any, _outputs: Any) -> Any:

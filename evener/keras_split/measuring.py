@@ -1,7 +1,9 @@
-"""Measures what parts of a batch have in common with the whole: on the first batch, before its step.
+"""Measures what parts of a batch have in common with the whole: on the first batch, before its
+step.
 
-A few of its rows go through the model at once and in two unequal parts, outside the training's graph. Then the step
-takes the batch as if nothing had been; nothing is drawn from the user's pipeline that the training doesn't train on.
+A few of its rows go through the model at once and in two unequal parts, outside the training's
+graph. Then the step takes the batch as if nothing had been; nothing is drawn from the user's
+pipeline that the training doesn't train on.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from .loss_kinds import CLOSE, equal_rows, first_line, judge_loss, kind_of, trac
 from .passes import is_seed
 
 MOST_ROWS = 8
-OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3}  # relative to the largest; other kernels add in another order
+OUTPUTS_DIFFER = {
+    "float64": 1e-9,
+    "float32": 1e-3,
+}  # relative to the largest; other kernels add in another order
 HALF_DIFFERS = 5e-2
 
 
@@ -48,9 +53,11 @@ class CallResult(NamedTuple):
 
 
 def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
-    """Compare parts of the first rows, (x, y, weight), with all of them; `partial`: parts of a batch have own losses.
+    """Compare parts of the first rows, (x, y, weight), with all of them; `partial`: parts of a
+    batch have own losses.
 
-    What fails on the whole batch too says nothing here: the step will say it, and else there was a warning.
+    What fails on the whole batch too says nothing here: the step will say it, and else there was a
+    warning.
     """
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     batch = int(leaves[0].shape[0])
@@ -58,7 +65,9 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int
         model(cut_rows(data[0], 0, 1), training=False)
     if any(int(leaf.shape[0]) != batch for leaf in leaves):
         axes = ", ".join(str(int(leaf.shape[0])) for leaf in leaves)
-        return PartKinds(fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows.")
+        return PartKinds(
+            fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows."
+        )
     if batch < 2:  # a second row, of other numbers
         data, batch = tf.nest.map_structure(_add_row, data), 2
     rows = min(batch, MOST_ROWS)
@@ -73,7 +82,9 @@ def _add_row(row: Any) -> Any:
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
-def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception) -> PartKinds:
+def _fault_of_rows(
+    model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception
+) -> PartKinds:
     """The fault of a model that can't compute some rows alone."""
     own = int(keras.tree.flatten(x)[0].shape[0])
     try:
@@ -81,8 +92,14 @@ def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int
             raise error
         _call(model, x, training)
     except Exception as fault:
-        if own < batch and isinstance(fault, tf.errors.InvalidArgumentError):  # as the shapes of a part don't fit
-            return PartKinds(fault=f"{own} of a batch's {batch} rows can't be computed alone: {first_line(fault)}")
+        if own < batch and isinstance(
+            fault, tf.errors.InvalidArgumentError
+        ):  # as the shapes of a part don't fit
+            return PartKinds(
+                fault=(
+                    f"{own} of a batch's {batch} rows can't be computed alone: {first_line(fault)}"
+                )
+            )
         warn(f"{model.name} couldn't be checked before its first step: {first_line(fault)}")
         return PartKinds()
     return PartKinds(fault=_say_alone(rows, own, error))
@@ -92,10 +109,17 @@ def _say_alone(rows: int, batch: int, error: Exception) -> str:
     return f"The model computes {batch} rows, but not {rows} of them alone: {first_line(error)}"
 
 
-def _call(model: Any, x: Tensors, training: bool, states: dict[int, Any] | None = None) -> CallResult:
+def _call(
+    model: Any, x: Tensors, training: bool, states: dict[int, Any] | None = None
+) -> CallResult:
     """The model on these rows, without a trace; `states` have these values instead of theirs."""
     every = model.non_trainable_variables
-    with traceless(model, [(every[place], value) for place, value in (states or {}).items()]) as scope, equal_rows():
+    with (
+        traceless(
+            model, [(every[place], value) for place, value in (states or {}).items()]
+        ) as scope,
+        equal_rows(),
+    ):
         outputs = call_model(model, x, training)
         losses = list(model.losses)
         states = {
@@ -103,10 +127,17 @@ def _call(model: Any, x: Tensors, training: bool, states: dict[int, Any] | None 
             for place, state in enumerate(every)
             if not is_seed(state) and (value := scope.state_mapping.get(id(state))) is not None
         }
-    return CallResult(outputs, losses, [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]], states)
+    return CallResult(
+        outputs,
+        losses,
+        [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]],
+        states,
+    )
 
 
-def _compare(model: Any, data: Tensors, rows: int, whole: CallResult, training: bool, partial: bool) -> PartKinds:
+def _compare(
+    model: Any, data: Tensors, rows: int, whole: CallResult, training: bool, partial: bool
+) -> PartKinds:
     """Compare two parts of these rows with the whole."""
     x, edges = data[0], (0, max(1, 3 * rows // 8), rows)
     sizes = (edges[1], rows - edges[1])
@@ -120,13 +151,23 @@ def _compare(model: Any, data: Tensors, rows: int, whole: CallResult, training: 
         return measure(model, data, False, partial)
     if fault:
         return PartKinds(fault=fault)
-    added = [kind_of(one, each, sizes) for one, *each in zip(whole.added, *(part.added for part in parts), strict=True)]
+    added = [
+        kind_of(one, each, sizes)
+        for one, *each in zip(whole.added, *(part.added for part in parts), strict=True)
+    ]
     states = _judge_states(model, {}, whole, parts, sizes)
     if whole.states:  # a sum that decays looks like a sum while it is 0
         again = [_call(model, each, training, whole.states) for each in (x, *cut)]
         later = _judge_states(model, whole.states, again[0], again[1:], sizes)
-        states = {place: kind if later.get(place, kind) == kind else OTHER for place, kind in states.items()}
-    loss, seen = judge_loss(model, data, whole.outputs, whole.losses, edges, training) if partial else (ROWS, "")
+        states = {
+            place: kind if later.get(place, kind) == kind else OTHER
+            for place, kind in states.items()
+        }
+    loss, seen = (
+        judge_loss(model, data, whole.outputs, whole.losses, edges, training)
+        if partial
+        else (ROWS, "")
+    )
     return PartKinds(loss, tuple(added), states, seen)
 
 
@@ -134,13 +175,22 @@ def _find_fault(whole: Tensors, parts: list[Tensors], rows: int, sizes: tuple[in
     """The reason why outputs can't be put together from those of parts; "" if they can."""
     for one, *each in zip(keras.tree.flatten(whole), *map(keras.tree.flatten, parts), strict=True):
         if one.shape.rank == 0:
-            return "An output of the model is a single number, so it can't be put together from the devices' rows."
+            return (
+                "An output of the model is a single number, so it can't be put together from the "
+                "devices' rows."
+            )
         lengths = [int(tensor.shape[0]) for tensor in (one, *each)]
         if lengths != [rows, *sizes]:
-            return f"An output of the model has a first axis of {lengths[0]} for {rows} rows: it isn't the rows."
+            return (
+                f"An output of the model has a first axis of {lengths[0]} for {rows} rows: it "
+                f"isn't the rows."
+            )
         joined = [tensor.shape[1:] for tensor in each]
         if any(shape != one.shape[1:] for shape in joined):
-            shapes = f"{tuple(one.shape)} for {rows} rows, but {tuple(each[0].shape)} for {sizes[0]} of them"
+            shapes = (
+                f"{tuple(one.shape)} for {rows} rows, but {tuple(each[0].shape)} for {sizes[0]} "
+                f"of them"
+            )
             return f"An output of the model has the shape {shapes}."
         if not _is_close(one, tf.concat(each, 0)):
             return "A row's output of the model depends on the other rows of its batch."
@@ -151,9 +201,18 @@ def _is_close(one: Any, other: Any) -> bool:
     if not (one.dtype.is_floating or one.dtype.is_complex):
         return True  # of labels a tie may change one
     differ = OUTPUTS_DIFFER.get(one.dtype.real_dtype.name, HALF_DIFFERS)
-    first, second = (np.asarray(each, np.complex128 if one.dtype.is_complex else np.float64) for each in (one, other))
+    first, second = (
+        np.asarray(each, np.complex128 if one.dtype.is_complex else np.float64)
+        for each in (one, other)
+    )
     return bool(
-        np.allclose(first, second, rtol=0, atol=differ * np.nanmax(np.abs(first), initial=1e-30), equal_nan=True)
+        np.allclose(
+            first,
+            second,
+            rtol=0,
+            atol=differ * np.nanmax(np.abs(first), initial=1e-30),
+            equal_nan=True,
+        )
     )
 
 
@@ -165,15 +224,25 @@ def _is_random(model: Any, x: Tensors, whole: CallResult) -> bool:
 
 
 def _judge_states(
-    model: Any, starts: dict[int, Any], whole: CallResult, parts: list[CallResult], sizes: tuple[int, ...]
+    model: Any,
+    starts: dict[int, Any],
+    whole: CallResult,
+    parts: list[CallResult],
+    sizes: tuple[int, ...],
 ) -> dict[int, str]:
-    """The way in which the changes of each assigned state add up; those of BatchNormalization do by rows."""
-    normal = {id(state) for layer in list_normalizations(model) for state in layer.non_trainable_variables}
+    """The way in which the changes of each assigned state add up; those of BatchNormalization do by
+    rows.
+    """
+    normal = {
+        id(state) for layer in list_normalizations(model) for state in layer.non_trainable_variables
+    }
     every = model.non_trainable_variables
     found = {place: ROWS for place, state in enumerate(every) if id(state) in normal}
     for place, value in whole.states.items():
         before = starts[place] if place in starts else tf.convert_to_tensor(every[place]).numpy()
-        found[place] = _judge_state(before, value, [part.states.get(place, before) for part in parts], sizes)
+        found[place] = _judge_state(
+            before, value, [part.states.get(place, before) for part in parts], sizes
+        )
     return found
 
 
@@ -182,11 +251,14 @@ def _judge_state(before: Any, whole: Any, parts: list[Any], sizes: tuple[int, ..
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
     first = np.asarray(whole, np.float64)
     start, *each = (np.asarray(value, np.float64) for value in (before, *parts))
-    scale = CLOSE.get(whole.dtype.name, 1e-3) * max(np.abs(value).max(initial=0.0) for value in (first, start, *each))
+    scale = CLOSE.get(whole.dtype.name, 1e-3) * max(
+        np.abs(value).max(initial=0.0) for value in (first, start, *each)
+    )
     changes = [value - start for value in each]
     meant = {
         SAME: each[0],
-        ROWS: start + sum(size * change for size, change in zip(sizes, changes, strict=True)) / sum(sizes),
+        ROWS: start
+        + sum(size * change for size, change in zip(sizes, changes, strict=True)) / sum(sizes),
         SUM: start + sum(changes),
     }
     kinds = (SAME, ROWS, SUM) if whole.dtype.kind == "f" else (SAME, SUM)
@@ -199,8 +271,12 @@ def _judge_state(before: Any, whole: Any, parts: list[Any], sizes: tuple[int, ..
 PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
-def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keras' function of some steps, which measures the first batch it is given, and refuses what isn't exact."""
+def measure_first(
+    engine: Any, device: str, training: bool, run: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Keras' function of some steps, which measures the first batch it is given, and refuses what
+    isn't exact.
+    """
     measured = False
 
     def run_checked(batches: Any) -> Any:
@@ -216,7 +292,8 @@ def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any],
 
 
 def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
-    """Make the variables of optimizer, losses and metrics from a row of (x, y, weight); errors are left to the step.
+    """Make the variables of optimizer, losses and metrics from a row of (x, y, weight); errors are
+    left to the step.
 
     TensorFlow would trace a step twice that makes variables.
     """
@@ -233,7 +310,9 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """The first batch, and an iterator that gives it again with what else was taken; None if there is none to read."""
+    """The first batch, and an iterator that gives it again with what else was taken; None if there
+    is none to read.
+    """
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))
         return (seen or [None])[0], seen
@@ -247,16 +326,23 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """These batches as a dataset of this kind, by which the step is traced: axes that are open stay so."""
+    """These batches as a dataset of this kind, by which the step is traced: axes that are open stay
+    so.
+    """
 
     def repeat() -> Iterator[Any]:
         yield from seen
 
-    if seen and all(isinstance(each, tf.TensorSpec) and each.shape.rank is not None for each in tf.nest.flatten(spec)):
+    if seen and all(
+        isinstance(each, tf.TensorSpec) and each.shape.rank is not None
+        for each in tf.nest.flatten(spec)
+    ):
         other = tf.nest.map_structure(_other_size, spec, seen[0])
         every = [tf.data.Dataset.from_tensors(each) for each in seen]
         joined = functools.reduce(
-            lambda one, more: one.concatenate(more), every, tf.data.Dataset.from_tensors(other).take(0)
+            lambda one, more: one.concatenate(more),
+            every,
+            tf.data.Dataset.from_tensors(other).take(0),
         )
         if joined.element_spec == spec:
             return joined  # without a function to trace
@@ -270,7 +356,9 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 
 
 def check_batch(engine: Any, first: Tensors, device: str, training: bool = True) -> None:
-    """Measure a batch, tell the engine, and make variables; RequestError for what it can't do exactly."""
+    """Measure a batch, tell the engine, and make variables; RequestError for what it can't do
+    exactly.
+    """
     found, in_passes = _find(engine, first, device, training), training and engine.cut.in_passes
     engine.kinds[training] = found
     refuse_everywhere(found, engine.model)
@@ -296,7 +384,9 @@ def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds
             whole = int(first.rows) if isinstance(first, OwnRows) else 0
             found = measure(engine.model, batch, training, _is_partial(engine, training), whole)
         text = msgspec.json.encode(found)
-    return msgspec.json.decode(text if group is None else group.share_text(text, chosen), type=PartKinds)
+    return msgspec.json.decode(
+        text if group is None else group.share_text(text, chosen), type=PartKinds
+    )
 
 
 def _read_triple(first: Tensors) -> Tensors:
@@ -308,4 +398,6 @@ def _read_triple(first: Tensors) -> Tensors:
 
 def _to_tensor(each: Any) -> Any:
     """A tensor; those that aren't dense stay as they are."""
-    return each if isinstance(each, tf.SparseTensor | tf.RaggedTensor) else tf.convert_to_tensor(each)
+    return (
+        each if isinstance(each, tf.SparseTensor | tf.RaggedTensor) else tf.convert_to_tensor(each)
+    )

@@ -1,9 +1,10 @@
-"""Multiworker: a process per device; each computes its own rows, and gradients are summed over the group.
+"""Multiworker: a process per device; each computes its own rows, and gradients are summed over the
+group.
 
-Model and optimizer live outside TensorFlow's strategy, so that clipping, loss scaling and accumulation act on the
-gradient of the whole batch, as on one device. Outputs travel with the sum of the gradients, and each process counts
-the whole batch, so a metric may do anything with its rows; if outputs are too large for that, each counts its own rows,
-and the states' gains are summed.
+Model and optimizer live outside TensorFlow's strategy, so that clipping, loss scaling and
+accumulation act on the gradient of the whole batch, as on one device. Outputs travel with the sum
+of the gradients, and each process counts the whole batch, so a metric may do anything with its
+rows; if outputs are too large for that, each counts its own rows, and the states' gains are summed.
 """
 
 from __future__ import annotations
@@ -46,31 +47,49 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
 class Workers:
-    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole batch."""
+    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole
+    batch.
+    """
 
     name = "multiworker"
 
     def __init__(
-        self, model: Any, cut: Cut, group: Group, rebalancing: GroupRebalancer | None = None, device: str = ""
+        self,
+        model: Any,
+        cut: Cut,
+        group: Group,
+        rebalancing: GroupRebalancer | None = None,
+        device: str = "",
     ) -> None:
         self.model = model
         self.cut = cut
         self.group = group
-        self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)  # of training, of evaluation
+        self.kinds: defaultdict[bool, PartKinds] = defaultdict(
+            PartKinds
+        )  # of training, of evaluation
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
-        self.limit: PassLimit | None = PassLimit(group.rank)  # None: memory that runs out ends the training
-        self.retreats, self.retreat = 0, ""  # passes that ran out of memory, and the last of them in words
+        self.limit: PassLimit | None = PassLimit(
+            group.rank
+        )  # None: memory that runs out ends the training
+        self.retreats, self.retreat = (
+            0,
+            "",
+        )  # passes that ran out of memory, and the last of them in words
         self.lines: list[str] = []  # of the retreats of all processes
         self._unshared: list[str] = []  # of this one's
         self._named = device
         self.noise: GroupNoise | None = None
         self.unchecked = True  # a training begins
         with tf.device("CPU:0"):
-            self._other = tf.Variable(tf.zeros([], tf.int64), trainable=False)  # a rank with other data, if above 0
+            self._other = tf.Variable(
+                tf.zeros([], tf.int64), trainable=False
+            )  # a rank with other data, if above 0
 
     def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Keras' function that trains some steps, or a surviving step, with what comes after them."""
+        """Keras' function that trains some steps, or a surviving step, with what comes after
+        them.
+        """
         step = SurvivingStep(self, self.limit, self.note_retreat) if self.cut.in_passes else train
 
         def train_and_look(iterator: Any) -> Any:
@@ -80,9 +99,13 @@ class Workers:
                 if self.limit is None or not is_out_of_memory(error):
                     raise
                 raise DeviceError(
-                    f"Rank {self.group.rank} ran out of memory with {self.cut.weights[self.group.rank]} rows at once:"
+                    f"Rank {self.group.rank} ran out of memory with "
+                    f"{self.cut.weights[self.group.rank]} rows at once:"
                     f" {describe_memory(self.group.device)}.",
-                    "A share that takes passes would have gone on in smaller ones: set its micro in the plan.",
+                    (
+                        "A share that takes passes would have gone on in smaller ones: set its "
+                        "micro in the plan."
+                    ),
                 ) from None
             if self.unchecked:
                 self.unchecked = False
@@ -100,7 +123,9 @@ class Workers:
         refuse_other(other)
 
     def describe(self, promised: float) -> tuple[Details, tuple[DeviceTimes]]:
-        """This process' details for the monitor; `promised` is the rate that the plan expects, in samples/s."""
+        """This process' details for the monitor; `promised` is the rate that the plan expects, in
+        samples/s.
+        """
         work, step, spread = self.times.summarize()
         details = Details(
             training=self.group.name,
@@ -124,9 +149,13 @@ class Workers:
         say(self.retreat)
 
     def share_retreats(self) -> None:
-        """Give every process the lines of all, for the journal that the first one keeps; all of them call it."""
+        """Give every process the lines of all, for the journal that the first one keeps; all of
+        them call it.
+        """
         text, self._unshared = "\n".join(self._unshared).encode(), []
-        (lengths,) = self.group.sum_now([tf.one_hot(self.group.rank, self.group.size, float(len(text)), 0.0)])
+        (lengths,) = self.group.sum_now(
+            [tf.one_hot(self.group.rank, self.group.size, float(len(text)), 0.0)]
+        )
         for rank in range(self.group.size):
             if lengths[rank] > 0:
                 self.lines += self.group.share_text(text, rank).decode().splitlines()
@@ -137,8 +166,12 @@ class Workers:
         digest, began, metrics = _digest(data), self.times.now([own.size]), self._metrics(own)
         return self._finish(own, digest, began, metrics, *self._run(own))
 
-    def finish_passes(self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums) -> dict[str, Any]:
-        """The rest of a step whose passes are done; `before` has the states by id as they were before them."""
+    def finish_passes(
+        self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums
+    ) -> dict[str, Any]:
+        """The rest of a step whose passes are done; `before` has the states by id as they were
+        before them.
+        """
         own = self.own_rows(data)
         digest, metrics = _digest(data), self._metrics(own, before)
         assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
@@ -147,17 +180,30 @@ class Workers:
         return self._finish(own, digest, began, metrics, result._replace(updates=shared), starts)
 
     def _finish(
-        self, own: OwnRows, digest: Any, began: Any, metrics: StepMetrics, result: PassSums, starts: list[Any]
+        self,
+        own: OwnRows,
+        digest: Any,
+        began: Any,
+        metrics: StepMetrics,
+        result: PassSums,
+        starts: list[Any],
     ) -> dict[str, Any]:
-        """Sum over the processes, update and count; `starts` are the values of the updated states before the step."""
+        """Sum over the processes, update and count; `starts` are the values of the updated states
+        before the step.
+        """
         part = _part(own)
-        changes = [(start, change(each, start, part)) for each, start in zip(result.updates, starts, strict=True)]
+        changes = [
+            (start, change(each, start, part))
+            for each, start in zip(result.updates, starts, strict=True)
+        ]
         sent = metrics.own(*_own_batch(own, result.outputs))
         summed, loss = self._apply(began, result, changes, own, digest, sent)
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Forward and backward on own rows; of states that all processes' rows change, the values so far too."""
+        """Forward and backward on own rows; of states that all processes' rows change, the values
+        so far too.
+        """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
@@ -166,8 +212,12 @@ class Workers:
             loss = self._part_of_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
-        updates = [StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states]
-        return PassSums(take_rows(outputs, own.size), loss, gradients, updates), [start for *_, start in states]
+        updates = [
+            StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states
+        ]
+        return PassSums(take_rows(outputs, own.size), loss, gradients, updates), [
+            start for *_, start in states
+        ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
         """States that a call assigns and all processes' rows change, with how they add up."""
@@ -181,24 +231,45 @@ class Workers:
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
-            counted = count_all(self.model, *batch[1:])[found.loss] * tf.cast(own.size > 0, tf.float64)
+            counted = count_all(self.model, *batch[1:])[found.loss] * tf.cast(
+                own.size > 0, tf.float64
+            )
             main = tf.math.divide_no_nan(counted, self.group.sum([counted])[0])
         return part_of_loss(self.model, found, self.model.losses, batch, training, (part, main))
 
     def _apply(
-        self, began: Any, result: PassSums, changes: list[Any], own: OwnRows, digest: Any, sent: list[Any]
+        self,
+        began: Any,
+        result: PassSums,
+        changes: list[Any],
+        own: OwnRows,
+        digest: Any,
+        sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum over the processes, update weights and states; the sums of what is `sent` for the metrics, and the loss.
+        """Sum over the processes, update weights and states; the sums of what is `sent` for the
+        metrics, and the loss.
 
         `changes` are (value before the step, what own rows add) of each state in `result.updates`.
         """
         loss, kind = result.loss, result.loss.dtype
-        reached = {i: tf.convert_to_tensor(each) for i, each in enumerate(result.gradients) if each is not None}
+        reached = {
+            i: tf.convert_to_tensor(each)
+            for i, each in enumerate(result.gradients)
+            if each is not None
+        }
         added = [each for _, each in changes]
         ready = self.times.now([*reached.values(), *added, loss])
-        work, seen = (self.times.spread(each, kind) for each in (ready - began, 0 if digest is None else digest))
+        work, seen = (
+            self.times.spread(each, kind)
+            for each in (ready - began, 0 if digest is None else digest)
+        )
         noise = self.noise.weigh(list(reached.values()), own.size, own.rows) if self.noise else 0
-        ordered = [*sent, loss, *added, *reversed(reached.values())]  # a backward pass has the last layer's first
+        ordered = [
+            *sent,
+            loss,
+            *added,
+            *reversed(reached.values()),
+        ]  # a backward pass has the last layer's first
         last = tf.concat([work, seen, [tf.cast(noise, kind)]], 0)  # which need not wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
         work, seen, weighted = tf.split(last, [self.group.size, self.group.size, 1])
@@ -213,11 +284,17 @@ class Workers:
         apply_gradients(self.model, [reached.get(place) for place in range(len(result.gradients))])
         return summed, loss
 
-    def _note(self, own: OwnRows, began: Any, ready: Any, work: Any, seen: Any, digest: Any) -> None:
-        """Keep every process' own work, and whose batch is another one than the first process has."""
+    def _note(
+        self, own: OwnRows, began: Any, ready: Any, work: Any, seen: Any, digest: Any
+    ) -> None:
+        """Keep every process' own work, and whose batch is another one than the first process
+        has.
+        """
         self.times.note(own.rows, began, ready, work)
         if digest is not None:
-            self._other.assign(tf.maximum(self._other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
+            self._other.assign(
+                tf.maximum(self._other, tf.argmax(tf.cast(seen != seen[0], tf.int32)))
+            )
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, on own rows."""
@@ -247,7 +324,9 @@ class Workers:
 
 
 def _digest(data: Tensors) -> Any:
-    """A digest of a whole batch, which may not be the same in all processes; None for own rows of one that is."""
+    """A digest of a whole batch, which may not be the same in all processes; None for own rows of
+    one that is.
+    """
     return None if isinstance(data, OwnRows) else digest_labels(data)
 
 
@@ -266,22 +345,29 @@ LARGEST_ROW = 1 << 16  # bytes of a row's outputs that are sent
 
 
 class StepMetrics:
-    """The metrics of one step, on `size` of its `rows` from `start` on; make it before the model is called on them.
+    """The metrics of one step, on `size` of its `rows` from `start` on; make it before the model is
+    called on them.
 
     `before` has states by their id whose values have changed since the step began.
     """
 
-    def __init__(self, model: Any, start: Any, size: Any, rows: Any, before: Mapping[int, Any]) -> None:
+    def __init__(
+        self, model: Any, start: Any, size: Any, rows: Any, before: Mapping[int, Any]
+    ) -> None:
         self._model = model
         self._place = start, size, rows
-        self._losses = model._compile_loss.metrics if model._compile_loss else []  # of single outputs
+        self._losses = (
+            model._compile_loss.metrics if model._compile_loss else []
+        )  # of single outputs
         own = [model._loss_tracker, model._compile_metrics, *self._losses]
         found = _read(metric for metric in model.metrics if not any(metric is each for each in own))
         self._gaining = [(state, before.get(id(state), value)) for state, value in found]
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """The tensors that the processes have to sum: outputs, what own rows add to states, losses of outputs."""
+        """The tensors that the processes have to sum: outputs, what own rows add to states, losses
+        of outputs.
+        """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
             if _row_bytes(outputs) <= LARGEST_ROW:
@@ -289,9 +375,15 @@ class StepMetrics:
             else:
                 self._count_own(x, y, outputs, weight)
         sent = [pad_rows(leaf, start, rows) for leaf in _leaves(self._outputs)]
-        added = [tf.where(size > 0, state - before, tf.zeros_like(before)) for state, before in self._gaining]
+        added = [
+            tf.where(size > 0, state - before, tf.zeros_like(before))
+            for state, before in self._gaining
+        ]
         part = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
-        losses = [tf.where(size > 0, tf.cast(part, loss.dtype) * loss, 0) for _, loss in _read(self._losses)]
+        losses = [
+            tf.where(size > 0, tf.cast(part, loss.dtype) * loss, 0)
+            for _, loss in _read(self._losses)
+        ]
         return [*sent, *added, *losses]
 
     def _count_own(self, *batch: Any) -> None:
@@ -310,14 +402,18 @@ class StepMetrics:
         for state, _ in _read(self._losses):
             state.assign(next(left))
         if sent:
-            return update_metrics(self._model, loss, self._place[2], x, y, _pack(self._outputs, sent), weight)
+            return update_metrics(
+                self._model, loss, self._place[2], x, y, _pack(self._outputs, sent), weight
+            )
         self._model._loss_tracker.update_state(loss, sample_weight=self._place[2])
         return dict(self._model.get_metrics_result())
 
 
 def _read(metrics: Any) -> list[tuple[Any, Any]]:
     """The states of metrics with their values."""
-    return [(state, tf.convert_to_tensor(state)) for metric in metrics for state in metric.variables]
+    return [
+        (state, tf.convert_to_tensor(state)) for metric in metrics for state in metric.variables
+    ]
 
 
 def _row_bytes(outputs: Tensors) -> float:
@@ -325,7 +421,9 @@ def _row_bytes(outputs: Tensors) -> float:
     total = 0.0
     for leaf in keras.tree.flatten(outputs):
         kind = leaf.dtype
-        known = isinstance(leaf, tf.Tensor) and (kind.is_floating or kind.is_integer or kind.is_bool)
+        known = isinstance(leaf, tf.Tensor) and (
+            kind.is_floating or kind.is_integer or kind.is_bool
+        )
         total += (leaf.shape[1:].num_elements() or math.inf) * kind.size if known else math.inf
     return total
 
@@ -333,7 +431,9 @@ def _row_bytes(outputs: Tensors) -> float:
 def _leaves(outputs: Tensors) -> list[Any]:
     """Outputs one by one, and the masks that Keras has attached to them."""
     found: list[Any] = keras.tree.flatten(outputs)
-    return found + [mask for leaf in found if (mask := getattr(leaf, "_keras_mask", None)) is not None]
+    return found + [
+        mask for leaf in found if (mask := getattr(leaf, "_keras_mask", None)) is not None
+    ]
 
 
 def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
@@ -352,7 +452,9 @@ NORMALIZATION = keras.layers.BatchNormalization
 
 @contextmanager
 def whole_statistics(group: Group, size: Any) -> Iterator[None]:
-    """Synchronized layers take the statistics of all processes' rows, of which `size` of this one's count."""
+    """Synchronized layers take the statistics of all processes' rows, of which `size` of this one's
+    count.
+    """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def sum_all(*own: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
@@ -364,10 +466,14 @@ def whole_statistics(group: Group, size: Any) -> Iterator[None]:
         if not layer.synchronized:
             return tuple(own_moments(layer, inputs, mask))
         if mask is not None:
-            raise RequestError(f"{layer.name} can't synchronize statistics of masked steps.", "Leave the mask out.")
+            raise RequestError(
+                f"{layer.name} can't synchronize statistics of masked steps.", "Leave the mask out."
+            )
         counts = tf.cast(size > 0, inputs.dtype)  # a filler row doesn't
         figures = (tf.ones_like(inputs), inputs, tf.square(inputs))
-        rows, total, squares = sum_all(*(counts * tf.reduce_sum(each, layer._reduction_axes) for each in figures))
+        rows, total, squares = sum_all(
+            *(counts * tf.reduce_sum(each, layer._reduction_axes) for each in figures)
+        )
         mean = total / rows
         return mean, tf.maximum(squares / rows - tf.square(mean), 0.0)
 

@@ -1,8 +1,9 @@
-"""A device's rows in passes: forward and backward on some of them at a time, gradients and states put together.
+"""A device's rows in passes: forward and backward on some of them at a time, gradients and states
+put together.
 
-The loss of a pass is weighted by its rows, or added, so only means and sums over rows are exact (`refuse_partial`
-refuses others). The passes are a loop in the graph: the device keeps the activations of one pass only, and one trace
-serves any number of them.
+The loss of a pass is weighted by its rows, or added, so only means and sums over rows are exact
+(`refuse_partial` refuses others). The passes are a loop in the graph: the device keeps the
+activations of one pass only, and one trace serves any number of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import keras
 import tensorflow as tf
 
 from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric
-from .keras_step import Tensors, call_on_copies, cut_rows, main_part, part_of_loss, scale_loss, take_rows
+from .keras_step import (
+    Tensors,
+    call_on_copies,
+    cut_rows,
+    main_part,
+    part_of_loss,
+    scale_loss,
+    take_rows,
+)
 
 CHAINED, ADDED = "chained", "added"
 HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
@@ -22,9 +31,11 @@ SEED_STEP = 1 << 20  # numbers that each device draws from, so that no two draw 
 
 
 class StateUpdate(NamedTuple):
-    """A state's new value after one device's calls, and how it is put together with the other devices'.
+    """A state's new value after one device's calls, and how it is put together with the other
+    devices'.
 
-    CHAINED: the last device's is kept; ADDED: it is what the calls add to the state; else as measured.
+    CHAINED: the last device's is kept; ADDED: it is what the calls add to the state; else as
+    measured.
     """
 
     state: Any
@@ -35,18 +46,23 @@ class StateUpdate(NamedTuple):
 class StepStates:
     """The states of a model over the calls of one step: no two devices draw the same numbers.
 
-    Metrics inside layers count the rows of all devices: one after another, or in passes each for itself.
+    Metrics inside layers count the rows of all devices: one after another, or in passes each for
+    itself.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
         self._kinds = kinds_of_states(model, found)
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
-        every = {id(variable): variable for variable in model.non_trainable_variables} | self._metrics
+        every = {
+            id(variable): variable for variable in model.non_trainable_variables
+        } | self._metrics
         self._variables = list(every.values())
         self._counted: dict[int, Any] = {}  # values of metrics after the devices so far
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Every state with the value that a device's first call starts from; metrics from 0 on devices `apart`."""
+        """Every state with the value that a device's first call starts from; metrics from 0 on
+        devices `apart`.
+        """
         starts = []
         for state in self._variables:
             value = tf.convert_to_tensor(state)
@@ -65,8 +81,12 @@ class StepStates:
         warn_inner_metric(state)
         return StateUpdate(state, value, ADDED)
 
-    def after_pass(self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any) -> Any:
-        """A state's value after another pass, on a `part` of the device's rows; all passes but chained ones `start`."""
+    def after_pass(
+        self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
+    ) -> Any:
+        """A state's value after another pass, on a `part` of the device's rows; all passes but
+        chained ones `start`.
+        """
         if id(state) in self._metrics:
             return tf.where(part > 0, new, before)  # a filler row counts in none
         kind = self._kinds[id(state)]
@@ -80,8 +100,12 @@ class StepStates:
         """True if every pass starts from a state's value at the start of the step."""
         return id(state) not in self._metrics and self._kinds[id(state)] != CHAINED
 
-    def collect_updates(self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any) -> list[StateUpdate]:
-        """The states that a device's only call updated, in this StatelessScope; metrics don't count a filler row."""
+    def collect_updates(
+        self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
+    ) -> list[StateUpdate]:
+        """The states that a device's only call updated, in this StatelessScope; metrics don't count
+        a filler row.
+        """
         found = []
         for state, begin in starts:
             new = scope.get_current_value(state)
@@ -99,7 +123,8 @@ class StepStates:
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
     """Assign the states that the calls updated, each call on this part of the rows.
 
-    Averages are averaged by rows, sums summed; of chained states the last call's value is kept, of others the first's.
+    Averages are averaged by rows, sums summed; of chained states the last call's value is kept, of
+    others the first's.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -113,7 +138,9 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
             last.state.assign((last if last.kind == CHAINED else values[0][1]).value)
         else:
             start = tf.convert_to_tensor(last.state)
-            last.state.assign(start + tf.add_n([change(update, start, part) for part, update in values]))
+            last.state.assign(
+                start + tf.add_n([change(update, start, part) for part, update in values])
+            )
 
 
 def adds_up(kind: str) -> bool:
@@ -122,12 +149,16 @@ def adds_up(kind: str) -> bool:
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """One device's change, on this part of the rows, of a state that adds up by rows or as a sum."""
+    """One device's change, on this part of the rows, of a state that adds up by rows or as a
+    sum.
+    """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """The way to put together the values that several devices give to a state, by the state's id."""
+    """The way to put together the values that several devices give to a state, by the state's
+    id.
+    """
     kinds = {}
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -145,18 +176,28 @@ class PassSums(NamedTuple):
 
     outputs: Tensors  # for all of them
     loss: Any  # their part of the batch's mean
-    gradients: list[Any]  # of the part of the scaled loss, for each trainable weight; None where it reaches none
+    gradients: list[
+        Any
+    ]  # of the part of the scaled loss, for each trainable weight; None where it reaches none
     updates: list[StateUpdate]
 
 
 class DevicePasses:
-    """The passes of one device, the `number`-th of its process; `data` is its (x, y, weight), of which `size` count.
+    """The passes of one device, the `number`-th of its process; `data` is its (x, y, weight), of
+    which `size` count.
 
     `rows` are those of the whole batch.
     """
 
     def __init__(
-        self, model: Any, found: PartKinds, device: str, number: int, data: Tensors, size: Any, rows: Any
+        self,
+        model: Any,
+        found: PartKinds,
+        device: str,
+        number: int,
+        data: Tensors,
+        size: Any,
+        rows: Any,
     ) -> None:
         self.model = model
         self.found = found
@@ -171,14 +212,18 @@ class DevicePasses:
         self._reached: list[int] = []  # places of the weights that have a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Run `passes` passes of nearly one size, one after another; one if the device has no row that counts."""
+        """Run `passes` passes of nearly one size, one after another; one if the device has no row
+        that counts.
+        """
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
             slots = tf.cast(passes, tf.int32)
         values = [value for _, value in self._starts]
         edge = tf.TensorSpec([], tf.int64)
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-        one_pass = tf.function(self._run_one, autograph=False).get_concrete_function(edge, edge, specs)
+        one_pass = tf.function(self._run_one, autograph=False).get_concrete_function(
+            edge, edge, specs
+        )
         outputs, loss, _, _ = one_pass.structured_outputs
         arrays = [
             tf.TensorArray(leaf.dtype, slots, infer_shape=False, element_shape=leaf.shape)
@@ -196,7 +241,9 @@ class DevicePasses:
             outputs, loss, gradients, values = one_pass(start, stop, values)
             with tf.device(self.device):
                 leaves = keras.tree.flatten(outputs)
-                arrays = [array.write(slot, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+                arrays = [
+                    array.write(slot, leaf) for array, leaf in zip(arrays, leaves, strict=True)
+                ]
                 sums = [one + other for one, other in zip(sums, gradients, strict=True)]
                 return after, total + loss, sums, values, arrays
 
@@ -221,21 +268,37 @@ class DevicePasses:
             outputs, added, regularizers, scope = call_on_copies(model, x, True, copies, states)
             part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
             parts = (part, main_part(self.found.loss, part))
-            loss = part_of_loss(model, self.found, [*added, *regularizers], (x, y, outputs, weight), True, parts)
+            loss = part_of_loss(
+                model, self.found, [*added, *regularizers], (x, y, outputs, weight), True, parts
+            )
             scaled = scale_loss(model, loss)
         with tf.device(self.device):
             gradients = tape.gradient(scaled, copies)
-            self._reached = [place for place, gradient in enumerate(gradients) if gradient is not None]
+            self._reached = [
+                place for place, gradient in enumerate(gradients) if gradient is not None
+            ]
             reached = [tf.convert_to_tensor(gradients[place]) for place in self._reached]
-            return take_rows(outputs, count), loss, reached, self._note(start, count, values, states, scope)
+            return (
+                take_rows(outputs, count),
+                loss,
+                reached,
+                self._note(start, count, values, states, scope),
+            )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
         """The states with what a pass starts from, after passes that left these values."""
         pairs = zip(self._starts, values, strict=True)
-        return [(state, begin if self._states.starts_anew(state) else value) for (state, begin), value in pairs]
+        return [
+            (state, begin if self._states.starts_anew(state) else value)
+            for (state, begin), value in pairs
+        ]
 
-    def _note(self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any) -> list[Any]:
-        """The states after a pass of `count` rows from `start` that began with `states`, after others' `values`."""
+    def _note(
+        self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
+    ) -> list[Any]:
+        """The states after a pass of `count` rows from `start` that began with `states`, after
+        others' `values`.
+        """
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):
             new = scope.get_current_value(state)
@@ -247,4 +310,8 @@ class DevicePasses:
 
     def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:
         pairs = zip(self._starts, values, strict=True)
-        return [self._states.update(state, value) for (state, _), value in pairs if id(state) in self._changed]
+        return [
+            self._states.update(state, value)
+            for (state, _), value in pairs
+            if id(state) in self._changed
+        ]

@@ -1,7 +1,9 @@
-"""Shares of a group that follow its processes' own work: what `Split(rebalance=True)` does in Keras.
+"""Shares of a group that follow its processes' own work: what `Split(rebalance=True)` does in
+Keras.
 
-Own work is timed inside the step's graph and goes through the sum of the gradients. So all processes know the same
-figures after the same step, decide the same, and cut the next batch by the new shares.
+Own work is timed inside the step's graph and goes through the sum of the gradients. So all
+processes know the same figures after the same step, decide the same, and cut the next batch by the
+new shares.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class ChangingCut(Cut):
             self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
 
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
-        """Cut by these weights from the next step on; `micros` count only if there were some from the beginning."""
+        """Cut by these weights from the next step on; `micros` count only if there were some from
+        the beginning.
+        """
         self.weights, self.total = tuple(shares), sum(shares)
         self.micros = tuple(micros) if self.in_passes else ()
         self._edges.assign(self._list_edges())
@@ -46,11 +50,15 @@ class ChangingCut(Cut):
             return -(-rows // self._most[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """The boundaries of a batch of `rows`: in the graph for a tensor, as they are now for an int."""
+        """The boundaries of a batch of `rows`: in the graph for a tensor, as they are now for an
+        int.
+        """
         if isinstance(rows, int):
             return super().bounds(rows)
         total = self._edges[-1]
-        edges: list[Any] = tf.unstack((2 * rows * self._edges + total) // (2 * total), len(self.weights) + 1)
+        edges: list[Any] = tf.unstack(
+            (2 * rows * self._edges + total) // (2 * total), len(self.weights) + 1
+        )
         return edges
 
     def _list_edges(self) -> Any:
@@ -89,7 +97,9 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """A vector that holds this process' figure, and 0 for the others: its sum has all of them."""
+        """A vector that holds this process' figure, and 0 for the others: its sum has all of
+        them.
+        """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, began: Any, ready: Any, own_works: Any) -> None:
@@ -103,10 +113,15 @@ class WorkTimes:
             self._count.assign_add(1)
 
     def summarize(self) -> tuple[DeviceTimes, float, float]:
-        """Own work and waiting, the seconds of a step, and their interquartile range over the median; 0 if unknown."""
+        """Own work and waiting, the seconds of a step, and their interquartile range over the
+        median; 0 if unknown.
+        """
         steps = self.read()
         lengths = [after.began - before.began for before, after in pairwise(steps)]
-        own, waiting = [step.own_work_s[self._rank] for step in steps], [step.waiting_s for step in steps]
+        own, waiting = (
+            [step.own_work_s[self._rank] for step in steps],
+            [step.waiting_s for step in steps],
+        )
         return sum_up(own, waiting), middle(lengths), spread(lengths)
 
     def read(self) -> list[GroupStep]:
@@ -124,7 +139,9 @@ FEWEST_STEPS = 3  # of whole batches in a window
 
 
 class GroupRebalancer:
-    """Changes the cut of a group's batches; `shares` are those of the plan in the order of ranks, if there is one."""
+    """Changes the cut of a group's batches; `shares` are those of the plan in the order of ranks,
+    if there is one.
+    """
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
         curves = read_curves(shares) if shares else proportional_curves(cut.weights)
@@ -137,13 +154,17 @@ class GroupRebalancer:
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Note that this number of steps was trained; every process calls it after the same ones."""
+        """Note that this number of steps was trained; every process calls it after the same
+        ones.
+        """
         self._steps += steps
         if self._steps < WINDOW_STEPS:
             return
         self._steps = 0
         seen = times.read()
-        window = [step for step in seen if step.number >= self._next and step.rows == self._cut.total]
+        window = [
+            step for step in seen if step.number >= self._next and step.rows == self._cut.total
+        ]
         self._next = seen[-1].number + 1
         if len(window) < FEWEST_STEPS:
             return
@@ -153,6 +174,8 @@ class GroupRebalancer:
         if change is None:
             return
         self._cut.change(change.shares, change.micros)
-        self.changes.append(ShareChange(self._next, time.time(), before, change.shares, change.reason))
+        self.changes.append(
+            ShareChange(self._next, time.time(), before, change.shares, change.reason)
+        )
         if self._rank == 0:
             print(f"{change.describe(before)}\n", end="", file=sys.stderr, flush=True)

@@ -18,11 +18,13 @@ from .tf_devices import driver_name
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
-    """Reports samples/s of each device after every step; `split` names the devices, `batch` the samples of a step.
+    """Reports samples/s of each device after every step; `split` names the devices, `batch` the
+    samples of a step.
 
-    Without `batch` and `samples` (those of an epoch) they are the fit's own, where it is given arrays, else the split's
-    global batch. The first step of each batch size is left out of samples/s: TensorFlow traces and tunes there. In a
-    group each process reports its own rows. With `journal`, `evener runs` has the training's steps/s and restarts.
+    Without `batch` and `samples` (those of an epoch) they are the fit's own, where it is given
+    arrays, else the split's global batch. The first step of each batch size is left out of
+    samples/s: TensorFlow traces and tunes there. In a group each process reports its own rows. With
+    `journal`, `evener runs` has the training's steps/s and restarts.
     """
 
     def __init__(
@@ -49,7 +51,11 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         """The samples of a step and of an epoch are those of this training."""
         hooks = getattr(self.model.fit, "hooks", None)
         batch, samples = self._given
-        self.batch = batch or getattr(hooks, "batch", None) or (self._split.global_batch if self._split else None)
+        self.batch = (
+            batch
+            or getattr(hooks, "batch", None)
+            or (self._split.global_batch if self._split else None)
+        )
         self.samples = samples or getattr(hooks, "samples", None)
         self._traced.clear()
 
@@ -59,7 +65,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._note_retreats()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the steps since the last call: Keras calls once for several when it runs them in one execution."""
+        """Count the steps since the last call: Keras calls once for several when it runs them in
+        one execution.
+        """
         if self.batch is None:
             return
         samples = (batch - self._last_step) * self.batch
@@ -87,31 +95,47 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     def _own(self, samples: int) -> int:
         """The samples of this process."""
         split = self._split
-        return samples if self._given[0] or not split or not split.group else split.cut.sizes(samples)[split.group.rank]
+        return (
+            samples
+            if self._given[0] or not split or not split.group
+            else split.cut.sizes(samples)[split.group.rank]
+        )
 
     def _labels(self) -> dict[str, Any]:
         labels: dict[str, Any] = {"framework": "tensorflow", "workload": self.model.name}
         split = self._split
         if split is None:
             return labels
-        devices = split.plan.layout.active if split.plan else [driver_name(name) for name in split.devices]
+        devices = (
+            split.plan.layout.active
+            if split.plan
+            else [driver_name(name) for name in split.devices]
+        )
         if split.group is None:
             return labels | {"devices": devices, "batches": split.shares}
         rank = split.group.rank
         if not split.rank_shares:
-            own = driver_name(split.group.device) if split.group.device.startswith("GPU") else devices[rank]
+            own = (
+                driver_name(split.group.device)
+                if split.group.device.startswith("GPU")
+                else devices[rank]
+            )
             return labels | {"devices": [own]}
         now = {"batch": split.shares[rank], "micro": (split.cut.micros or split.shares)[rank]}
         return labels | {"devices": [msgspec.structs.replace(split.rank_shares[rank], **now)]}
 
     def _describe(self) -> tuple[Details, tuple[DeviceTimes, ...]]:
-        """The times of a step in a process of a group; none where one process trains on all devices."""
+        """The times of a step in a process of a group; none where one process trains on all
+        devices.
+        """
         hooks = getattr(self.model.fit, "hooks", None)
         if hooks is None or not isinstance(hooks.engine, Workers):
             return Details(), ()
         plan = self._split.plan if self._split else None
         measured = plan is not None and plan.layout.engine in ("", hooks.engine.name)
-        return hooks.engine.describe(plan.throughput.samples_per_second if plan and measured else 0.0)
+        return hooks.engine.describe(
+            plan.throughput.samples_per_second if plan and measured else 0.0
+        )
 
 
 def _keep_journal(split: Split | None) -> TrainingJournal | None:
@@ -120,5 +144,9 @@ def _keep_journal(split: Split | None) -> TrainingJournal | None:
         raise RequestError("A journal needs the split.", "Write Report(split, journal=True).")
     if split.group is not None and split.group.rank:
         return None
-    names = [describe(share) for share in split.plan.layout.active] if split.plan else list(split.devices)
+    names = (
+        [describe(share) for share in split.plan.layout.active]
+        if split.plan
+        else list(split.devices)
+    )
     return TrainingJournal(names, split.shares)

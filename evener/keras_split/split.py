@@ -1,4 +1,6 @@
-"""`Split`: takes a plan, or `gpus` and `ratios`, and makes a Keras model train on several devices by it."""
+"""`Split`: takes a plan, or `gpus` and `ratios`, and makes a Keras model train on several devices
+by it.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,21 @@ from .rebalancing import ChangingCut, GroupRebalancer
 from .towers import Towers
 
 ENGINES = ("auto", "towers", "multiworker")
-ONE_PROCESS = "The plan was measured with a process for each device; this is one process, without TF_CONFIG."
+ONE_PROCESS = (
+    "The plan was measured with a process for each device; this is one process, without TF_CONFIG."
+)
 
 
 class Split:
     """A training divided among several devices; `build` or `model` makes a Keras model train so.
 
     `Split("plan.toml")` takes devices and shares from a plan, `Split()` from that of evener launch.
-    `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])` mean what they meant to `multi_gpu_model`; `devices` takes
-    TensorFlow's names instead. Make it before the model.
-    PlanError, RequestError or DeviceError if it can't be done; SplitWarning, or PlanError with `strict`, where the plan
-    was made for something else. With `rebalance`, the shares of a group follow its processes' own work; with `noise`,
-    `noise_scale` is measured in a group while it trains: what a larger batch would cost (docs/learning.md).
+    `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])` mean what they meant to
+    `multi_gpu_model`; `devices` takes TensorFlow's names instead. Make it before the model.
+    PlanError, RequestError or DeviceError if it can't be done; SplitWarning, or PlanError with
+    `strict`, where the plan was made for something else. With `rebalance`, the shares of a group
+    follow its processes' own work; with `noise`, `noise_scale` is measured in a group while it
+    trains: what a larger batch would cost (docs/learning.md).
     """
 
     def __init__(
@@ -56,13 +61,18 @@ class Split:
         noise: bool = False,
     ) -> None:
         if engine not in ENGINES:
-            raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
+            raise RequestError(
+                f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}."
+            )
         check_backend()
         if not isinstance(plan, Plan) and gpus is None and devices is None:
             plan = launched_plan(plan)
         _check_one(plan, gpus, devices)
         if plan is not None and ratios is not None:
-            raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
+            raise RequestError(
+                "Both a plan and ratios are given.",
+                "Give one of them; the plan has its own ratios.",
+            )
         self.plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         self.strict = strict
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
@@ -70,28 +80,39 @@ class Split:
         self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
         if self.engine == "multiworker":
             check_options({"rebalance": rebalance, "noise": noise}, self.required_group)
-        self.devices, self.cut, self.global_batch = self._divide(gpus, devices, ratios, global_batch)
-        if engine == "auto" and len(self.devices) == 1 and self.group is None and not self.cut.in_passes:
+        self.devices, self.cut, self.global_batch = self._divide(
+            gpus, devices, ratios, global_batch
+        )
+        if (
+            engine == "auto"
+            and len(self.devices) == 1
+            and self.group is None
+            and not self.cut.in_passes
+        ):
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
         rebalance = rebalance and self.engine != "solo"
         if (noise or rebalance) and self.engine != "multiworker":
             raise RequestError(
-                f"rebalance and noise look at several processes, and engine={self.engine!r} has one.",
+                f"rebalance and noise look at several processes, and engine={self.engine!r} "
+                f"has one.",
                 "Start a process for each device with evener launch, or leave them out.",
             )
         self._noise = GroupNoise() if noise else None  # of the last model
         self._changing = None
         if rebalance:
             if self.global_batch is None:
-                raise RequestError("rebalance=True needs a global batch.", "Give global_batch, or a plan.")
+                raise RequestError(
+                    "rebalance=True needs a global batch.", "Give global_batch, or a plan."
+                )
             self.cut = self._changing = ChangingCut(self.shares, self.cut.micros)
         if self.group is None:
             tf_devices.check_present(self.devices)
         elif self.group.size != len(self.devices):
             raise RequestError(
-                f"TF_CONFIG names {self.group.size} processes, the split {len(self.devices)} devices.",
+                f"TF_CONFIG names {self.group.size} processes, the split {len(self.devices)} "
+                f"devices.",
                 "Start one process for each device.",
             )
         self.survives = True  # a pass that runs out of memory is computed again
@@ -103,18 +124,27 @@ class Split:
     def _warn_of_engine(self, measured: str) -> None:
         """Warn of another rate than the plan's, which was measured with this engine."""
         if self.why == ONE_PROCESS:
-            warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
+            warn(
+                f"{self.why} Expect other samples/s, or start one for each as in docs/training.md."
+            )
         elif measured not in ("", self.engine) and self.engine != "solo":
-            warn(f"The plan was measured with engine={measured!r}, this is {self.engine!r}: expect other samples/s.")
+            warn(
+                f"The plan was measured with engine={measured!r}, this is {self.engine!r}: "
+                f"expect other samples/s."
+            )
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of a whole global batch for each device that computes; without one, the ratios in whole numbers."""
+        """Samples of a whole global batch for each device that computes; without one, the ratios in
+        whole numbers.
+        """
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """The noise scale of the gradient so far, in rows, with its interval; None before enough steps."""
+        """The noise scale of the gradient so far, in rows, with its interval; None before enough
+        steps.
+        """
         return None if self._noise is None else self._noise.scale()
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -122,14 +152,18 @@ class Split:
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Call `make_model` where its weights belong, and `model` on the result; a model itself is taken as it is."""
+        """Call `make_model` where its weights belong, and `model` on the result; a model itself is
+        taken as it is.
+        """
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)
         with self.scope():
             return self.model(make_model())
 
     def model(self, model: Any) -> Any:
-        """Make this model train, evaluate and predict over the devices; it is saved and loaded as before."""
+        """Make this model train, evaluate and predict over the devices; it is saved and loaded as
+        before.
+        """
         check_model(model)
         self._check_against_plan(model)
         self._inputs = getattr(model, "inputs", None) if model.built else None
@@ -148,24 +182,36 @@ class Split:
         seed: int = 0,
         lengths: Any = None,
     ) -> Any:
-        """A dataset of whole global batches of these arrays: each sample once an epoch, the short last batch too.
+        """A dataset of whole global batches of these arrays: each sample once an epoch, the short
+        last batch too.
 
-        With `shuffle` each epoch has another order, the same in every process of a group. With `lengths`, the tokens of
-        each padded row, towers get rows of like length, cut to their longest. x may also be a tf.data.Dataset, of
-        single samples or batches of any size, in its own order.
+        With `shuffle` each epoch has another order, the same in every process of a group. With
+        `lengths`, the tokens of each padded row, towers get rows of like length, cut to their
+        longest. x may also be a tf.data.Dataset, of single samples or batches of any size, in its
+        own order.
         """
         size = batch_size or self.global_batch
         if size is None:
-            raise RequestError("This split has no global batch.", "Give batch_size, or Split(global_batch=...).")
+            raise RequestError(
+                "This split has no global batch.", "Give batch_size, or Split(global_batch=...)."
+            )
         size = check_global_batch(size, len(self.devices))
         if not isinstance(x, tf.data.Dataset):
-            arrays = ArrayBatches(pack_arrays(x, y, sample_weight, class_weight), size, shuffle, seed)
+            arrays = ArrayBatches(
+                pack_arrays(x, y, sample_weight, class_weight), size, shuffle, seed
+            )
             warn_small_data(arrays.rows, size if self.plan else None)
-            return arrays.global_batches() if lengths is None else self._deal_rows(arrays, x, lengths)
+            return (
+                arrays.global_batches() if lengths is None else self._deal_rows(arrays, x, lengths)
+            )
         if shuffle or any(each is not None for each in (y, sample_weight, class_weight, lengths)):
             raise RequestError(
-                "A dataset comes with its own labels, weights and order, and its rows can't be assigned by length.",
-                "Put them into it: dataset.map(...), dataset.shuffle(...). Rows with lengths have to be arrays.",
+                "A dataset comes with its own labels, weights and order, and its rows can't "
+                "be assigned by length.",
+                (
+                    "Put them into it: dataset.map(...), dataset.shuffle(...). Rows with lengths "
+                    "have to be arrays."
+                ),
             )
         batched = gives_batches(x, self._inputs)
         if batched is None:
@@ -182,12 +228,18 @@ class Split:
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
             raise RequestError(
-                f"{who} can't assign rows by length: all of them have to come together before the loss, as in towers.",
-                "Use engine='towers' and a plan without passes (evener balance --micro off), or leave lengths out.",
+                f"{who} can't assign rows by length: all of them have to come together before "
+                f"the loss, as in towers.",
+                (
+                    "Use engine='towers' and a plan without passes (evener balance --micro off), "
+                    "or leave lengths out."
+                ),
             )
         dealer = make_dealer(self.cut.weights, self.cut.weights, ())
         tokens = read_lengths(lengths, x, arrays.rows, dealer)
-        return arrays.global_batches() if self.engine == "solo" else arrays.dealt_rows(tokens, dealer)
+        return (
+            arrays.global_batches() if self.engine == "solo" else arrays.dealt_rows(tokens, dealer)
+        )
 
     def batches(self, arrays: ArrayBatches, endless: bool = False) -> Any:
         """Batches of arrays in the form that the engine's steps take: whole, or own rows."""
@@ -212,7 +264,11 @@ class Split:
             case "multiworker":
                 group, cut = self.required_group, self._changing
                 rule = None if cut is None else GroupRebalancer(cut, self.rank_shares, group.rank)
-                own = describe(self.rank_shares[group.rank]) if self.rank_shares else self.devices[group.rank]
+                own = (
+                    describe(self.rank_shares[group.rank])
+                    if self.rank_shares
+                    else self.devices[group.rank]
+                )
                 workers = Workers(model, self.cut, group, rule, own)
                 workers.limit = workers.limit if self.survives else None
                 if self._noise is not None:
@@ -227,19 +283,28 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """The devices that compute, how a batch is cut for them, and the global batch where there is one."""
+        """The devices that compute, how a batch is cut for them, and the global batch where there
+        is one.
+        """
         if self.plan is None:
-            chosen = tf_devices.name_gpus(gpus) if gpus is not None else tf_devices.name_devices(devices or ())
+            chosen = (
+                tf_devices.name_gpus(gpus)
+                if gpus is not None
+                else tf_devices.name_devices(devices or ())
+            )
             return chosen, _cut_by_ratios(chosen, ratios), global_batch
         active = self.plan.layout.active
         size = self.plan.layout.global_batch
         if global_batch is not None:
             size = check_global_batch(global_batch, len(active))
         shares, micros = (
-            [each for each in figures if each] for figures in (self.plan.shares(size), self.plan.micros(size))
+            [each for each in figures if each]
+            for figures in (self.plan.shares(size), self.plan.micros(size))
         )
         if self.group is not None:
-            check_fit(self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
+            check_fit(
+                self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False
+            )
             order = order_by_device(active, self.group)
             shares, micros = ([sizes[place] for place in order] for sizes in (shares, micros))
             active = self.rank_shares = tuple(active[place] for place in order)
@@ -249,29 +314,46 @@ class Split:
         return tuple(share.device for share in active), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
-        """Warn of what differs from the training that the plan was measured with; PlanError if `strict`."""
+        """Warn of what differs from the training that the plan was measured with; PlanError if
+        `strict`.
+        """
         plan = self.plan
         if plan is None:
             return
         if plan.framework not in ("tensorflow", "none"):
-            raise PlanError(f"The plan was measured with {plan.framework}.", "Make one with --framework tensorflow.")
+            raise PlanError(
+                f"The plan was measured with {plan.framework}.",
+                "Make one with --framework tensorflow.",
+            )
         digest = model_digest(model) if model.built else None
-        found = list(check_fit(plan, devices=None, world=None, workload_digest=digest, strict=self.strict))
+        found = list(
+            check_fit(plan, devices=None, world=None, workload_digest=digest, strict=self.strict)
+        )
         policy = model.dtype_policy.name
-        if plan.throughput.samples_per_second and policy != plan.precision:  # a plan by hand wasn't measured
+        if (
+            plan.throughput.samples_per_second and policy != plan.precision
+        ):  # a plan by hand wasn't measured
             found.append(f"The plan was measured in {plan.precision}, this model is {policy}.")
         if plan.xla and self.engine != "solo":
-            found.append("The plan was measured with XLA, which neither a split nor passes can use.")
+            found.append(
+                "The plan was measured with XLA, which neither a split nor passes can use."
+            )
         found += tf_devices.compare_gpus(self.devices, plan)
         if found and self.strict:
-            raise PlanError(" ".join(found), "Make a plan for this training, or don't ask for strict.")
+            raise PlanError(
+                " ".join(found), "Make a plan for this training, or don't ask for strict."
+            )
         for sentence in found:
             warn(sentence)
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """A training isn't slowed or capped as the probes were; another split may then be the fastest."""
-    limited = ", ".join(f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit)
+    """A training isn't slowed or capped as the probes were; another split may then be the
+    fastest.
+    """
+    limited = ", ".join(
+        f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit
+    )
     if limited:
         warn(
             f"The plan was measured with limits that this training doesn't have: {limited}. "
@@ -299,11 +381,18 @@ def _choose_engine(engine: str, plan: Plan | None, group: Group | None) -> tuple
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """The floor of each part, the rest to the last; RequestError unless each device has a ratio above 0."""
+    """The floor of each part, the rest to the last; RequestError unless each device has a ratio
+    above 0.
+    """
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):
-        raise RequestError(f"There are {len(devices)} devices and {len(chosen)} ratios.", "Give one for each device.")
+        raise RequestError(
+            f"There are {len(devices)} devices and {len(chosen)} ratios.",
+            "Give one for each device.",
+        )
     for ratio in chosen:
         if not is_ratio(ratio) or ratio == 0:
-            raise RequestError(f"A ratio of {ratio!r} gives a device no samples.", "Leave that device out.")
+            raise RequestError(
+                f"A ratio of {ratio!r} gives a device no samples.", "Leave that device out."
+            )
     return Cut(chosen, floors=True)

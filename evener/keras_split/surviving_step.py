@@ -1,7 +1,8 @@
 """A step of a process whose share takes passes, which goes on when memory runs out in one of them.
 
-The passes are one graph, and what sums and updates is another. If the first runs out, states are put back and it is run
-again with more passes, while the other processes wait in the sums of the second.
+The passes are one graph, and what sums and updates is another. If the first runs out, states are
+put back and it is run again with more passes, while the other processes wait in the sums of the
+second.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ TOO_LONG = "larger than max"  # gRPC also says ResourceExhausted of a message
 
 
 class SurvivingStep:
-    """Keras' train function for an engine, `Workers`; with `limit` None, out-of-memory ends it, as in probes."""
+    """Keras' train function for an engine, `Workers`; with `limit` None, out-of-memory ends it, as
+    in probes.
+    """
 
-    def __init__(self, engine: Any, limit: PassLimit | None, said: Callable[[Retreat], None]) -> None:
+    def __init__(
+        self, engine: Any, limit: PassLimit | None, said: Callable[[Retreat], None]
+    ) -> None:
         self._engine, self._limit, self._said = engine, limit, said
-        self._least = 1 + any(each.trainable for each in list_normalizations(engine.model))  # one row has no statistics
+        self._least = 1 + any(
+            each.trainable for each in list_normalizations(engine.model)
+        )  # one row has no statistics
         self._spec: Any = None  # of the batches that the graphs are for
         self._compute: Any = None
         self._finish: Any = None
@@ -49,8 +56,12 @@ class SurvivingStep:
                 raise
             group = self._engine.group
             raise DeviceError(
-                f"Rank {group.rank} ran out of memory when it updated the weights: {describe_memory(group.device)}.",
-                "Train on from the last checkpoint, with a smaller model or optimizer, or a plan without this device.",
+                f"Rank {group.rank} ran out of memory when it updated the weights: "
+                f"{describe_memory(group.device)}.",
+                (
+                    "Train on from the last checkpoint, with a smaller model or optimizer, or a "
+                    "plan without this device."
+                ),
             ) from None
 
     def _run(self, data: Tensors, before: list[Any]) -> Any:
@@ -87,14 +98,18 @@ class SurvivingStep:
         if spec == self._spec:
             return
         number = tf.TensorSpec([], tf.int64)
-        self._compute = tf.function(self._run_passes, autograph=False).get_concrete_function(spec, number)
+        self._compute = tf.function(self._run_passes, autograph=False).get_concrete_function(
+            spec, number
+        )
         self._states = list_states(self._engine.model)
         before = [tf.TensorSpec(state.shape, state.dtype) for state in self._states]
         result = tf.nest.map_structure(
             lambda each: tf.TensorSpec(each.shape, each.dtype), self._compute.structured_outputs
         )
         finish = tf.function(self._finish_step, autograph=False)
-        self._finish = finish.get_concrete_function(spec, before, tf.TensorSpec([], tf.float64), *result)
+        self._finish = finish.get_concrete_function(
+            spec, before, tf.TensorSpec([], tf.float64), *result
+        )
         self._spec = spec
 
     def _run_passes(self, data: Tensors, passes: Any) -> tuple[Any, ...]:
@@ -102,36 +117,57 @@ class SurvivingStep:
         own = engine.own_rows(data)
         batch = keras.utils.unpack_x_y_sample_weight(own.data)
         device = engine.group.device
-        found = DevicePasses(engine.model, engine.kinds[True], device, 0, batch, own.size, own.rows).run(passes)
+        found = DevicePasses(
+            engine.model, engine.kinds[True], device, 0, batch, own.size, own.rows
+        ).run(passes)
         self._updated = [(update.state, update.kind) for update in found.updates]
         self._reached = [place for place, each in enumerate(found.gradients) if each is not None]
         gradients = [found.gradients[place] for place in self._reached]
         return found.outputs, found.loss, gradients, [update.value for update in found.updates]
 
     def _finish_step(
-        self, data: Tensors, before: list[Any], began: Any, outputs: Tensors, loss: Any, gradients: Any, values: Any
+        self,
+        data: Tensors,
+        before: list[Any],
+        began: Any,
+        outputs: Tensors,
+        loss: Any,
+        gradients: Any,
+        values: Any,
     ) -> dict[str, Any]:
         by_place = dict(zip(self._reached, gradients, strict=True))
         every = [by_place.get(place) for place in range(len(self._engine.model.trainable_weights))]
         pairs = zip(self._updated, values, strict=True)
         updates = [StateUpdate(state, value, kind) for (state, kind), value in pairs]
         states = dict(zip(map(id, self._states), before, strict=True))
-        logs: dict[str, Any] = self._engine.finish_passes(data, states, began, PassSums(outputs, loss, every, updates))
+        logs: dict[str, Any] = self._engine.finish_passes(
+            data, states, began, PassSums(outputs, loss, every, updates)
+        )
         return logs
 
 
 def list_states(model: Any) -> list[Any]:
-    """Variables besides trainable weights that a call of the model or its loss may assign, each once."""
+    """Variables besides trainable weights that a call of the model or its loss may assign, each
+    once.
+    """
     raw = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
-    every = [*model.non_trainable_variables, *model.metrics_variables, *(e for e in raw if isinstance(e, tf.Variable))]
+    every = [
+        *model.non_trainable_variables,
+        *model.metrics_variables,
+        *(e for e in raw if isinstance(e, tf.Variable)),
+    ]
     return list({id(each): each for each in every}.values())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory ran out, in TensorFlow's allocator or in a library that it calls."""
+    """True if an error says that memory ran out, in TensorFlow's allocator or in a library that it
+    calls.
+    """
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
-    return isinstance(error, tf.errors.InternalError | tf.errors.UnknownError) and says_out_of_memory(str(error))
+    return isinstance(
+        error, tf.errors.InternalError | tf.errors.UnknownError
+    ) and says_out_of_memory(str(error))
 
 
 def describe_memory(device: str) -> str:
@@ -139,7 +175,9 @@ def describe_memory(device: str) -> str:
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)
-    return "the training holds {:.1f} GiB, at most {:.1f}".format(*(held[each] / 2**30 for each in ("current", "peak")))
+    return "the training holds {:.1f} GiB, at most {:.1f}".format(
+        *(held[each] / 2**30 for each in ("current", "peak"))
+    )
 
 
 def _open_rows(leaf: Any) -> Any:

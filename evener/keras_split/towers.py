@@ -1,9 +1,11 @@
-"""Towers: one process, one graph, each device computes its rows; the loss is computed once, on the whole batch.
+"""Towers: one process, one graph, each device computes its rows; the loss is computed once, on the
+whole batch.
 
-Each device runs the model on its own copy of the weights and hands its outputs to the first one, which computes loss
-and metrics as on a single device; the loss' gradient goes back to each device by its rows, and the weights' gradients
-are summed. So every loss, mask, weight, clip and accumulation is what it is on one device. Only layers that look across
-the rows of a batch (BatchNormalization) see their device's rows alone.
+Each device runs the model on its own copy of the weights and hands its outputs to the first one,
+which computes loss and metrics as on a single device; the loss' gradient goes back to each device
+by its rows, and the weights' gradients are summed. So every loss, mask, weight, clip and
+accumulation is what it is on one device. Only layers that look across the rows of a batch
+(BatchNormalization) see their device's rows alone.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Towers:
         self.model = model
         self.devices = tuple(devices)
         self.cut = cut
-        self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)  # of training, of evaluation
+        self.kinds: defaultdict[bool, PartKinds] = defaultdict(
+            PartKinds
+        )  # of training, of evaluation
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, with the rows spread over the devices."""
@@ -66,7 +70,9 @@ class Towers:
         return self.train_on_pieces(self.pieces(x, dealt), count_rows(x), x, y, weight, dealt)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """A step with a loss for each pass: no device has outputs of the whole batch before its backward passes."""
+        """A step with a loss for each pass: no device has outputs of the whole batch before its
+        backward passes.
+        """
         model, rows = self.model, count_rows(x)
         pieces = self.pieces((x, y, weight))
         if not model.built:
@@ -79,9 +85,13 @@ class Towers:
         with tf.device(self.devices[0]):
             parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
             assign_updates([(part, each.updates) for part, each in zip(parts, sums, strict=True)])
-            apply_gradients(model, [_sum(each) for each in zip(*(each.gradients for each in sums), strict=True)])
+            apply_gradients(
+                model, [_sum(each) for each in zip(*(each.gradients for each in sums), strict=True)]
+            )
             loss = tf.add_n([each.loss for each in sums])
-            return update_metrics(model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight)
+            return update_metrics(
+                model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight
+            )
 
     def train_on_pieces(
         self,
@@ -92,7 +102,9 @@ class Towers:
         weight: Any,
         dealt: DealtArrays | None = None,
     ) -> dict[str, Any]:
-        """The step on rows that are cut already: for each device its piece and how many of its rows count."""
+        """The step on rows that are cut already: for each device its piece and how many of its rows
+        count.
+        """
         model = self.model
         towers = self._run(pieces, rows, training=True)
         with tf.device(self.devices[0]):
@@ -102,7 +114,9 @@ class Towers:
                 outputs = _join_outputs(towers, x, dealt)
                 loss = self._loss(x, y, outputs, weight, towers, training=True)
                 scaled = scale_loss(model, loss)
-            apply_gradients(model, self._gradients(tape, scaled, towers) if model.trainable_weights else [])
+            apply_gradients(
+                model, self._gradients(tape, scaled, towers) if model.trainable_weights else []
+            )
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
@@ -120,7 +134,8 @@ class Towers:
         dealt, (x, _, _) = _open(data)
         if dealt is not None:
             raise RequestError(
-                "Rows assigned by length come in the order of the devices, not in that of the data.",
+                "Rows assigned by length come in the order of the devices, not in that of the "
+                "data.",
                 "Predict on split.data without lengths, or on the arrays.",
             )
         towers = self._run(self.pieces(x), count_rows(x), training=False)
@@ -128,7 +143,9 @@ class Towers:
             return _join_outputs(towers, x, None)
 
     def pieces(self, x: Tensors, dealt: DealtArrays | None = None) -> list[tuple[Tensors, Any]]:
-        """Each device's rows, cut on the host so that only they travel, and how many of them count."""
+        """Each device's rows, cut on the host so that only they travel, and how many of them
+        count.
+        """
         if dealt is not None:
             return cut_pieces(x, dealt)
         with tf.device("CPU:0"):
@@ -142,13 +159,23 @@ class Towers:
         states = StepStates(self.model, self.kinds[training])
         for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
             with tf.device(device):
-                towers.append(self._tower(part, size, rows, training, states, states.starts(number, apart=False)))
+                towers.append(
+                    self._tower(
+                        part, size, rows, training, states, states.starts(number, apart=False)
+                    )
+                )
         with tf.device(self.devices[0]):
             assign_updates([(tower.part, tower.updates) for tower in towers])
         return towers
 
     def _tower(
-        self, part: Tensors, size: Any, rows: Any, training: bool, states: StepStates, starts: list[Any]
+        self,
+        part: Tensors,
+        size: Any,
+        rows: Any,
+        training: bool,
+        states: StepStates,
+        starts: list[Any],
     ) -> Tower:
         """Run the model on one device's rows, from these values of states on."""
         model = self.model
@@ -159,18 +186,29 @@ class Towers:
             outputs, losses, _, scope = call_on_copies(model, part, training, copies, starts)
             outputs = take_rows(outputs, size)
         share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
-        return Tower(outputs, losses, states.collect_updates(scope, starts, size), copies, tape, share)
+        return Tower(
+            outputs, losses, states.collect_updates(scope, starts, size), copies, tape, share
+        )
 
-    def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
-        """The model's loss on the whole batch, with the losses from inside the model put together."""
+    def _loss(
+        self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
+    ) -> Any:
+        """The model's loss on the whole batch, with the losses from inside the model put
+        together.
+        """
         model, found = self.model, self.kinds[training]
         added = [
             tf.add_n(
-                [weigh_added(found.added_kind(place), o, t.part, o.dtype) for t, o in zip(towers, own, strict=True)]
+                [
+                    weigh_added(found.added_kind(place), o, t.part, o.dtype)
+                    for t, o in zip(towers, own, strict=True)
+                ]
             )
             for place, own in enumerate(zip(*(tower.losses for tower in towers), strict=True))
         ]
-        return loss_with(model, [*added, *model.losses] if added else [], x, y, outputs, weight, training)
+        return loss_with(
+            model, [*added, *model.losses] if added else [], x, y, outputs, weight, training
+        )
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
         weights = self.model.trainable_weights
@@ -179,7 +217,11 @@ class Towers:
         parts = [direct]
         for device, tower, targets, flow in zip(self.devices, towers, heads, flows, strict=True):
             with tf.device(device):
-                reached = [(target, each) for target, each in zip(targets, flow, strict=True) if each is not None]
+                reached = [
+                    (target, each)
+                    for target, each in zip(targets, flow, strict=True)
+                    if each is not None
+                ]
                 if reached:
                     targets, flow = map(list, zip(*reached, strict=True))
                     parts.append(tower.tape.gradient(targets, tower.copies, output_gradients=flow))
@@ -193,7 +235,9 @@ def _open(data: Tensors) -> tuple[DealtArrays | None, tuple[Any, Any, Any]]:
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None) -> Tensors:
-    """The whole batch's outputs; RequestError for losses from inside the model that would have counted padding."""
+    """The whole batch's outputs; RequestError for losses from inside the model that would have
+    counted padding.
+    """
     if dealt is None:
         return join_rows([tower.outputs for tower in towers])
     if any(tower.losses for tower in towers):
@@ -205,7 +249,11 @@ def _join_outputs(towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None
 
 
 def _floats(outputs: Tensors) -> list[Any]:
-    return [tensor for tensor in keras.tree.flatten(outputs) if tensor.dtype.is_floating or tensor.dtype.is_complex]
+    return [
+        tensor
+        for tensor in keras.tree.flatten(outputs)
+        if tensor.dtype.is_floating or tensor.dtype.is_complex
+    ]
 
 
 def _sum(gradients: Sequence[Any]) -> Any:

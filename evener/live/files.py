@@ -1,7 +1,9 @@
-"""The files in which trainings report their speed: their form, their folders, and reading them without trusting them.
+"""The files in which trainings report their speed: their form, their folders, and reading them
+without trusting them.
 
-A file counts only if it is regular, small and well formed, if only this user can use it and its folder, and if the
-process in its name is alive. Anything else is ignored; files of dead processes are removed.
+A file counts only if it is regular, small and well formed, if only this user can use it and its
+folder, and if the process in its name is alive. Anything else is ignored; files of dead processes
+are removed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ MOST_DEVICES = 256
 MOST_CHANGES = 16
 MOST_KNOTS = 64
 
-_NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)  # pid, start in ticks, reporter
+_NAME = re.compile(
+    r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII
+)  # pid, start in ticks, reporter
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -36,7 +40,9 @@ Doing = Literal["", "own work", "sum", "update", "between steps", "input"]  # in
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training: its part of each global batch and of the samples/s, and how it spends a step."""
+    """A device of a training: its part of each global batch and of the samples/s, and how it spends
+    a step.
+    """
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
     index: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)]  # as its framework counts; -1: unknown
@@ -50,7 +56,9 @@ class LiveDevice(msgspec.Struct, frozen=True):
         tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)
     ] = ()  # the plan's, of (rows, seconds of a step); only beside own work
     most: Count = 0  # samples per pass that its memory holds, by the plan; 0: unknown
-    least_waiting_s: Rate = 0.0  # the lowest tenth of waiting: where this rank was the last, what the exchange takes
+    least_waiting_s: Rate = (
+        0.0  # the lowest tenth of waiting: where this rank was the last, what the exchange takes
+    )
     own_spread: Rate = 0.0  # interquartile range of own work over its median
 
 
@@ -59,7 +67,9 @@ class ShareChange(msgspec.Struct, frozen=True):
 
     step: Count  # the first with the new shares
     at: Rate  # seconds since the epoch
-    before: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]  # samples of each rank
+    before: Annotated[
+        tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)
+    ]  # samples of each rank
     after: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]
     reason: Text
 
@@ -68,7 +78,9 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     """A training's figures besides its samples/s."""
 
     training: Text = ""  # the same in all processes of one training
-    rank: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = -1  # of this process; -1: it is alone, or unknown
+    rank: Annotated[
+        int, msgspec.Meta(ge=-1, le=1 << 20)
+    ] = -1  # of this process; -1: it is alone, or unknown
     world: Count = 0  # processes of the training; 0: unknown
     step_s: Rate = 0.0  # median of a step; 0: unknown
     step_spread: Rate = 0.0  # interquartile range of a step over its median
@@ -77,21 +89,28 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     changes: Annotated[
         tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)
     ] = ()  # of the shares, the last ones
-    between_s: Rate = 0.0  # of a step, between the backward pass and the next batch, without the optimizer, median
+    # of a step, between the backward pass and the next batch, without the optimizer, median
+    between_s: Rate = 0.0
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
     retreat: Text = ""  # the last one, in a sentence
     noise: NoiseScale | None = None  # of the training's gradient; null: unknown
 
 
 class LiveRecord(Details, frozen=True):
-    """The content of a file, version 2; its name says which process wrote it. Version 1 had the first six."""
+    """The content of a file, version 2; its name says which process wrote it. Version 1 had the
+    first six.
+    """
 
     framework: Text
     workload: Text
-    samples_per_second: Rate  # over the last seconds of reporting, all devices of the process together
+    samples_per_second: (
+        Rate  # over the last seconds of reporting, all devices of the process together
+    )
     step: Count  # reports so far
     updated_at: Rate  # seconds since the epoch; old where it validates, waits or hangs
-    devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]  # empty where it named none
+    devices: Annotated[
+        tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)
+    ]  # empty where it named none
     tokens_per_second: Rate = 0.0  # without padding; 0 where rows have no lengths
     padding: Part = 0.0  # the part of the computed tokens that is padding
     due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
@@ -110,7 +129,9 @@ class Training(LiveRecord, frozen=True, kw_only=True):
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Every training of this user that reports its speed, by pid; files of dead processes are removed."""
+    """Every training of this user that reports its speed, by pid; files of dead processes are
+    removed.
+    """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
         with contextlib.suppress(OSError):
@@ -119,23 +140,33 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 
 
 def live_folders() -> tuple[Path, ...]:
-    """The folders for reports, best first: EVENER_LIVE_DIR alone, else the runtime folder, then the state folder."""
+    """The folders for reports, best first: EVENER_LIVE_DIR alone, else the runtime folder, then the
+    state folder.
+    """
     if override := os.environ.get("EVENER_LIVE_DIR"):
         return (Path(override),)
     runtime = [os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"]
-    folders = [Path(base) / "evener" / "live" for base in dict.fromkeys(runtime) if base and _is_private(base)]
+    folders = [
+        Path(base) / "evener" / "live"
+        for base in dict.fromkeys(runtime)
+        if base and _is_private(base)
+    ]
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     # a home folder may be shared by machines that count processes apart
     return (*folders, Path(state) / "evener" / "live" / os.uname().nodename)
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """The name of a reporter's file; pid and start in clock ticks since boot identify a process for good."""
+    """The name of a reporter's file; pid and start in clock ticks since boot identify a process for
+    good.
+    """
     return f"{pid}.{ticks}.{serial}.json"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder for this user alone and remove files of dead processes; OSError if another user owns it."""
+    """Make the folder for this user alone and remove files of dead processes; OSError if another
+    user owns it.
+    """
     make_private(folder)
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -156,13 +187,17 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot; None if it is gone, a zombie, or can't be seen."""
+    """The start of a process in clock ticks since boot; None if it is gone, a zombie, or can't be
+    seen.
+    """
     fields = read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """The fields behind the name in /proc/PID/stat, the state first; none if the process is gone or can't be seen."""
+    """The fields behind the name in /proc/PID/stat, the state first; none if the process is gone or
+    can't be seen.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
             return stream.read(4096).rpartition(b")")[2].split()
@@ -192,8 +227,12 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """The content of a file, of a large one its beginning; nothing of what isn't a plain file of this user's own."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block the reader
+    """The content of a file, of a large one its beginning; nothing of what isn't a plain file of
+    this user's own.
+    """
+    flags = (
+        os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # a pipe must not block the reader
     with os.fdopen(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as stream:
         status = os.fstat(stream.fileno())
         ours = stat.S_ISREG(status.st_mode) and _is_ours(status)
@@ -201,7 +240,9 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """The record in a file, or None for one that isn't a private, small, well-formed file of this user."""
+    """The record in a file, or None for one that isn't a private, small, well-formed file of this
+    user.
+    """
     try:
         content = _read_small(name, folder)
         if len(content) > LARGEST_FILE_BYTES:

@@ -1,7 +1,8 @@
-"""The journal of a training that asks for one: its steps/s, changes of shares and restarts, as JSON lines in a run.
+"""The journal of a training that asks for one: its steps/s, changes of shares and restarts, as JSON
+lines in a run.
 
-The launcher names the run, so a training that starts again goes on in the same file. A folder or disk that can't be
-written is one warning, and the training goes on.
+The launcher names the run, so a training that starts again goes on in the same file. A folder or
+disk that can't be written is one warning, and the training goes on.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The end of a training that ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
+    """The end of a training that ended by itself; one that is killed, or interrupted by Ctrl-C,
+    writes none.
+    """
 
     at: At
     failure: str = ""  # the exception, its first line
@@ -126,7 +129,11 @@ class TrainingRecord(msgspec.Struct, frozen=True):
     @property
     def samples_per_second(self) -> float | None:
         """The last that was written."""
-        speeds = (entry.samples_per_second for entry in reversed(self.entries) if isinstance(entry, SpeedEntry))
+        speeds = (
+            entry.samples_per_second
+            for entry in reversed(self.entries)
+            if isinstance(entry, SpeedEntry)
+        )
         return next(speeds, None)
 
 
@@ -174,7 +181,9 @@ class TrainingJournal:
         error = getattr(sys, "last_value", None)
         if not isinstance(error, KeyboardInterrupt):
             first, *_ = str(error).splitlines() or [""]
-            self._append(EndEntry(time.time(), f"{type(error).__name__}: {first[:200]}" if error else ""))
+            self._append(
+                EndEntry(time.time(), f"{type(error).__name__}: {first[:200]}" if error else "")
+            )
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -208,9 +217,13 @@ class TrainingJournal:
         earlier, self._from = self._from, record
         if earlier is not None and record.updated_at > earlier.updated_at:
             steps = (record.step - earlier.step) / (record.updated_at - earlier.updated_at)
-            self._append(SpeedEntry(record.updated_at, record.step, steps, steps * sum(self._shares)))
+            self._append(
+                SpeedEntry(record.updated_at, record.step, steps, steps * sum(self._shares))
+            )
         if record.noise is not None:
-            self._append(NoiseEntry(record.updated_at, record.step, sum(self._shares), record.noise))
+            self._append(
+                NoiseEntry(record.updated_at, record.step, sum(self._shares), record.noise)
+            )
 
     def _append(self, entry: TrainingEntry) -> None:
         content = msgspec.json.encode(entry) + b"\n"

@@ -1,6 +1,8 @@
-"""The reporter of a training's samples/s: it counts each step and writes a small file at most twice a second.
+"""The reporter of a training's samples/s: it counts each step and writes a small file at most twice
+a second.
 
-Reporting never disturbs a training: it takes less than 0.1 % of its time and ignores a full disk or missing folder.
+Reporting never disturbs a training: it takes less than 0.1 % of its time and ignores a full disk or
+missing folder.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after one that failed
 WINDOW_SECONDS = 5.0  # that samples/s is averaged over
 WATCH_SECONDS = 2.0  # between two looks whether steps end
 WATCHER = "evener-live"  # the thread that looks
-LATE_SECONDS, LATE_STEPS = 2.5, 1.5  # since the last step, from which the process says what it is at
+LATE_SECONDS, LATE_STEPS = (
+    2.5,
+    1.5,
+)  # since the last step, from which the process says what it is at
 
 Devices = Sequence[str | int | Share]
 
@@ -93,11 +98,12 @@ class _Point(NamedTuple):
 
 
 class Reporter:
-    """Counts one training's samples and reports them to the monitor; safe in threads and across forks.
+    """Counts one training's samples and reports them to the monitor; safe in threads and across
+    forks.
 
-    `details`, and the times of each device that is reported, are asked for whenever a file is written; `journal` gets
-    what is written. If no step ends in time, a thread writes which batch the process is at and what it does, as `now`
-    says.
+    `details`, and the times of each device that is reported, are asked for whenever a file is
+    written; `journal` gets what is written. If no step ends in time, a thread writes which batch
+    the process is at and what it does, as `now` says.
     """
 
     _serials = iter(range(1 << 29))
@@ -140,10 +146,11 @@ class Reporter:
         timed: bool = True,
         tokens: tuple[int, int] = (0, 0),
     ) -> None:
-        """Count one optimizer step on `samples` samples; the other arguments are those of `evener.report`.
+        """Count one optimizer step on `samples` samples; the other arguments are those of
+        `evener.report`.
 
-        A step that isn't `timed`, such as one that compiles, is left out of samples/s. `tokens` are those of its
-        samples, without and with padding.
+        A step that isn't `timed`, such as one that compiles, is left out of samples/s. `tokens` are
+        those of its samples, without and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
@@ -177,10 +184,14 @@ class Reporter:
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
         """Move earlier points up to a step, as if it had taken no time and had no samples."""
-        self._points = deque(_Point(then.at + seconds, *map(operator.add, then[1:], counts)) for then in self._points)
+        self._points = deque(
+            _Point(then.at + seconds, *map(operator.add, then[1:], counts)) for then in self._points
+        )
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:
-        """Samples/s, tokens/s and padding over the window; None at the first point, which only starts the clock."""
+        """Samples/s, tokens/s and padding over the window; None at the first point, which only
+        starts the clock.
+        """
         points = self._points
         points.append(_Point(now, self._samples, self._tokens, self._padded))
         while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
@@ -190,7 +201,11 @@ class Reporter:
         if seconds <= 0:
             return None
         tokens = last.tokens - first.tokens
-        return (last.samples - first.samples) / seconds, tokens / seconds, 1 - tokens / padded if padded else 0.0
+        return (
+            (last.samples - first.samples) / seconds,
+            tokens / seconds,
+            1 - tokens / padded if padded else 0.0,
+        )
 
     def _publish(
         self,
@@ -214,10 +229,16 @@ class Reporter:
             self._wait = min(max(wait, INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
             if self._now is not None and self._ended is None:
                 self._ended = threading.Event()
-                threading.Thread(target=self._watch, args=(self._now, self._ended), name=WATCHER, daemon=True).start()
+                threading.Thread(
+                    target=self._watch, args=(self._now, self._ended), name=WATCHER, daemon=True
+                ).start()
 
     def _make_record(
-        self, names: tuple[str, str], rates: tuple[float, float, float], devices: Devices, batches: Sequence[int] | None
+        self,
+        names: tuple[str, str],
+        rates: tuple[float, float, float],
+        devices: Devices,
+        batches: Sequence[int] | None,
     ) -> LiveRecord:
         rate, tokens_rate, padding = rates
         details, times = self._details()
@@ -226,7 +247,9 @@ class Reporter:
         return LiveRecord(*names, rate, self._step, now, described, tokens_rate, padding, **more)
 
     def _write(self, record: LiveRecord) -> None:
-        """Replace the last record, in the first folder that can be written; `_file` is None if none can."""
+        """Replace the last record, in the first folder that can be written; `_file` is None if none
+        can.
+        """
         self._record = record
         content = msgspec.json.encode(record)
         last, self._file = self._file, None
@@ -240,15 +263,29 @@ class Reporter:
                 return
 
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
-        """Say until `ended` what the process is at where no step ends in time; one that is stopped says nothing."""
+        """Say until `ended` what the process is at where no step ends in time; one that is stopped
+        says nothing.
+        """
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
-                record, (batch, doing), late = self._record, now(), time.monotonic() - self._reported_at
-                if ended.is_set() or record is None or (record.batch, record.doing) == (batch, doing):
+                record, (batch, doing), late = (
+                    self._record,
+                    now(),
+                    time.monotonic() - self._reported_at,
+                )
+                if (
+                    ended.is_set()
+                    or record is None
+                    or (record.batch, record.doing) == (batch, doing)
+                ):
                     continue
                 if late > max(LATE_SECONDS, LATE_STEPS * record.step_s):
-                    due_at = min(record.due_at, time.time() - late)  # no longer when a slow disk would have it
-                    self._write(msgspec.structs.replace(record, batch=batch, doing=doing, due_at=due_at))
+                    due_at = min(
+                        record.due_at, time.time() - late
+                    )  # no longer when a slow disk would have it
+                    self._write(
+                        msgspec.structs.replace(record, batch=batch, doing=doing, due_at=due_at)
+                    )
 
 
 _reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
@@ -265,8 +302,9 @@ def report(
 ) -> None:
     """Report an optimizer step on `samples` samples to the monitor; call it after each step.
 
-    `devices` are UUIDs or slice names, indexes, or a plan's shares; `batches` their samples per step, by default equal
-    (a plan's shares have their own). RequestError unless `samples` is a whole number, 0 or above.
+    `devices` are UUIDs or slice names, indexes, or a plan's shares; `batches` their samples per
+    step, by default equal (a plan's shares have their own). RequestError unless `samples` is a
+    whole number, 0 or above.
     """
     global _own
     if _own is None:
@@ -279,10 +317,15 @@ def _describe(
 ) -> tuple[LiveDevice, ...]:
     """The devices that compute, each with its part of the rate and its times."""
     named = [_identify(device) for device in devices]
-    sizes = [device.batch for device in named] if batches is None else [_whole(size) for size in batches]
+    sizes = (
+        [device.batch for device in named]
+        if batches is None
+        else [_whole(size) for size in batches]
+    )
     if len(sizes) != len(named):
         raise RequestError(
-            f"A report names {len(named)} devices and {len(sizes)} batches.", "Give one batch for each device."
+            f"A report names {len(named)} devices and {len(sizes)} batches.",
+            "Give one batch for each device.",
         )
     total = sum(sizes)
     times = (*times, *[DeviceTimes()] * (len(named) - len(times)))
@@ -305,7 +348,14 @@ def _identify(device: str | int | Share) -> LiveDevice:
         index, host = max(-1, device.index), clean(device.host)
         curve = device.curve if len(device.curve) <= MOST_KNOTS else ()
         return LiveDevice(
-            clean(device.device), index, device.batch, 0.0, device.micro, host=host, curve=curve, most=device.most
+            clean(device.device),
+            index,
+            device.batch,
+            0.0,
+            device.micro,
+            host=host,
+            curve=curve,
+            most=device.most,
         )
     if isinstance(device, int):
         return LiveDevice("", max(-1, device), 0, 0.0)
@@ -318,7 +368,9 @@ def _whole(samples: object) -> int:
     except TypeError:
         number = -1
     if isinstance(samples, bool) or number < 0:
-        raise RequestError(f"A report of {samples!r} samples isn't a count.", "Give the step's samples, 0 or more.")
+        raise RequestError(
+            f"A report of {samples!r} samples isn't a count.", "Give the step's samples, 0 or more."
+        )
     return number
 
 

@@ -19,28 +19,38 @@ def check_fit(
     global_batch: int | None = None,
     framework: str | None = None,
 ) -> tuple[str, ...]:
-    """A warning for each difference between `plan` and this training; PlanError where it can't train at all.
+    """A warning for each difference between `plan` and this training; PlanError where it can't
+    train at all.
 
-    `devices` are the ids that are present, `world` the processes that take part, `global_batch` the samples per step
-    if not the plan's own; None leaves a value unchecked. With `strict`, a warning is an error too.
+    `devices` are the ids that are present, `world` the processes that take part, `global_batch` the
+    samples per step if not the plan's own; None leaves a value unchecked. With `strict`, a warning
+    is an error too.
     """
-    if plan.layout.traits.placed:  # says nothing about batches; that of a pack is each training's own
+    if (
+        plan.layout.traits.placed
+    ):  # says nothing about batches; that of a pack is each training's own
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
             "Place them in the script, or make a plan that splits with evener balance.",
         )
     _check_world(plan, world, framework)
-    check_global_batch(global_batch if global_batch is not None else plan.layout.global_batch, len(plan.layout.active))
+    check_global_batch(
+        global_batch if global_batch is not None else plan.layout.global_batch,
+        len(plan.layout.active),
+    )
     warnings = tuple(_differences(plan, devices, workload_digest, framework))
     if strict and warnings:
         raise PlanError(
-            " ".join(warnings), "Make a plan for what is here with evener balance, or don't ask for strict."
+            " ".join(warnings),
+            "Make a plan for what is here with evener balance, or don't ask for strict.",
         )
     return warnings
 
 
 def check_global_batch(global_batch: int, devices: int) -> int:
-    """The batch as an int, NumPy's whole numbers too; PlanError unless it has a sample for each device."""
+    """The batch as an int, NumPy's whole numbers too; PlanError unless it has a sample for each
+    device.
+    """
     whole = whole_number(global_batch)
     if whole is None or whole < devices:
         raise PlanError(
@@ -52,7 +62,11 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 def describe(share: Share) -> str:
     """A device's product name and id, for messages."""
-    return f"{share.name} ({share.device})" if share.name and share.name != share.device else share.device
+    return (
+        f"{share.name} ({share.device})"
+        if share.name and share.name != share.device
+        else share.device
+    )
 
 
 def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
@@ -61,8 +75,15 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
         return
     names = ", ".join(describe(share) for share in plan.layout.active)
     left_out = len(plan.layout.share) - expected
-    note = f" ({left_out} of its devices {'is' if left_out == 1 else 'are'} left out)" if left_out else ""
-    fault = f"The plan trains on {expected}: {names}{note}, but the training has {world}, one for each process."
+    note = (
+        f" ({left_out} of its devices {'is' if left_out == 1 else 'are'} left out)"
+        if left_out
+        else ""
+    )
+    fault = (
+        f"The plan trains on {expected}: {names}{note}, but the training has {world}, one "
+        f"for each process."
+    )
     raise PlanError(
         " ".join([*_differences(plan, None, None, framework), fault]),
         f"Start {expected}, as evener launch does, or make a plan for {world}.",
@@ -72,8 +93,14 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """A sentence for each way in which this training isn't what was measured; None isn't compared."""
-    missing = [describe(share) for share in plan.layout.active if devices is not None and share.device not in devices]
+    """A sentence for each way in which this training isn't what was measured; None isn't
+    compared.
+    """
+    missing = [
+        describe(share)
+        for share in plan.layout.active
+        if devices is not None and share.device not in devices
+    ]
     if missing:
         here = ", ".join(devices or ()) or "none"
         yield f"The plan was measured on {', '.join(missing)}, not among the devices here: {here}."
@@ -81,7 +108,8 @@ def _differences(
     if workload_digest is not None and measured not in ("", workload_digest):
         named = f", {plan.workload}" if plan.workload else ""
         yield (
-            f"The plan was measured with another model{named}: its digest is {measured}, this one's {workload_digest}."
+            f"The plan was measured with another model{named}: its digest is {measured}, this "
+            f"one's {workload_digest}."
             " Measure this one with evener balance --workload FILE.py:FUNCTION."
         )
     if framework is not None and plan.framework not in (framework, "none", ""):

@@ -1,7 +1,7 @@
 """The plan: the chosen layout with the evidence for it, as a file that a training script applies.
 
-Read strictly (an unknown key, a ratio that doesn't match its batch, a newer schema is an error that names the key),
-written atomically, and the same bytes again after a round trip.
+Read strictly (an unknown key, a ratio that doesn't match its batch, a newer schema is an error that
+names the key), written atomically, and the same bytes again after a round trip.
 """
 
 from __future__ import annotations
@@ -60,8 +60,19 @@ LONGEST_SECONDS = 1e12  # of a search: a number, and not infinite
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]
-_OPTIONAL = ("cost", "tokens", "host", "curve", "most", "state", "held_bytes", "peak_bytes")  # written where known
-_PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")  # of numbers, as tomli_w writes it
+_OPTIONAL = (
+    "cost",
+    "tokens",
+    "host",
+    "curve",
+    "most",
+    "state",
+    "held_bytes",
+    "peak_bytes",
+)  # written where known
+_PAIR = re.compile(
+    r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]"
+)  # of numbers, as tomli_w writes it
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -70,9 +81,13 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     samples_per_second: float
     low: float
     high: float
-    tokens_per_second: float = 0.0  # without padding; these two are written only where rows have lengths
+    tokens_per_second: float = (
+        0.0  # without padding; these two are written only where rows have lengths
+    )
     padding: float = 0.0  # the part of the computed tokens that is padding
-    samples_per_joule: float = 0.0  # of all devices of the request; these three only where all report their power
+    samples_per_joule: float = (
+        0.0  # of all devices of the request; these three only where all report their power
+    )
     active_watts: float = 0.0  # of the devices that compute
     idle_watts: float = 0.0  # of those that are left out
 
@@ -84,9 +99,13 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     layout: PlanLayout
     throughput: Throughput
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
-    gain: float | None = None  # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
-    paired: bool = False  # the gain was measured in turn, and the figures alone say another; written only if true
-    busy: bool = False  # the other devices worked meanwhile, which may have slowed this one; written only if true
+    gain: float | None = (
+        None  # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
+    )
+    # the gain was measured in turn, and the figures alone say another; written only if true
+    paired: bool = False
+    # the other devices worked meanwhile, which may have slowed this one; written only if true
+    busy: bool = False
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +128,9 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fastest layout that was measured, and the evidence for it; one written by hand has a layout alone."""
+    """The fastest layout that was measured, and the evidence for it; one written by hand has a
+    layout alone.
+    """
 
     created: str = ""  # UTC, RFC 3339
     workload: str = ""
@@ -135,9 +156,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Samples for each device at `global_batch` (the plan's own unless said); sums to it exactly.
+        """Samples for each device at `global_batch` (the plan's own unless said); sums to it
+        exactly.
 
-        Shares of cost give rows in the same proportions, as a training takes them that doesn't say how long they are.
+        Shares of cost give rows in the same proportions, as a training takes them that doesn't say
+        how long they are.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
@@ -145,7 +168,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Rows of one pass for each device at `global_batch`; where one pass does the plan's share, it does any."""
+        """Rows of one pass for each device at `global_batch`; where one pass does the plan's share,
+        it does any.
+        """
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
             for share, batch in zip(self.layout.share, self.shares(global_batch), strict=True)
@@ -163,7 +188,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan from TOML, or JSON if the file's text is an object; PlanError says what is wrong and where."""
+    """Read a plan from TOML, or JSON if the file's text is an object; PlanError says what is wrong
+    and where.
+    """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     return parse_plan(text, str(path))
 
@@ -174,13 +201,17 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
     schema = data.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise PlanError(
-            f"{source} has schema {schema}; this evener reads up to {SCHEMA}.", "Update evener on this machine."
+            f"{source} has schema {schema}; this evener reads up to {SCHEMA}.",
+            "Update evener on this machine.",
         )
     try:
-        plan = msgspec.convert({**data, "layout": complete_layout(data.get("layout", {}))}, Plan, strict=True)
+        plan = msgspec.convert(
+            {**data, "layout": complete_layout(data.get("layout", {}))}, Plan, strict=True
+        )
     except (msgspec.ValidationError, RecursionError) as error:
         raise PlanError(
-            f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
+            f"{source}: {error}.",
+            "Correct that key, or make the plan again with evener balance --export.",
         ) from None
     plan = in_its_schema(plan)
     _check_numbers(plan, source)
@@ -213,22 +244,34 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 def in_its_schema(plan: Plan) -> Plan:
     """The plan in the schema that it needs; a journal may hold one of schema 1."""
-    sharded = any(layout.traits.sharded for layout in (plan.layout, *(rival.layout for rival in plan.evidence)))
+    sharded = any(
+        layout.traits.sharded
+        for layout in (plan.layout, *(rival.layout for rival in plan.evidence))
+    )
     schema = SCHEMA if sharded else SCHEMA - 1
     if plan.schema == schema:
         return plan
-    evidence = tuple(msgspec.structs.replace(rival, layout=_upgrade_layout(rival.layout)) for rival in plan.evidence)
-    return msgspec.structs.replace(plan, schema=schema, layout=_upgrade_layout(plan.layout), evidence=evidence)
+    evidence = tuple(
+        msgspec.structs.replace(rival, layout=_upgrade_layout(rival.layout))
+        for rival in plan.evidence
+    )
+    return msgspec.structs.replace(
+        plan, schema=schema, layout=_upgrade_layout(plan.layout), evidence=evidence
+    )
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
     """The layout with every share in one pass."""
-    shares = (msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share)
+    shares = (
+        msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
+    )
     return msgspec.structs.replace(layout, share=tuple(shares))
 
 
 def as_unicode(data: Any) -> Any:
-    """A copy of the data with a question mark for each byte of a file name that isn't text: no file format holds it."""
+    """A copy of the data with a question mark for each byte of a file name that isn't text: no file
+    format holds it.
+    """
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, dict):
@@ -240,9 +283,13 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
     try:
         data = (msgspec.json if text.lstrip()[:1] == b"{" else msgspec.toml).decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise PlanError(f"{source} is neither TOML nor JSON: {error}.", "Make it again with evener export.") from None
+        raise PlanError(
+            f"{source} is neither TOML nor JSON: {error}.", "Make it again with evener export."
+        ) from None
     if not isinstance(data, dict):
-        raise PlanError(f"{source} is not a plan: it has no keys.", "Give the file that --export wrote.")
+        raise PlanError(
+            f"{source} is not a plan: it has no keys.", "Give the file that --export wrote."
+        )
     return data
 
 
@@ -253,7 +300,8 @@ def _check_numbers(plan: Plan, source: str) -> None:
         check_layout(rival.layout, f"{source}: evidence[{position}].layout")
         if len(rival.layout.share) != len(plan.layout.share):
             raise PlanError(
-                f"{source}: evidence[{position}].layout.share names {len(rival.layout.share)} devices, and"
+                f"{source}: evidence[{position}].layout.share names {len(rival.layout.share)} "
+                f"devices, and"
                 f" layout.share {len(plan.layout.share)}.",
                 "Each has one for every device of the request.",
             )

@@ -1,4 +1,6 @@
-"""The layout of a plan: the shares of each global batch on its devices, and checks that their figures agree."""
+"""The layout of a plan: the shares of each global batch on its devices, and checks that their
+figures agree.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"
 
-GPU_IDS = {"GPU-": "GPU", "MIG-": "GPU"}  # how GPUs' ids begin, and their labels, as each maker's backend says too
+GPU_IDS = {
+    "GPU-": "GPU",
+    "MIG-": "GPU",
+}  # how GPUs' ids begin, and their labels, as each maker's backend says too
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Kind = str  # of a layout: one of KINDS
-Knots = tuple[tuple[float, float], ...]  # (rows, seconds of a step) at the bends of a measured curve
+Knots = tuple[
+    tuple[float, float], ...
+]  # (rows, seconds of a step) at the bends of a measured curve
 
 
 class Traits(msgspec.Struct, frozen=True):
@@ -48,7 +55,9 @@ KINDS: dict[Kind, Traits] = {
     "solo": Traits(alone=True, devices=(1, 1)),
     "split": Traits(together=True, devices=(2, 1 << 30)),
     "shard": Traits(together=True, sharded=True, devices=(2, 1 << 30)),
-    "part": Traits(sharded=True, devices=(1, 1)),  # one device of a sharded training, measured by itself: no plan's
+    "part": Traits(
+        sharded=True, devices=(1, 1)
+    ),  # one device of a sharded training, measured by itself: no plan's
     "pack": Traits(side_by_side=True),
     "place": Traits(placed=True),
 }
@@ -63,7 +72,9 @@ def check_kind(kind: Kind) -> None:
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One device's part of each global batch; `batch` 0 means that the device is left out."""
 
-    device: Annotated[str, msgspec.Meta(min_length=1)]  # the GPU's UUID, or the name of a CPU slice or simulated device
+    device: Annotated[
+        str, msgspec.Meta(min_length=1)
+    ]  # the GPU's UUID, or the name of a CPU slice or simulated device
     index: int  # for display, and for frameworks that count devices
     name: str
     batch: Count  # samples; with `cost` their mean number
@@ -75,9 +86,15 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = ""  # the name or address of its machine, where the plan is for several
     curve: Knots = ()
     most: Count = 0  # rows of one pass that its memory holds; 0: unknown
-    state: float = 0.0  # the part of parameters, gradients and optimizer state that it holds; 0: it has all
-    held_bytes: Count = 0  # of that part and of gathered units, as evener's ledger counts them; 0: unknown
-    peak_bytes: Count = 0  # the most measured there in a step of these shares, with activations; 0: unknown
+    state: float = (
+        0.0  # the part of parameters, gradients and optimizer state that it holds; 0: it has all
+    )
+    held_bytes: Count = (
+        0  # of that part and of gathered units, as evener's ledger counts them; 0: unknown
+    )
+    peak_bytes: Count = (
+        0  # the most measured there in a step of these shares, with activations; 0: unknown
+    )
 
     @property
     def on_gpu(self) -> bool:
@@ -98,7 +115,9 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_batch: int  # samples per optimizer step, over all devices (pack: per process)
     share: tuple[Share, ...]
     engine: str = ""  # one of ENGINES; empty where there is no choice
-    processes: Annotated[int, msgspec.Meta(ge=1)] = 1  # pack: trainings that run on the device at the same time
+    processes: Annotated[int, msgspec.Meta(ge=1)] = (
+        1  # pack: trainings that run on the device at the same time
+    )
     placement: str = ""  # place: the workload's name for it
 
     def __post_init__(self) -> None:
@@ -146,7 +165,8 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """A layout from template shares, samples per device and, if not all, per pass; `ratios` of cost if not of samples.
+    """A layout from template shares, samples per device and, if not all, per pass; `ratios` of cost
+    if not of samples.
 
     Batch, ratio and micro of the templates are replaced; their cost and tokens stay.
     """
@@ -154,20 +174,30 @@ def make_layout(
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
     shares = tuple(
         msgspec.structs.replace(device, batch=batch, ratio=ratio, micro=micro)
-        for device, batch, ratio, micro in zip(devices, batches, chosen, micros or batches, strict=True)
+        for device, batch, ratio, micro in zip(
+            devices, batches, chosen, micros or batches, strict=True
+        )
     )
     return PlanLayout(kind, total, shares, engine, processes, placement)
 
 
 def complete_layout(layout: Any) -> Any:
-    """A layout as it was read, with what follows from its devices and batches where it isn't written."""
+    """A layout as it was read, with what follows from its devices and batches where it isn't
+    written.
+    """
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
         return layout
     batches = [batch if type(batch := share.get("batch")) is int else 0 for share in shares]
     total = sum(batches)
     completed = [
-        {"index": i, "name": share.get("device", ""), "ratio": batch / max(1, total), "micro": batch, **share}
+        {
+            "index": i,
+            "name": share.get("device", ""),
+            "ratio": batch / max(1, total),
+            "micro": batch,
+            **share,
+        }
         for i, (share, batch) in enumerate(zip(shares, batches, strict=True))
     ]
     kind = "split" if sum(map(bool, batches)) > 1 else "solo"
@@ -176,9 +206,13 @@ def complete_layout(layout: Any) -> Any:
 
 
 def check_layout(layout: PlanLayout, where: str) -> None:
-    """PlanError, naming the key behind `where`, if a figure is impossible or doesn't match another."""
+    """PlanError, naming the key behind `where`, if a figure is impossible or doesn't match
+    another.
+    """
     if not layout.active:
-        raise PlanError(f"{where}.share gives no device a sample.", "At least one batch is above 0.")
+        raise PlanError(
+            f"{where}.share gives no device a sample.", "At least one batch is above 0."
+        )
     fewest, most = layout.traits.devices
     if not fewest <= len(layout.active) <= most:
         raise PlanError(
@@ -187,14 +221,20 @@ def check_layout(layout: PlanLayout, where: str) -> None:
         )
     if len({bool(share.host) for share in layout.share}) > 1:
         raise PlanError(
-            f"{where}.share has some of its devices on a host.", "Name a host for all of them, or for none."
+            f"{where}.share has some of its devices on a host.",
+            "Name a host for all of them, or for none.",
         )
     if layout.engine not in ("", *ENGINES, *_WITHOUT_FRAMEWORK):
-        raise PlanError(f"{where}.engine is {layout.engine}.", f"Write one of {', '.join(ENGINES)}, or leave it out.")
+        raise PlanError(
+            f"{where}.engine is {layout.engine}.",
+            f"Write one of {', '.join(ENGINES)}, or leave it out.",
+        )
     for key in ("index", "device"):
         named = Counter((share.host, getattr(share, key)) for share in layout.share)
         if twice := [str(value) for (_, value), times in named.items() if times > 1]:
-            raise PlanError(f"{where}.share has the {key} {twice[0]} twice.", "Each device has one share.")
+            raise PlanError(
+                f"{where}.share has the {key} {twice[0]} twice.", "Each device has one share."
+            )
     total = sum(layout.batches)
     if total != layout.global_batch:
         raise PlanError(
@@ -211,8 +251,13 @@ def _check_states(layout: PlanLayout, where: str) -> None:
     states = [share.state for share in layout.share]
     holds = [math.isfinite(state) and state > 0 for state in states]
     if not layout.traits.sharded and any(states):
-        raise PlanError(f"{where}.kind is {layout.kind}, but its devices have a state.", "A sharded layout is a shard.")
-    if layout.traits.sharded and (holds != [bool(share.batch) for share in layout.share] or not _is_whole(states)):
+        raise PlanError(
+            f"{where}.kind is {layout.kind}, but its devices have a state.",
+            "A sharded layout is a shard.",
+        )
+    if layout.traits.sharded and (
+        holds != [bool(share.batch) for share in layout.share] or not _is_whole(states)
+    ):
         raise PlanError(
             f"{where}.share has the states {', '.join(map(str, states))}.",
             "Give each device with rows its part of the model's state; they sum to 1.",
@@ -225,16 +270,23 @@ def _is_whole(parts: Sequence[float]) -> bool:
 
 def _check_share(share: Share, where: str) -> None:
     if share.cost is not None and not share.cost.is_valid():
-        raise PlanError(f"{where}.cost is {share.cost}.", "Its seconds are 0 or above, and not all 0.")
+        raise PlanError(
+            f"{where}.cost is {share.cost}.", "Its seconds are 0 or above, and not all 0."
+        )
     if not is_curve(share.curve):
         raise PlanError(
             f"{where}.curve is {share.curve}.",
-            "Its pairs are (rows, seconds), both from 0, the rows rising and the seconds never falling.",
+            (
+                "Its pairs are (rows, seconds), both from 0, the rows rising and the seconds "
+                "never falling."
+            ),
         )
     if not min(share.batch, 1) <= share.micro <= share.batch:
         raise PlanError(
             f"{where}.micro is {share.micro}, but its batch is {share.batch}.",
-            f"Write the rows of one pass, 1 to {share.batch}." if share.batch else "Write 0, as for the batch.",
+            f"Write the rows of one pass, 1 to {share.batch}."
+            if share.batch
+            else "Write 0, as for the batch.",
         )
 
 
@@ -243,15 +295,30 @@ def is_curve(curve: Knots) -> bool:
     if not curve:
         return True
     rows, seconds = zip(*curve, strict=True)
-    finite = all(map(math.isfinite, (*rows, *seconds))) and rows[0] >= 0 and seconds[0] >= 0 < seconds[-1]
-    return len(curve) > 1 and finite and all(a < b for a, b in pairwise(rows)) and list(seconds) == sorted(seconds)
+    finite = (
+        all(map(math.isfinite, (*rows, *seconds)))
+        and rows[0] >= 0
+        and seconds[0] >= 0 < seconds[-1]
+    )
+    return (
+        len(curve) > 1
+        and finite
+        and all(a < b for a, b in pairwise(rows))
+        and list(seconds) == sorted(seconds)
+    )
 
 
 def cut_curve(curve: Curve, batch: int) -> Knots:
     """The knots of a curve below a batch, and the curve there."""
     bends = len(curve.batches) if curve.bent else 1
-    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
-    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
+    knots = [
+        (rows, time)
+        for rows, time in zip(curve.batches[:bends], curve.times, strict=False)
+        if rows < batch - 0.5
+    ]
+    return tuple(
+        (_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch)))
+    )
 
 
 def _round(figure: float) -> float:
@@ -263,7 +330,8 @@ def _check_ratios_of_rows(layout: PlanLayout, where: str) -> None:
         expected = share.batch / layout.global_batch
         if not math.isfinite(share.ratio) or abs(share.ratio - expected) > RATIO_TOLERANCE:
             raise PlanError(
-                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch} of"
+                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is "
+                f"{share.batch} of"
                 f" {layout.global_batch}.",
                 f"Write ratio = {expected!r}, or change the batch.",
             )
@@ -273,12 +341,21 @@ def _check_ratios_of_cost(layout: PlanLayout, where: str) -> None:
     for position, share in enumerate(layout.share):
         if share.batch and share.cost is None:
             raise PlanError(
-                f"{where}.share[{position}] has no cost, and others have one.", "Give each active device's, or none."
+                f"{where}.share[{position}] has no cost, and others have one.",
+                "Give each active device's, or none.",
             )
-        if not math.isfinite(share.ratio) or share.ratio < 0 or (share.ratio > 0) != (share.batch > 0):
+        if (
+            not math.isfinite(share.ratio)
+            or share.ratio < 0
+            or (share.ratio > 0) != (share.batch > 0)
+        ):
             raise PlanError(
-                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch}.",
+                f"{where}.share[{position}].ratio is {share.ratio}, but its batch is "
+                f"{share.batch}.",
                 "Write its part of the global batch's cost: above 0 where it has samples, else 0.",
             )
     if not _is_whole(layout.ratios):
-        raise PlanError(f"{where}.share has ratios that sum to {sum(layout.ratios)}.", "Parts of the cost sum to 1.")
+        raise PlanError(
+            f"{where}.share has ratios that sum to {sum(layout.ratios)}.",
+            "Parts of the cost sum to 1.",
+        )

@@ -1,4 +1,6 @@
-"""The shares of a batch that are done first, by the curves and walls that a plan has for its devices. Pure."""
+"""The shares of a batch that are done first, by the curves and walls that a plan has for its
+devices. Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
 
 
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
-    """The curve through each device's knots; where one has none, all take times in proportion to `rows`."""
+    """The curve through each device's knots; where one has none, all take times in proportion to
+    `rows`.
+    """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
     return proportional_curves(rows)
@@ -45,11 +49,12 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Rows of each device, `quantum` or more, that sum to `batch` and are done first; None if they don't fit.
+    """Rows of each device, `quantum` or more, that sum to `batch` and are done first; None if they
+    don't fit.
 
-    A wall is the most rows of a pass that a device's memory holds, 0 where there is none. Without `passes`, of all or
-    of each device, no share is above its wall. `extras` are the seconds that each further pass costs a device beside
-    its rows.
+    A wall is the most rows of a pass that a device's memory holds, 0 where there is none. Without
+    `passes`, of all or of each device, no share is above its wall. `extras` are the seconds that
+    each further pass costs a device beside its rows.
     """
     more = extras or (0.0,) * len(curves)
     cut = (passes,) * len(curves) if isinstance(passes, bool) else passes
@@ -64,7 +69,9 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], walls: Sequence[int]) -> tuple[int, ...]:
-    """The most rows of each pass of these shares: all where they fit at once, else those of the wall."""
+    """The most rows of each pass of these shares: all where they fit at once, else those of the
+    wall.
+    """
     return tuple(min(share, wall or share) for share, wall in zip(shares, walls, strict=True))
 
 
@@ -78,15 +85,17 @@ def _join_knots(knots: Knots) -> Curve:
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     """The plan without these devices, each a host and a device of it, at the same global batch.
 
-    Shares are those that the curves predict to be done first, within memory; passes are used where the plan had some,
-    or where memory holds the batch in no other way. The throughput is that of the devices that are left, which nobody
-    has measured together. PlanError if none is left.
+    Shares are those that the curves predict to be done first, within memory; passes are used where
+    the plan had some, or where memory holds the batch in no other way. The throughput is that of
+    the devices that are left, which nobody has measured together. PlanError if none is left.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)
     if not left:
         names = ", ".join(map(describe, layout.active))
-        raise PlanError(f"None of the plan's devices is left: {names}.", "Run evener doctor to see why.")
+        raise PlanError(
+            f"None of the plan's devices is left: {names}.", "Run evener doctor to see why."
+        )
     if layout.traits.sharded and len(left) == 1:
         raise PlanError(
             f"{describe(left[0])} alone is left, and the plan has it hold a part of the model.",
@@ -94,7 +103,10 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
         )
     part = sum(share.ratio for share in left)
     speed = plan.throughput
-    rates = {name: getattr(speed, name) * part for name in ("samples_per_second", "low", "high", "tokens_per_second")}
+    rates = {
+        name: getattr(speed, name) * part
+        for name in ("samples_per_second", "low", "high", "tokens_per_second")
+    }
     names = ", ".join(describe(share) for share in layout.active if share not in left)
     return msgspec.structs.replace(
         plan,

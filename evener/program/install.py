@@ -1,4 +1,6 @@
-"""The hooks of a program that `evener run` started: functions of the libraries that it trains with, and ours."""
+"""The hooks of a program that `evener run` started: functions of the libraries that it trains with,
+and ours.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ _EXCHANGES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_object", "all_gather_into_tensor"),
     *("gather", "gather_object", "broadcast", "broadcast_object_list"),
 )
-_FIT_LOOP = (("_FitLoop.run", "strategies:run"), ("_FitLoop.on_advance_start", "strategies:begin_epoch"))
-_HOOKS = {  # module of the program's -> functions of it, and of a file of ours that are called in their place
+_FIT_LOOP = (
+    ("_FitLoop.run", "strategies:run"),
+    ("_FitLoop.on_advance_start", "strategies:begin_epoch"),
+)
+# module of the program's -> functions of it, and of a file of ours that are called in their place
+_HOOKS = {
     "torch": (
         ("nn.parallel.DistributedDataParallel.__init__", "program:PROGRAM.make_model"),
         ("utils.data.DataLoader.__iter__", "loops:begin_loop"),
@@ -53,7 +59,9 @@ def install() -> None:
 
 
 class _First:
-    """Finds no module: registers the hooks once a library is looked for, as wrapt takes a while to import."""
+    """Finds no module: registers the hooks once a library is looked for, as wrapt takes a while to
+    import.
+    """
 
     def find_spec(self, name: str, *_: Any) -> Any:
         if name not in _LIBRARIES:
@@ -68,7 +76,9 @@ class _First:
 def _register() -> None:
     from wrapt import register_post_import_hook
 
-    alone = os.environ.get("WORLD_SIZE") == "1"  # without shares: only a Trainer can then survive out-of-memory
+    alone = (
+        os.environ.get("WORLD_SIZE") == "1"
+    )  # without shares: only a Trainer can then survive out-of-memory
     for module in ["transformers.trainer"] if alone else _HOOKS:
         register_post_import_hook(_wrap, module)
 
@@ -79,7 +89,10 @@ def _wrap(module: Any) -> None:
     for name, target in _HOOKS[module.__name__]:
         wrap_function_wrapper(module, name, _later(target))
     if module.__name__ == "torch":
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         register_optimizer_step_pre_hook(_later("program:PROGRAM.begin_update"))
         register_optimizer_step_post_hook(_later("program:PROGRAM.note_update"))

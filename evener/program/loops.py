@@ -1,7 +1,9 @@
-"""A plain PyTorch loop: a DataLoader whose sampler shares rows out evenly, and a DistributedDataParallel model.
+"""A plain PyTorch loop: a DataLoader whose sampler shares rows out evenly, and a
+DistributedDataParallel model.
 
-A rank's batch sampler is asked for every rank's batches, so all know the global batches, and rows of one are dealt
-out by shares without a word between the ranks. Nothing is changed before a first step was seen whole.
+A rank's batch sampler is asked for every rank's batches, so all know the global batches, and rows
+of one are dealt out by shares without a word between the ranks. Nothing is changed before a first
+step was seen whole.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ from ..torch_rows.structure import each_tensor, tensors_in
 from .program import PROGRAM
 
 DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
-_SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's
+_SHARDS = (
+    ("rank", "num_replicas"),
+    ("process_index", "num_processes"),
+)  # PyTorch's names, and accelerate's
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Take part in each loop over a DataLoader in which the program trains."""
     opened = getattr(loader.batch_sampler, "opens", False)  # by a loop around this one
-    return wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)
+    return (
+        wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)
+    )
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
@@ -43,7 +50,9 @@ def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
 
 
 class Loop:
-    """A loop over a DataLoader, or over `outer`, which fetches its batches one ahead of their turn."""
+    """A loop over a DataLoader, or over `outer`, which fetches its batches one ahead of their
+    turn.
+    """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
         self._loader = loader
@@ -51,7 +60,9 @@ class Loop:
         self.dealer.opens = True
         self._batches = begin()
         workers = loader.num_workers
-        self.ahead = (workers * (loader.prefetch_factor or 2) if workers else 0) + (outer is not None)
+        self.ahead = (workers * (loader.prefetch_factor or 2) if workers else 0) + (
+            outer is not None
+        )
         self.sampler: UnevenBatchSampler | None = None
         self.origin: Epoch | None = None  # once it trains by shares
         self.batch: Any = None
@@ -96,8 +107,12 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """True if the data set gives another row for the same number, by the same random numbers."""
-        with suppress(Exception):  # of the user's own code, which is asked in a way that it may not know
+        """True if the data set gives another row for the same number, by the same random
+        numbers.
+        """
+        with suppress(
+            Exception
+        ):  # of the user's own code, which is asked in a way that it may not know
             twin = _copy_data(self._loader.dataset)
             row = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
             rows = []
@@ -108,7 +123,9 @@ class Loop:
         return False
 
     def repad(self, cut: int) -> list[Any]:
-        """The current batch as two parts that the loader's own collate_fn makes; empty if it pads none of them less."""
+        """The current batch as two parts that the loader's own collate_fn makes; empty if it pads
+        none of them less.
+        """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
             return []
@@ -119,15 +136,19 @@ class Loop:
             whole, *parts = ([each for each in some if each.ndim] for some in made)
             given = [each.cpu() for each in tensors_in(self.batch) if each.ndim]
             shapes = ([each.shape[1:] for each in some] for some in parts)
-            if any(each != [one.shape[1:] for one in whole] for each in shapes) and not any(map(_differ, whole, given)):
+            if any(each != [one.shape[1:] for one in whole] for each in shapes) and not any(
+                map(_differ, whole, given)
+            ):
                 return parts
         return []
 
 
 class SharedBatches:
-    """A loader's batch sampler, in whose place it stands: by shares in a loop that trains, else as it was.
+    """A loader's batch sampler, in whose place it stands: by shares in a loop that trains, else as
+    it was.
 
-    `sampler` is that of the newest such loop; without one, `fault` says why its rows can't be dealt.
+    `sampler` is that of the newest such loop; without one, `fault` says why its rows can't be
+    dealt.
     """
 
     def __init__(self, given: Any, fault: str) -> None:
@@ -142,8 +163,12 @@ class SharedBatches:
         if isinstance(given, SharedBatches):
             return given
         if given is None or isinstance(loader.dataset, IterableDataset):
-            return cls(given, "its data are a stream, or it makes no batches, so rows have no numbers")
-        vars(loader)["batch_sampler"] = dealer = cls(given, "")  # which DataLoader doesn't let others set
+            return cls(
+                given, "its data are a stream, or it makes no batches, so rows have no numbers"
+            )
+        vars(loader)["batch_sampler"] = dealer = cls(
+            given, ""
+        )  # which DataLoader doesn't let others set
         return dealer
 
     def __len__(self) -> int:
@@ -181,7 +206,9 @@ class SharedBatches:
 
 
 def draw_ranks(sampler: Any) -> list[list[Any]]:
-    """The batches of each rank, by copies of its batch sampler; RequestError where they aren't of global batches."""
+    """The batches of each rank, by copies of its batch sampler; RequestError where they aren't of
+    global batches.
+    """
     if _find_place(sampler) is None:
         raise _uneven("its rows aren't shared out by a DistributedSampler")
     every = []
@@ -191,7 +218,9 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
                 twin = _copy_for(sampler, rank)
                 every.append([list(batch) for batch in islice(twin, len(twin) + 1)])
         except Exception as error:
-            raise _uneven(f"its sampler can't be asked for another rank's rows ({error!r})") from error
+            raise _uneven(
+                f"its sampler can't be asked for another rank's rows ({error!r})"
+            ) from error
     counts = {len(batches) for batches in every}
     if max(counts) > len(sampler):
         raise _uneven("its sampler gives more batches than it says")
@@ -215,7 +244,9 @@ def join_ranks(every: Any) -> list[Any]:
 
 
 def _copy_data(dataset: Any) -> Any:
-    """A copy of a data set, and of those in it, so that what they note down or draw isn't the program's own."""
+    """A copy of a data set, and of those in it, so that what they note down or draw isn't the
+    program's own.
+    """
     twin = copy.copy(dataset)
     for name, value in list(getattr(twin, "__dict__", {}).items()):
         if name == "dataset":
@@ -233,7 +264,9 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, float | int | bytes | str):
         return bool(one != other and one == one)
     one, other = torch.as_tensor(one), torch.as_tensor(other)
-    return one.shape != other.shape or not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return one.shape != other.shape or not torch.allclose(
+        one, other, rtol=0, atol=0, equal_nan=True
+    )
 
 
 def _copy_for(sampler: Any, rank: int) -> Any:
@@ -246,10 +279,15 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_place(sampler: Any) -> Any:
-    """What of a batch sampler says whose rows it draws, and the attribute's name; None where nothing does."""
+    """What of a batch sampler says whose rows it draws, and the attribute's name; None where
+    nothing does.
+    """
     for each in _chain(sampler):
         for own, world in _SHARDS:
-            if (getattr(each, own, -1), getattr(each, world, -1)) == (dist.get_rank(), dist.get_world_size()):
+            if (getattr(each, own, -1), getattr(each, world, -1)) == (
+                dist.get_rank(),
+                dist.get_world_size(),
+            ):
                 return each, own
     return None
 
@@ -259,7 +297,9 @@ def _chain(sampler: Any) -> Iterator[Any]:
     while sampler is not None and hasattr(sampler, "__dict__"):
         yield sampler
         inner = vars(sampler)
-        sampler = next((inner[name] for name in ("given", "batch_sampler", "sampler") if name in inner), None)
+        sampler = next(
+            (inner[name] for name in ("given", "batch_sampler", "sampler") if name in inner), None
+        )
 
 
 def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
@@ -282,6 +322,8 @@ def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
             PROGRAM.note_exchange()  # of a mean over its own rows, say
             return wrapped(tensor)
         rows = wrapped(pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, most - len(tensor))))
-        return torch.cat([rows[rank * most : rank * most + size] for rank, size in enumerate(sizes)])
+        return torch.cat(
+            [rows[rank * most : rank * most + size] for rank, size in enumerate(sizes)]
+        )
 
     return each_tensor(gather, arguments[0] if arguments else keywords["tensor"])

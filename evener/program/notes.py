@@ -1,4 +1,6 @@
-"""The words of one rank of a program: a line at its start, figures for the table at its end, or why it must end."""
+"""The words of one rank of a program: a line at its start, figures for the table at its end, or why
+it must end.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """The settings of the program that this process belongs to; empty where `evener run` hasn't started it."""
+    """The settings of the program that this process belongs to; empty where `evener run` hasn't
+    started it.
+    """
     text = os.environ.get(PROGRAM)
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
@@ -78,9 +82,12 @@ def refuse_torchrun(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
 
 
 def note_spawn(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Say what becomes of processes that each of evener run's own starts, as torch.multiprocessing does."""
+    """Say what becomes of processes that each of evener run's own starts, as torch.multiprocessing
+    does.
+    """
     say(
-        "this program starts processes by torch.multiprocessing.spawn; if they train, let it read RANK and WORLD_SIZE"
+        "this program starts processes by torch.multiprocessing.spawn; if they train, let it "
+        "read RANK and WORLD_SIZE"
         " instead, as under torchrun"
     )
     return wrapped(*arguments, **keywords)
@@ -88,7 +95,8 @@ def note_spawn(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 def _refuse(launcher: str, words: Sequence[str]) -> NoReturn:
     say(
-        f"this program starts its processes by {launcher}, which evener run does in its place. Write evener run --"
+        f"this program starts its processes by {launcher}, which evener run does in its "
+        f"place. Write evener run --"
         f" {shlex.join(words)}"
     )
     if os.environ.get("RANK", "0") != "0":
@@ -97,7 +105,9 @@ def _refuse(launcher: str, words: Sequence[str]) -> NoReturn:
 
 
 class Notebook:
-    """Notes what becomes of this rank, and leaves it in the settings' folder as the process ends."""
+    """Notes what becomes of this rank, and leaves it in the settings' folder as the process
+    ends.
+    """
 
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
@@ -111,13 +121,18 @@ class Notebook:
         atexit.register(self.leave)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """RankNote the figures of this PlannedTraining, which these hooks made; say how it starts."""
+        """RankNote the figures of this PlannedTraining, which these hooks made; say how it
+        starts.
+        """
         self.hooks, self._training, self._first, self._steps = hooks, training, None, 0
         training.listeners.insert(0, self._note_step)
         shares = training.ranks
         names = ", ".join(each.name or each.device for each in shares.shares)
         split = "+".join(map(str, shares.batches)) + " = " if len(shares.batches) > 1 else ""
-        say(f"{self.settings.name} trains on {names}: {split}{shares.global_batch} rows a step, by {hooks}")
+        say(
+            f"{self.settings.name} trains on {names}: {split}{shares.global_batch} rows a "
+            f"step, by {hooks}"
+        )
 
     def stay(self, why: str) -> None:
         """RankNote why the program trains as it is, and say so once."""
@@ -148,7 +163,13 @@ class Notebook:
             return
         if not self.hooks and self.last_words:
             self.stay(self.last_words)
-        note = RankNote(int(os.environ.get("RANK", "0")), launched_device(), launched_run(), self.hooks, self.why)
+        note = RankNote(
+            int(os.environ.get("RANK", "0")),
+            launched_device(),
+            launched_run(),
+            self.hooks,
+            self.why,
+        )
         if self._training is not None:
             note.last = self._figures()
             note.first = self._first or note.last

@@ -1,4 +1,6 @@
-"""The program that `evener run` started, as one of its processes trains it in a plain PyTorch loop."""
+"""The program that `evener run` started, as one of its processes trains it in a plain PyTorch
+loop.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Program:
 
     def __init__(self) -> None:
         self.notebook = Notebook(read_settings())
-        self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in DDP, as they were made
+        self.models: weakref.WeakKeyDictionary[Any, None] = (
+            weakref.WeakKeyDictionary()
+        )  # in DDP, as they were made
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # that has given the newest batch
         self._beside: Any = None  # the loop whose batch belongs to the same step
@@ -44,7 +48,9 @@ class Program:
         self._guard: Guard | None = None
         self._updated = False  # an optimizer has stepped since that batch
         self._fault = ""  # in what the program does with gradients
-        self._rates = 0  # a digest of its optimizers': of this step's, then of those of all steps by shares
+        self._rates = (
+            0  # a digest of its optimizers': of this step's, then of those of all steps by shares
+        )
         self._steps = 0  # by shares
         self._uneven = 0  # of them with different shares
         self._look = LOOK_AGAIN  # the step at which the guard looks next
@@ -58,13 +64,20 @@ class Program:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch, as far as they weigh the ranks; empty before there is one."""
+        """The rows of each rank in the current batch, as far as they weigh the ranks; empty before
+        there is one.
+        """
         return () if self._loop is None else self._loop.sizes
 
     def trains(self) -> bool:
         """True if a loop that begins now trains, as far as can be seen."""
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return group and not self._others and torch.is_grad_enabled() and any(each.training for each in self.models)
+        return (
+            group
+            and not self._others
+            and torch.is_grad_enabled()
+            and any(each.training for each in self.models)
+        )
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
         """Know each DistributedDataParallel."""
@@ -91,16 +104,25 @@ class Program:
             self.notebook.last_words = views.NO_LOOP
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Gradients are clipped; RequestError where that depends on the shares, and they have left even."""
+        """Gradients are clipped; RequestError where that depends on the shares, and they have left
+        even.
+        """
         if not self._others and any(not each.require_backward_grad_sync for each in self.models):
             self._fault = views.CLIPPED
             if self.training is not None:
-                raise RequestError(f"Shares have left even, but {views.CLIPPED}.", "Clip once, after the last batch.")
+                raise RequestError(
+                    f"Shares have left even, but {views.CLIPPED}.",
+                    "Clip once, after the last batch.",
+                )
         return wrapped(*arguments, **keywords)
 
     def exchange_figures(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """The program exchanges something between its ranks, maybe by code of its own while a model trains."""
-        caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]  # behind what called this
+        """The program exchanges something between its ranks, maybe by code of its own while a model
+        trains.
+        """
+        caller = (
+            sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+        )  # behind what called this
         if caller not in LIBRARIES:
             self.note_exchange()
         return wrapped(*arguments, **keywords)
@@ -122,11 +144,15 @@ class Program:
             first = not self._uneven and len(set(loop.sizes)) > 1
             looks = loop.origin is not None and (first or self._steps == self._look)
         if looks and self._guard is None:
-            self._guard = Guard(self.models, loop.batch, repad=loop.repad if self.training is None else None)
+            self._guard = Guard(
+                self.models, loop.batch, repad=loop.repad if self.training is None else None
+            )
         if self._heard is not None and loop.origin is not None:
             self._heard.begin(loop.origin, loop.sizes, loop.batch)
         elif self.training is not None:
-            self.training.weights.begin(loop.sizes)  # of another loader, shared out by the program itself
+            self.training.weights.begin(
+                loop.sizes
+            )  # of another loader, shared out by the program itself
 
     def finish(self, loop: Any) -> None:
         """The loop asks for its next batch; ranks do so equally often."""
@@ -135,7 +161,9 @@ class Program:
             self._look_again(loop)
         if loop is not self._loop and loop.batch is not None:
             self._note_several(loop)
-        elif loop is self._loop and self._updated and self.training is None and not self.notebook.why:
+        elif (
+            loop is self._loop and self._updated and self.training is None and not self.notebook.why
+        ):
             self._take_over(loop)
         self._drop_guard()
 
@@ -156,24 +184,35 @@ class Program:
         """Another loop has given a batch since this loop's newest one."""
         self.notebook.last_words = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
-        if self.training is not None and self._updated and self._beside is loop and ratios[0] != ratios[1]:
+        if (
+            self.training is not None
+            and self._updated
+            and self._beside is loop
+            and ratios[0] != ratios[1]
+        ):
             raise RequestError(
                 f"Shares have left even, but {views.SEVERAL}, and ranks have other parts of them.",
                 "Start it with its own launcher.",
             )
 
     def _look_again(self, loop: Any) -> None:
-        """Compare what may have changed since shares left even; all ranks come here after the same step."""
+        """Compare what may have changed since shares left even; all ranks come here after the same
+        step.
+        """
         self._steps += 1
         if self._steps > self._look:
             self._look *= LOOK_AGAIN
         uneven = len(set(loop.sizes)) > 1
         self._uneven += uneven
-        if self._guard is not None or not loop.compared or (uneven and self._uneven == 2):  # after a schedule's step
+        if (
+            self._guard is not None or not loop.compared or (uneven and self._uneven == 2)
+        ):  # after a schedule's step
             self._compare(loop)
 
     def _compare(self, loop: Any) -> None:
-        """Compare what the ranks have seen, and end the program or go back to even where that differs."""
+        """Compare what the ranks have seen, and end the program or go back to even where that
+        differs.
+        """
         every = self.exchange(self._view(loop))
         loop.compared = True
         difference = views.find_difference(every)
@@ -182,31 +221,47 @@ class Program:
                 f"Since shares have left even, {views.DIFFERENCES[difference]}.",
                 "Let nothing go by a rank's own rows, or start it with its own launcher.",
             )
-        if fault := next((each.fault for each in every if each.fault), views.DIFFERENCES.get(difference, "")):
+        if fault := next(
+            (each.fault for each in every if each.fault), views.DIFFERENCES.get(difference, "")
+        ):
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
         """Go back to even shares, for good."""
         assert self.training is not None
         if self.notebook.settings.strict:
-            raise RequestError(f"Shares can't stay uneven: {fault}.", "Leave --strict out to train evenly.")
+            raise RequestError(
+                f"Shares can't stay uneven: {fault}.", "Leave --strict out to train evenly."
+            )
         self._look = sys.maxsize
         self.training.stay_even(loop.sampler, loop.ahead)
         self.notebook.warn(
-            f"shares go back to even for good: in step {self._steps}, {fault}; earlier steps may have learned something"
+            f"shares go back to even for good: in step {self._steps}, {fault}; earlier steps "
+            f"may have learned something"
             " else than with even shares"
         )
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Exchange a value with all ranks; with `seconds`, returns nothing if one doesn't come in time."""
+        """Exchange a value with all ranks; with `seconds`, returns nothing if one doesn't come in
+        time.
+        """
         self._met += 1
         store = dist.distributed_c10d._get_default_store()
         place = f"evener/program/{self._met}"
-        every = meet(store, place, dist.get_rank(), dist.get_world_size(), msgspec.msgpack.encode(own), seconds)
+        every = meet(
+            store,
+            place,
+            dist.get_rank(),
+            dist.get_world_size(),
+            msgspec.msgpack.encode(own),
+            seconds,
+        )
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _take_over(self, loop: Any) -> None:
-        """Train by shares from the next batch on, if all ranks can; they come here after the same step."""
+        """Train by shares from the next batch on, if all ranks can; they come here after the same
+        step.
+        """
         every = self.exchange(self._view(loop), MEET_SECONDS)
         fault = next((each.fault for each in every if each.fault), "") if every else views.ALONE
         if fault := fault or views.DIFFERENCES.get(views.find_difference(every), ""):
@@ -220,7 +275,12 @@ class Program:
         except EvenerError as error:
             self.stay(error.message)
             return
-        self.training, self._heard, self._rates, loop.compared = training, Steps(training, True), 0, True
+        self.training, self._heard, self._rates, loop.compared = (
+            training,
+            Steps(training, True),
+            0,
+            True,
+        )
         OPTIMIZER_CHECK.steps_schedules = False
         for warning in filter(None, (each.warning for each in every)):
             self.notebook.warn(warning)
@@ -232,7 +292,9 @@ class Program:
         """A training of these rows by the plan that evener run has given."""
         settings = self.notebook.settings
         found = find_shares(None, None, global_batch, {"rebalance": settings.rebalance}, **place)
-        return PlannedTraining(found, rebalance=settings.rebalance, noise=settings.noise, journal=True)
+        return PlannedTraining(
+            found, rebalance=settings.rebalance, noise=settings.noise, journal=True
+        )
 
     def _view(self, loop: Any) -> RankView:
         """This rank's view of the steps since the last one."""
@@ -243,13 +305,24 @@ class Program:
         if self.training is not None:
             fault = guard.fault if guard and guard.measured else ""
             return RankView(fault, loop.dealer.digest, self._rates, numbers, uses)
-        fault = next((words for each in self.models if each.training and (words := views.find_fault(each))), "")
+        fault = next(
+            (words for each in self.models if each.training and (words := views.find_fault(each))),
+            "",
+        )
         fault = fault or loop.dealer.fault or self._fault
         if guard is not None:
             fault = fault or guard.fault or ("" if guard.exchanges else views.LOCAL)
         if loop.sampler is None:
             fault = fault or views.NO_LOOP
-        warning = "" if fault else views.OTHER_ROWS if loop.varies() else views.PADDED if guard and guard.padded else ""
+        warning = (
+            ""
+            if fault
+            else views.OTHER_ROWS
+            if loop.varies()
+            else views.PADDED
+            if guard and guard.padded
+            else ""
+        )
         return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning)
 
     @contextmanager
@@ -265,12 +338,17 @@ class Program:
         """Leave the program as it is, or end it where it was started so."""
         self.notebook.stay(why)
         if self.notebook.settings.strict:
-            raise RequestError(f"Shares can't leave even: {self.notebook.why}.", "Leave --strict out to train evenly.")
+            raise RequestError(
+                f"Shares can't leave even: {self.notebook.why}.",
+                "Leave --strict out to train evenly.",
+            )
 
 
 @contextmanager
 def taken_over(trainer: Any) -> Iterator[None]:
-    """A context that makes a trainer's object one that trains by shares; refused, it becomes what it was."""
+    """A context that makes a trainer's object one that trains by shares; refused, it becomes what
+    it was.
+    """
     own, before = type(trainer), dict(vars(trainer))
     try:
         with kept_state():

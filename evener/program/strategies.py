@@ -1,4 +1,6 @@
-"""A lightning.Trainer, whose own DistributedDataParallel and loader become those of shares as its training begins."""
+"""A lightning.Trainer, whose own DistributedDataParallel and loader become those of shares as its
+training begins.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .views import find_fault
 
 
 class ProgramLoader(ShareLoader):
-    """A loader of shares that isn't in checkpoints, so that the program goes on from them without evener too."""
+    """A loader of shares that isn't in checkpoints, so that the program goes on from them without
+    evener too.
+    """
 
     state_dict = load_state_dict = None  # type: ignore[assignment]
 
@@ -97,7 +101,9 @@ def _count_rows(loader: Any) -> int:
 
 
 def _forget_figures(strategy: Any) -> None:
-    """Forget how figures were logged so far: Lightning remembers by which strategy they are joined."""
+    """Forget how figures were logged so far: Lightning remembers by which strategy they are
+    joined.
+    """
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for results in (loop._results, loop.val_loop._results):
         results.clear()
@@ -107,7 +113,8 @@ def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
     """A loader of shares of the global batches whose rows a DistributedSampler shares out."""
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
-            f"A new loader has {_count_rows(loader)} rows a step, after {strategy.planned.ranks.global_batch}.",
+            f"A new loader has {_count_rows(loader)} rows a step, after "
+            f"{strategy.planned.ranks.global_batch}.",
             "Train it with its own launcher.",
         )
 
@@ -119,7 +126,9 @@ def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
 
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)}
     rows = len(loader.dataset)
-    return strategy.make_loader(loader.dataset, strategy.planned.sampler(rows, order=RowOrder(draw, rows, 0)), options)
+    return strategy.make_loader(
+        loader.dataset, strategy.planned.sampler(rows, order=RowOrder(draw, rows, 0)), options
+    )
 
 
 def _give(loop: Any, loader: Any) -> None:

@@ -1,6 +1,8 @@
-"""A program's trainer of transformers, or of what builds on it: made one that trains by shares as its training begins.
+"""A program's trainer of transformers, or of what builds on it: made one that trains by shares as
+its training begins.
 
-For `evener run --balance` the program makes it, and ends where it would train."""
+For `evener run --balance` the program makes it, and ends where it would train.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from .program import PROGRAM, taken_over
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
     """Have a Trainer train by shares."""
     with PROGRAM.left_alone():
-        if (os.environ.get("WORLD_SIZE") == "1" or dist.is_initialized()) and not hasattr(trainer, "_planned"):
+        if (os.environ.get("WORLD_SIZE") == "1" or dist.is_initialized()) and not hasattr(
+            trainer, "_planned"
+        ):
             _plan(trainer)
         return wrapped(*arguments, **keywords)
 
@@ -37,9 +41,16 @@ def _plan(trainer: Any) -> None:
         from ..huggingface import with_plan
 
         planned = with_plan(
-            own, global_batch=global_batch, journal=True, rebalance=settings.rebalance, noise=settings.noise
+            own,
+            global_batch=global_batch,
+            journal=True,
+            rebalance=settings.rebalance,
+            noise=settings.noise,
         )
-        planned.__name__, planned.__qualname__ = own.__name__, own.__qualname__  # which programs print
+        planned.__name__, planned.__qualname__ = (
+            own.__name__,
+            own.__qualname__,
+        )  # which programs print
         trainer.__class__ = planned
         trainer.begin_plan()
         trainer.get_train_dataloader()
@@ -54,7 +65,8 @@ def _tell_of_tail(trainer: Any, global_batch: int) -> None:
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
         PROGRAM.notebook.warn(
-            f"the last batch of an epoch has the {rows % global_batch} rows that are left of {rows}; by even shares it"
+            f"the last batch of an epoch has the {rows % global_batch} rows that are left of "
+            f"{rows}; by even shares it"
             f" would be filled up to {global_batch} with rows seen before"
         )
 
@@ -67,7 +79,9 @@ class _Found(BaseException):
 
 
 def build() -> Any:
-    """The program's transformers.Trainer, which hasn't trained; RequestError where it ends without one."""
+    """The program's transformers.Trainer, which hasn't trained; RequestError where it ends without
+    one.
+    """
     from transformers import Trainer
 
     ended = "ended"
@@ -79,7 +93,8 @@ def build() -> Any:
     except SystemExit as end:
         ended = f"ended with exit code {end.code}"
     raise RequestError(
-        f"The program {ended} without training by a transformers.Trainer, so there is nothing to measure.",
+        f"The program {ended} without training by a transformers.Trainer, so there is nothing "
+        f"to measure.",
         "Give it a function build() that returns its model and data, or leave --balance out.",
     )
 
@@ -93,5 +108,8 @@ def _run(words: Sequence[str]) -> None:
     module = words[0] == "-m"
     target, *arguments = words[module:]
     place = os.getcwd() if module else str(Path(target).absolute().parent)
-    with mock.patch.object(sys, "argv", [target, *arguments]), mock.patch.object(sys, "path", [place, *sys.path]):
+    with (
+        mock.patch.object(sys, "argv", [target, *arguments]),
+        mock.patch.object(sys, "path", [place, *sys.path]),
+    ):
         (runpy.run_module if module else runpy.run_path)(target, run_name="__main__")

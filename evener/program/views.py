@@ -14,33 +14,47 @@ NO_GROUP = (
     "it trains without a process group, so each process trains on all rows; wrap the model in"
     " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
 )
-CLIPPED = "each rank clips its own gradients before they are summed, so what is learned depends on the shares"
+CLIPPED = (
+    "each rank clips its own gradients before they are summed, so what is learned "
+    "depends on the shares"
+)
 EXCHANGED = (
-    "the program exchanges figures between its ranks itself; an average of ranks' mean losses now differs slightly, and"
+    "the program exchanges figures between its ranks itself; an average of ranks' mean losses "
+    "now differs slightly, and"
     " so does whatever depends on it"
 )
 OTHER_ROWS = (
-    "its data set returns a different row when asked for the same one again, so its rows differ from those under its"
+    "its data set returns a different row when asked for the same one again, so its rows "
+    "differ from those under its"
     " own launcher"
 )
 PADDED = (
-    "rows are padded to the longest one beside them, and by shares other rows are beside them; whether its loss depends"
+    "rows are padded to the longest one beside them, and by shares other rows are beside "
+    "them; whether its loss depends"
     " on that can't be seen"
 )
 ALONE = "not every rank takes its rows from a loader of its own"
 LOCAL = "its ranks step by gradients that they haven't exchanged"
-NO_LOOP = "its model isn't in DistributedDataParallel, or its rows come from no DataLoader with a DistributedSampler"
+NO_LOOP = (
+    "its model isn't in DistributedDataParallel, or its rows come from no DataLoader "
+    "with a DistributedSampler"
+)
 SEVERAL = "its steps take rows of several loaders"
-NEAR = 1e-4  # numbers that differ less are made of figures, which GPUs of different kinds round differently
+# numbers that differ less are made of figures, which GPUs of different kinds round differently
+NEAR = 1e-4
 DIFFERENCES = {  # between the views of the ranks, the worst first
     "order": "its ranks draw different orders of rows, or batches of other sizes",
     "rates": "its ranks step at different rates",
-    "numbers": "its ranks compute their losses, or change weights and gradients, with different numbers",
+    "numbers": (
+        "its ranks compute their losses, or change weights and gradients, with different numbers"
+    ),
 }
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """A rank's view of the program's steps; shares may be uneven where all are alike and without a fault."""
+    """A rank's view of the program's steps; shares may be uneven where all are alike and without a
+    fault.
+    """
 
     fault: str = ""
     order: tuple[int, ...] = ()  # a digest of the order of rows, and the number of batches
@@ -58,20 +72,34 @@ def find_difference(every: list[RankView]) -> str:
     looked = [each for each in every if each.numbers is not None]
     if any(not _are_near(each.numbers, looked[0].numbers) for each in looked):
         return "numbers"
-    comparable = len({len(each.uses) for each in looked}) == 1  # else one rank alone has computed something, to log it
-    return "numbers" if comparable and any(not _are_near(each.uses, looked[0].uses) for each in looked) else ""
+    comparable = (
+        len({len(each.uses) for each in looked}) == 1
+    )  # else one rank alone has computed something, to log it
+    return (
+        "numbers"
+        if comparable and any(not _are_near(each.uses, looked[0].uses) for each in looked)
+        else ""
+    )
 
 
 def _are_near(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
-    return all(isclose(a, b, rel_tol=NEAR) or (isnan(a) and isnan(b)) for a, b in zip(one, other, strict=True))
+    return all(
+        isclose(a, b, rel_tol=NEAR) or (isnan(a) and isnan(b))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
     """The numbers by which an optimizer steps, of each group: those of these names, or all."""
     groups = optimizer.param_groups
-    chosen = [one for group in groups for name, one in group.items() if name in (names or group.keys() - {"params"})]
+    chosen = [
+        one
+        for group in groups
+        for name, one in group.items()
+        if name in (names or group.keys() - {"params"})
+    ]
     single = (each for each in tree_leaves(chosen) if isinstance(each, int | float | torch.Tensor))
     return [float(each) for each in single if torch.numel(torch.as_tensor(each)) == 1]
 

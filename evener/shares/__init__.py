@@ -1,1 +1,3 @@
-"""The arithmetic of shares: rows of a batch, passes, curves, and the shares that train fastest. Pure."""
+"""The arithmetic of shares: rows of a batch, passes, curves, and the shares that train fastest.
+Pure.
+"""

@@ -1,11 +1,12 @@
 """The seconds that rows take a device, by their number or by their lengths. Pure.
 
-By number, a rising broken line, and the same where a share is taken in several passes. By length, the cost of a pass by
-its rows and its longest row.
+By number, a rising broken line, and the same where a share is taken in several passes. By length,
+the cost of a pass by its rows and its longest row.
 
-k passes of a share b take k * t(b / k) + (k - 1) * extra: t is the step time of one pass, `extra` what each further
-pass costs beside a whole step of its rows. It is negative where a part of the step, as the optimizer's, isn't repeated.
-A share that fits at once is one pass; of a larger one the passes are as large as `rows` allows.
+k passes of a share b take k * t(b / k) + (k - 1) * extra: t is the step time of one pass, `extra`
+what each further pass costs beside a whole step of its rows. It is negative where a part of the
+step, as the optimizer's, isn't repeated. A share that fits at once is one pass; of a larger one the
+passes are as large as `rows` allows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Annotated
 
 import msgspec
 
-Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]  # of seconds, tokens: a file with a larger one was changed
+Amount = Annotated[
+    float, msgspec.Meta(ge=0, le=10**15)
+]  # of seconds, tokens: a file with a larger one was changed
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -30,7 +33,9 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a pass of r rows padded to L tokens: fixed_s + r * L * (per_token_s + per_token_length_s * L)."""
+    """Seconds of a pass of r rows padded to L tokens: fixed_s + r * L * (per_token_s +
+    per_token_length_s * L).
+    """
 
     fixed_s: float
     per_token_s: float
@@ -52,7 +57,9 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds_for(self, work: Work) -> float:
         """Seconds of all passes of a step."""
         passes = self.fixed_s * work.passes
-        return passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
+        return (
+            passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
+        )
 
     def is_valid(self) -> bool:
         """True if the seconds are finite, 0 or above, and not all 0."""
@@ -83,7 +90,9 @@ class Curve(msgspec.Struct, frozen=True):
     batches: tuple[float, ...]  # increasing, the first at or below every batch asked for
     times: tuple[float, ...]  # seconds, not decreasing
     slope: float  # seconds a sample beyond the last knot
-    simple: bool = True  # a line, or one that is level up to a knee, explains the points within their errors
+    simple: bool = (
+        True  # a line, or one that is level up to a knee, explains the points within their errors
+    )
     error: float = 0.0  # relative standard error of a typical point
 
     def seconds(self, batch: float) -> float:
@@ -98,24 +107,36 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
+        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than
+        `seconds`; 0: none.
+        """
         most = self.most_rows(seconds)
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """The most samples that take no longer than `seconds`, without a ceiling; the last one may be a part."""
+        """The most samples that take no longer than `seconds`, without a ceiling; the last one may
+        be a part.
+        """
         seconds *= 1 + ROUNDING
         times = self.times
         i = bisect_right(times, seconds)
         if i == 0:
             return 0.0
         if i == len(times):
-            return self.batches[-1] + (seconds - times[-1]) / self.slope if self.slope > 0 else math.inf
+            return (
+                self.batches[-1] + (seconds - times[-1]) / self.slope
+                if self.slope > 0
+                else math.inf
+            )
         low, high = times[i - 1], times[i]
-        return self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (high - low)
+        return self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (
+            high - low
+        )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """The finish times at which throughput may be best: those of the knots below `ceiling`, and its own."""
+        """The finish times at which throughput may be best: those of the knots below `ceiling`, and
+        its own.
+        """
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
 
@@ -131,7 +152,9 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class PassCurve(msgspec.Struct, frozen=True):
-    """The curve of a device that takes large shares in several passes; it answers as a `Curve` does."""
+    """The curve of a device that takes large shares in several passes; it answers as a `Curve`
+    does.
+    """
 
     curve: Curve
     wall: int  # the largest share in one pass
@@ -150,27 +173,35 @@ class PassCurve(msgspec.Struct, frozen=True):
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """The number of passes: one where the share fits at once, else as few as `rows` allows; one less if faster."""
+        """The number of passes: one where the share fits at once, else as few as `rows` allows; one
+        less if faster.
+        """
         if share <= self.wall:
             return 1
         many = math.ceil(share / self.rows)
         fewer = many - 1
         if fewer < 2 or math.ceil(share / fewer) > self.fits:
             return many
-        return min(fewer, many, key=lambda passes: step_in_passes(self.curve, share, passes, self.extra))
+        return min(
+            fewer, many, key=lambda passes: step_in_passes(self.curve, share, passes, self.extra)
+        )
 
     def seconds(self, share: float) -> float:
         """Predicted step time of `share` samples."""
         return step_in_passes(self.curve, share, self.passes(share), self.extra)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
+        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than
+        `seconds`; 0: none.
+        """
         most = self.curve.largest(seconds, min(ceiling, self.wall), quantum)
         if math.isinf(seconds):
             return ceiling // quantum * quantum
         if most >= ceiling or most < self.wall == self.rows:
             return most
-        full = int((seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra) * (1 + ROUNDING))
+        full = int(
+            (seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra) * (1 + ROUNDING)
+        )
         if full > 1:
             each = min(self.curve.most_rows((seconds + self.extra) / full - self.extra), self.fits)
             each = max(self.rows, min(int(each), self.rows * (full + 1) // full))
@@ -184,7 +215,11 @@ class PassCurve(msgspec.Struct, frozen=True):
     def breakpoints(self, ceiling: int) -> list[float]:
         """The batches at which one pass bends, then those at which every pass is full."""
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
-        times = [*self.curve.breakpoints(min(ceiling, self.wall)), *map(self.seconds, full), self.seconds(ceiling)]
+        times = [
+            *self.curve.breakpoints(min(ceiling, self.wall)),
+            *map(self.seconds, full),
+            self.seconds(ceiling),
+        ]
         return sorted(set(times))
 
 

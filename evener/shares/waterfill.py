@@ -1,11 +1,13 @@
-"""Water-filling: the shares that train fastest, from the devices' curves and the cost of synchronizing k devices.
+"""Water-filling: the shares that train fastest, from the devices' curves and the cost of
+synchronizing k devices.
 
-A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau, device i can do
-b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are those with the largest b_i(tau). Sorting
-replaces the enumeration of subsets, and is exact, since c depends on how many devices take part and not on which.
-Fixed batch B, k devices: the least tau whose k largest b_i(tau) reach B, by bisection (exact for any rising t_i).
-Free batch: S_k(tau) = sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots and full
-memories (a ratio of two affine functions of tau), so the optimum is at one of those times; where shares are few
+A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau,
+device i can do b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are those
+with the largest b_i(tau). Sorting replaces the enumeration of subsets, and is exact, since c
+depends on how many devices take part and not on which. Fixed batch B, k devices: the least tau
+whose k largest b_i(tau) reach B, by bisection (exact for any rising t_i). Free batch: S_k(tau) =
+sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots and full memories (a ratio
+of two affine functions of tau), so the optimum is at one of those times; where shares are few
 quanta, the times around it at which a device can take a whole one more are tried too.
 """
 
@@ -37,7 +39,9 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A predicted layout: (device, samples) for each that takes part, and the seconds of a whole step."""
+    """A predicted layout: (device, samples) for each that takes part, and the seconds of a whole
+    step.
+    """
 
     shares: tuple[tuple[int, int], ...]
     seconds: float
@@ -53,29 +57,45 @@ class Allocation(msgspec.Struct, frozen=True):
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
-Costs = Sequence[float]  # [k]: seconds of k devices' gradient exchange that aren't hidden behind computation
+Costs = Sequence[
+    float
+]  # [k]: seconds of k devices' gradient exchange that aren't hidden behind computation
 
 
 def split_fixed(
     devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
 ) -> Allocation | None:
-    """The fastest allocation of exactly `batch` samples to `fewest` devices or more; None if it does not fit."""
+    """The fastest allocation of exactly `batch` samples to `fewest` devices or more; None if it
+    does not fit.
+    """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
-    if most < fewest or sum(sorted((device.limit for device in devices), reverse=True)[:most]) < batch:
+    if (
+        most < fewest
+        or sum(sorted((device.limit for device in devices), reverse=True)[:most]) < batch
+    ):
         return None
     natural = _fixed_count(devices, most, batch, quantum, 0.0, 0)
     if natural is None:
         return None
     least, shares = natural
-    if len(shares) < fewest:  # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
+    if (
+        len(shares) < fewest
+    ):  # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
         forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
-        return _allocation(devices, forced[1], _slowest(devices, forced[1]) + costs[fewest]) if forced else None
+        return (
+            _allocation(devices, forced[1], _slowest(devices, forced[1]) + costs[fewest])
+            if forced
+            else None
+        )
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
     while ranges:
         low, high = ranges.pop()
-        if low > high or _reach(devices, high, best.seconds - min(costs[low : high + 1]), quantum) < batch:
+        if (
+            low > high
+            or _reach(devices, high, best.seconds - min(costs[low : high + 1]), quantum) < batch
+        ):
             continue  # fewer devices never do more by then
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
@@ -87,12 +107,20 @@ def split_fixed(
 
 
 def split_free(
-    devices: Sequence[DeviceCurve], costs: Costs, quantum: int = 1, limit: int | None = None, fewest: int = 2
+    devices: Sequence[DeviceCurve],
+    costs: Costs,
+    quantum: int = 1,
+    limit: int | None = None,
+    fewest: int = 2,
 ) -> Allocation | None:
-    """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None if none fits."""
+    """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None
+    if none fits.
+    """
     devices = [device for device in devices if device.limit >= quantum]
     times = finish_times(devices, quantum)
-    found = [one for time in times if (one := _best_count(devices, costs, time, quantum, limit, fewest))]
+    found = [
+        one for time in times if (one := _best_count(devices, costs, time, quantum, limit, fewest))
+    ]
     if limit is not None and sum(device.limit for device in devices) > limit:
         capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, fewest)
         found += [capped] if capped else []
@@ -124,26 +152,44 @@ def smallest_reaching(
     return min(allowed, key=lambda one: (one.global_batch, one.seconds), default=None)
 
 
-def single_best(device: DeviceCurve, quantum: int = 1, limit: int | None = None) -> Allocation | None:
+def single_best(
+    device: DeviceCurve, quantum: int = 1, limit: int | None = None
+) -> Allocation | None:
     """One device's batch of most samples/s."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
         return None
-    knots = {device.curve.largest(seconds, limit, quantum) for seconds in device.curve.breakpoints(limit)}
-    sizes = {limit, *knots, *(size + quantum for size in knots)}  # a knot may lie between two whole quanta
+    knots = {
+        device.curve.largest(seconds, limit, quantum) for seconds in device.curve.breakpoints(limit)
+    }
+    sizes = {
+        limit,
+        *knots,
+        *(size + quantum for size in knots),
+    }  # a knot may lie between two whole quanta
     allocations = [
-        Allocation(((device.position, size),), device.curve.seconds(size)) for size in sizes if quantum <= size <= limit
+        Allocation(((device.position, size),), device.curve.seconds(size))
+        for size in sizes
+        if quantum <= size <= limit
     ]
-    return max(allocations, key=lambda allocation: (allocation.samples_per_second, -allocation.global_batch))
+    return max(
+        allocations,
+        key=lambda allocation: (allocation.samples_per_second, -allocation.global_batch),
+    )
 
 
-def single_reaching(device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None) -> Allocation | None:
+def single_reaching(
+    device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
+) -> Allocation | None:
     """One device's smallest batch that reaches `rate` samples/s; None if none does."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time
     bounded = DeviceCurve(device.position, device.curve, limit)
-    found = (smallest_reaching([bounded], (0.0, 0.0), rate, quantum, limit, fewest=1), single_best(bounded, quantum))
+    found = (
+        smallest_reaching([bounded], (0.0, 0.0), rate, quantum, limit, fewest=1),
+        single_best(bounded, quantum),
+    )
     enough = (one for one in found if one is not None and one.samples_per_second >= rate)
     return min(enough, key=lambda one: one.global_batch, default=None)
 
@@ -156,8 +202,12 @@ def _slowest(devices: Sequence[DeviceCurve], shares: dict[int, int]) -> float:
     return max(devices[i].curve.seconds(share) for i, share in shares.items())
 
 
-def _allocation(devices: Sequence[DeviceCurve], shares: dict[int, int], seconds: float) -> Allocation:
-    return Allocation(tuple(sorted((devices[i].position, share) for i, share in shares.items())), seconds)
+def _allocation(
+    devices: Sequence[DeviceCurve], shares: dict[int, int], seconds: float
+) -> Allocation:
+    return Allocation(
+        tuple(sorted((devices[i].position, share) for i, share in shares.items())), seconds
+    )
 
 
 def _top(sizes: Sequence[int], k: int) -> list[int]:
@@ -166,8 +216,12 @@ def _top(sizes: Sequence[int], k: int) -> list[int]:
     return [i for i in order[:k] if sizes[i] > 0]
 
 
-def _reach(devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0) -> int:
-    """Samples that the best k devices finish by `seconds`; 0 if fewer than `active` of them finish any."""
+def _reach(
+    devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
+) -> int:
+    """Samples that the best k devices finish by `seconds`; 0 if fewer than `active` of them finish
+    any.
+    """
     sizes = _most(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
         return 0
@@ -177,7 +231,9 @@ def _reach(devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int,
 def _fixed_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """(least finish time, shares) at which k devices do `batch` and at least `active` of them any; None: impossible."""
+    """(least finish time, shares) at which k devices do `batch` and at least `active` of them any;
+    None: impossible.
+    """
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _reach(devices, k, late, quantum, active) < batch:
         return None
@@ -198,12 +254,21 @@ def _fixed_count(
 def _settled(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Whole shares that sum to `batch`: those that end by `early`, then one quantum at a time where it ends first."""
+    """Whole shares that sum to `batch`: those that end by `early`, then one quantum at a time where
+    it ends first.
+    """
     most = _most(devices, late, quantum)
     chosen = _top(most, min(k, batch // quantum))
-    shares = {i: min(most[i], max(quantum, devices[i].curve.largest(early, devices[i].limit, quantum))) for i in chosen}
+    shares = {
+        i: min(most[i], max(quantum, devices[i].curve.largest(early, devices[i].limit, quantum)))
+        for i in chosen
+    }
     missing = batch - sum(shares.values())
-    queue = [(devices[i].curve.seconds(shares[i] + quantum), i) for i in chosen if shares[i] + quantum <= most[i]]
+    queue = [
+        (devices[i].curve.seconds(shares[i] + quantum), i)
+        for i in chosen
+        if shares[i] + quantum <= most[i]
+    ]
     heapq.heapify(queue)
     while missing > 0 and queue:
         _, i = heapq.heappop(queue)
@@ -211,16 +276,25 @@ def _settled(
         missing -= quantum
         if shares[i] + quantum <= most[i]:
             heapq.heappush(queue, (devices[i].curve.seconds(shares[i] + quantum), i))
-    while missing < 0:  # raising idle devices to one quantum overshot the batch: take it from the slowest
-        i = max((i for i in chosen if shares[i] > quantum), key=lambda i: (devices[i].curve.seconds(shares[i]), i))
+    while (
+        missing < 0
+    ):  # raising idle devices to one quantum overshot the batch: take it from the slowest
+        i = max(
+            (i for i in chosen if shares[i] > quantum),
+            key=lambda i: (devices[i].curve.seconds(shares[i]), i),
+        )
         shares[i] -= quantum
         missing += quantum
     return shares
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """The times at which a curve bends, a device is full or has done a quantum; a part of them for many devices."""
-    times = sorted({t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))})
+    """The times at which a curve bends, a device is full or has done a quantum; a part of them for
+    many devices.
+    """
+    times = sorted(
+        {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
+    )
     most = MOST_TIMES * EXACT_DEVICES // max(EXACT_DEVICES, len(devices))
     if len(times) > most:
         times = [times[round(n * (len(times) - 1) / (most - 1))] for n in range(most)]
@@ -228,14 +302,25 @@ def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
 
 
 def _best_count(
-    devices: Sequence[DeviceCurve], costs: Costs, seconds: float, quantum: int, limit: int | None, fewest: int
+    devices: Sequence[DeviceCurve],
+    costs: Costs,
+    seconds: float,
+    quantum: int,
+    limit: int | None,
+    fewest: int,
 ) -> Allocation | None:
-    """The layout of most samples/s that ends by `seconds`; None if no number of devices is allowed."""
+    """The layout of most samples/s that ends by `seconds`; None if no number of devices is
+    allowed.
+    """
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
     best, rate = 0, 0.0
     for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
-        if k >= fewest and (limit is None or total <= limit) and total > rate * (seconds + costs[k]):
+        if (
+            k >= fewest
+            and (limit is None or total <= limit)
+            and total > rate * (seconds + costs[k])
+        ):
             best, rate = k, total / (seconds + costs[k])
     if not best:
         return None
@@ -244,17 +329,30 @@ def _best_count(
 
 
 def _nearby(
-    devices: Sequence[DeviceCurve], costs: Costs, best: Allocation, quantum: int, limit: int | None, fewest: int
+    devices: Sequence[DeviceCurve],
+    costs: Costs,
+    best: Allocation,
+    quantum: int,
+    limit: int | None,
+    fewest: int,
 ) -> Allocation:
-    """The best, or a better one that ends when a device can take just one quantum more: shares of few quanta."""
+    """The best, or a better one that ends when a device can take just one quantum more: shares of
+    few quanta.
+    """
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
         small = [(by_device[i], share) for i, share in best.shares if share < COARSE * quantum]
-        times = {x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.limit}
+        times = {
+            x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.limit
+        }
         allocations = [
-            found for seconds in times if (found := _best_count(devices, costs, seconds, quantum, limit, fewest))
+            found
+            for seconds in times
+            if (found := _best_count(devices, costs, seconds, quantum, limit, fewest))
         ]
-        better = max(allocations, key=lambda found: (found.samples_per_second, -found.seconds), default=best)
+        better = max(
+            allocations, key=lambda found: (found.samples_per_second, -found.seconds), default=best
+        )
         if better.samples_per_second <= best.samples_per_second:
             break
         best = better
@@ -262,7 +360,9 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """The finish times between which a number of devices first reaches a rate, and the samples at the later one."""
+    """The finish times between which a number of devices first reaches a rate, and the samples at
+    the later one.
+    """
 
     samples: int
     early: float
@@ -276,7 +376,9 @@ def _find_crossings(
     """Each number of devices, `fewest` or more, that reaches `rate` at some finish time."""
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
-        for k, samples in enumerate(accumulate(sorted(_most(devices, late, quantum), reverse=True)), 1):
+        for k, samples in enumerate(
+            accumulate(sorted(_most(devices, late, quantum), reverse=True)), 1
+        ):
             if k >= fewest and k not in found and samples >= rate * (late + costs[k]):
                 found[k] = _Crossing(samples, early, late, k)
     return list(found.values())
@@ -295,4 +397,8 @@ def _just_reaching(
             early = middle
     sizes = _most(devices, late, quantum)
     shares = {i: sizes[i] for i in _top(sizes, k)}
-    return _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)]) if shares else None
+    return (
+        _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
+        if shares
+        else None
+    )

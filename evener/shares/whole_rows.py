@@ -1,6 +1,7 @@
 """Ratios to whole samples: who computes which slice of a batch, and what its gradient weighs.
 
-Pure integer arithmetic, shared by the search and by both adapters, so that what is measured is what trains.
+Pure integer arithmetic, shared by the search and by both adapters, so that what is measured is what
+trains.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless every ratio is finite and not negative, and at least one is above 0."""
+    """Raise RequestError unless every ratio is finite and not negative, and at least one is above
+    0.
+    """
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
         if not is_ratio(ratio):
             raise RequestError(
-                f"A ratio of {ratio!r} is not a share of a batch.", "Ratios are finite numbers, 0 or above."
+                f"A ratio of {ratio!r} is not a share of a batch.",
+                "Ratios are finite numbers, 0 or above.",
             )
     if not any(ratios):
         raise RequestError("Every ratio is 0.", "At least one device needs a ratio above 0.")
@@ -49,9 +53,9 @@ def is_ratio(ratio: object) -> bool:
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Split `batch` samples by `ratios`, by largest remainder; the result sums to `batch`.
 
-    A device with a ratio above 0 gets at least one sample when the batch has one for each of them: an empty
-    replica can abort a TensorFlow process. With fewer samples than such devices, the first ones get one each.
-    A device with ratio 0 gets none. Ties go to the earlier device.
+    A device with a ratio above 0 gets at least one sample when the batch has one for each of them:
+    an empty replica can abort a TensorFlow process. With fewer samples than such devices, the first
+    ones get one each. A device with ratio 0 gets none. Ties go to the earlier device.
     """
     check_ratios(ratios)
     batch = _check_batch(batch)
@@ -70,7 +74,9 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def whole_number(value: object) -> int | None:
-    """The value as an int, NumPy's and PyTorch's integers too; None for anything else, bools included."""
+    """The value as an int, NumPy's and PyTorch's integers too; None for anything else, bools
+    included.
+    """
     if isinstance(value, bool):
         return None
     try:
@@ -82,7 +88,9 @@ def whole_number(value: object) -> int | None:
 def _check_batch(batch: int) -> int:
     whole = whole_number(batch)
     if whole is None or whole < 0:
-        raise RequestError(f"A batch of {batch!r} samples can't be split.", "Give a whole number of samples.")
+        raise RequestError(
+            f"A batch of {batch!r} samples can't be split.", "Give a whole number of samples."
+        )
     return whole
 
 
@@ -94,7 +102,9 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 
 
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
-    """Move single samples until they sum to `batch`, always where the quota, in 1 / unit samples, is missed by most."""
+    """Move single samples until they sum to `batch`, always where the quota, in 1 / unit samples,
+    is missed by most.
+    """
     while (missing := batch - sum(sizes)) != 0:
         if missing > 0:
             i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
@@ -119,45 +129,65 @@ def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
-    """The factor of a mean-over-own-rows gradient with which the sum over devices is the mean over the batch.
+    """The factor of a mean-over-own-rows gradient with which the sum over devices is the mean over
+    the batch.
 
     With n_i rows on device i and N in all, mean over the batch = sum_i (n_i / N) * mean_i.
     """
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:
         raise RequestError(
-            f"Shares of {tuple(sizes)} samples don't make a batch.", "Give 0 or more to each, 1 or more in all."
+            f"Shares of {tuple(sizes)} samples don't make a batch.",
+            "Give 0 or more to each, 1 or more in all.",
         )
     return sizes[rank] / total
 
 
 def count_passes(batch: int, micro: int) -> int:
-    """The passes that `batch` rows take at up to `micro` rows each; RequestError unless `micro` is 1 or more."""
+    """The passes that `batch` rows take at up to `micro` rows each; RequestError unless `micro` is
+    1 or more.
+    """
     whole = whole_number(micro)
     if whole is None or whole < 1:
-        raise RequestError(f"A pass can't have {micro!r} rows.", "Give a whole number, 1 or above, as micro.")
+        raise RequestError(
+            f"A pass can't have {micro!r} rows.", "Give a whole number, 1 or above, as micro."
+        )
     return -(-batch // whole)
 
 
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
-    """The rows of each pass, spread evenly: 820 rows at up to 300 are 273, 273 and 274; none for 0 rows."""
+    """The rows of each pass, spread evenly: 820 rows at up to 300 are 273, 273 and 274; none for 0
+    rows.
+    """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """The largest batch in the proportions of `shares` that gives no device more rows than one pass holds."""
-    return min(micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share)
+    """The largest batch in the proportions of `shares` that gives no device more rows than one pass
+    holds.
+    """
+    return min(
+        micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
+    )
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """The rows of the largest pass among the shares that need several; None where each is one pass."""
-    several = [split_passes(share, micro) for share, micro in zip(shares, micros, strict=True) if micro < share]
+    """The rows of the largest pass among the shares that need several; None where each is one
+    pass.
+    """
+    several = [
+        split_passes(share, micro)
+        for share, micro in zip(shares, micros, strict=True)
+        if micro < share
+    ]
     return max((passes[-1] for passes in several), default=None)
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """The shares of a batch that each rank computes in one pass: validation isn't cut into passes."""
+    """The shares of a batch that each rank computes in one pass: validation isn't cut into
+    passes.
+    """
     if tuple(shares) == tuple(micros):
         return tuple(shares)
     return apportion(max(len(shares), batch_in_one_pass(shares, micros)), shares)

@@ -1,7 +1,8 @@
 """The cores and memory that this process may use, and slices of the cores.
 
-A container's control groups, version 1 or 2, may leave less than the machine has. Slices are equal sets of cores, so
-that a training runs where it was measured; hardware threads of a core stay together while there are enough cores.
+A container's control groups, version 1 or 2, may leave less than the machine has. Slices are equal
+sets of cores, so that a training runs where it was measured; hardware threads of a core stay
+together while there are enough cores.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """The bytes that the tightest memory limit leaves; None without a limit. Cached files count as free."""
+    """The bytes that the tightest memory limit leaves; None without a limit. Cached files count as
+    free.
+    """
 
     def remaining(folder: Path, version: int) -> float:
         limit_name, used_name = _MEMORY_FILES[version]
         limit, used = int((folder / limit_name).read_text()), int((folder / used_name).read_text())
         if limit >= NO_LIMIT:
             raise ValueError(limit)
-        found = re.search(r"^(?:total_)?inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^(?:total_)?inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE
+        )
         return max(0, limit - used + (int(found[1]) if found else 0))
 
     least = _least("memory", remaining, root, membership)
@@ -42,7 +47,9 @@ def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float
         if version == 2:
             given, period = (folder / "cpu.max").read_text().split()
         else:
-            given, period = ((folder / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+            given, period = (
+                (folder / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            )
         if int(given) <= 0:  # version 1 writes -1 for none
             raise ValueError(given)
         return int(given) / int(period)
@@ -56,7 +63,9 @@ _MEMORY_FILES = {
 }
 
 
-def _least(controller: str, read: Callable[[Path, int], float], root: Path, membership: Path) -> float | None:
+def _least(
+    controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
+) -> float | None:
     """The least that `read` finds in this process' groups; those without a limit are skipped."""
     found: list[float] = []
     for folder, version in _list_groups(controller, root, membership):
@@ -78,7 +87,10 @@ def _list_groups(controller: str, root: Path, membership: Path) -> Iterator[tupl
         if not base.is_dir():
             base = root / controller
         here = base / path.lstrip("/")
-        for folder in (here, *(parent for parent in here.parents if parent == base or base in parent.parents)):
+        for folder in (
+            here,
+            *(parent for parent in here.parents if parent == base or base in parent.parents),
+        ):
             yield folder, version
 
 
@@ -121,19 +133,24 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def cut(groups: Groups, count: int) -> Groups:
-    """`count` equal core sets; hardware threads of one core stay together while there are enough cores.
+    """`count` equal core sets; hardware threads of one core stay together while there are enough
+    cores.
 
     What doesn't divide is left out, from the end. RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):
         raise RequestError(
-            f"The CPU can't be cut into {count} slices: this process may use {len(cpus)} logical CPUs.",
+            f"The CPU can't be cut into {count} slices: this process may use {len(cpus)} "
+            f"logical CPUs.",
             f"Ask for cpu/{len(cpus)} or fewer.",
         )
     if len(groups) >= count:
         each = len(groups) // count
-        sets = [tuple(cpu for group in groups[i * each : (i + 1) * each] for cpu in group) for i in range(count)]
+        sets = [
+            tuple(cpu for group in groups[i * each : (i + 1) * each] for cpu in group)
+            for i in range(count)
+        ]
         if len({len(cores) for cores in sets}) == 1:
             return tuple(tuple(sorted(cores)) for cores in sets)
     each = len(cpus) // count
@@ -141,7 +158,9 @@ def cut(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """The CPUs of the slice with this id ("cpu-0-of-2"), of those allowed; empty for other devices, or too few CPUs."""
+    """The CPUs of the slice with this id ("cpu-0-of-2"), of those allowed; empty for other devices,
+    or too few CPUs.
+    """
     named = _SLICE.fullmatch(device)
     if named is None:
         return ()
@@ -153,8 +172,12 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
 
 
 def cap_address_space(room_bytes: int) -> None:
-    """Let this process grow by `room_bytes` from now on; more ends in a failed allocation, which torch can catch."""
+    """Let this process grow by `room_bytes` from now on; more ends in a failed allocation, which
+    torch can catch.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = pages * resource.getpagesize() + room_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
+    )

@@ -1,7 +1,8 @@
-"""Files and folders of this user: the state folder, small files read whole, and files written in one step.
+"""Files and folders of this user: the state folder, small files read whole, and files written in
+one step.
 
-Nothing is kept in a folder that somebody else may write. A full disk, a kill or a missing permission leaves the file
-that was there intact.
+Nothing is kept in a folder that somebody else may write. A full disk, a kill or a missing
+permission leaves the file that was there intact.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """This user's state folder (XDG_STATE_HOME is honoured), made for this user alone if it isn't there."""
+    """This user's state folder (XDG_STATE_HOME is honoured), made for this user alone if it isn't
+    there.
+    """
     import platformdirs
 
     return trusted_folder(Path(platformdirs.user_state_path("evener")))
@@ -29,21 +32,29 @@ def runs_folder() -> Path:
 
 
 def new_run_id() -> str:
-    """The name of a run's folder; it sorts by time, to a quarter of a millisecond, and its last digit is random."""
+    """The name of a run's folder; it sorts by time, to a quarter of a millisecond, and its last
+    digit is random.
+    """
     now = time.time()
     from secrets import token_hex  # loads hashlib, which monitors do without
 
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{token_hex(1)[0]}"
+    second = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"{second}-{int(now % 1 * 4096):03x}{token_hex(1)[0]}"
 
 
 def trusted_folder(folder: Path) -> Path:
-    """The folder, made for this user alone; RequestError if, links followed, somebody else owns it or may write it."""
-    with as_request_error(f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."):
+    """The folder, made for this user alone; RequestError if, links followed, somebody else owns it
+    or may write it.
+    """
+    with as_request_error(
+        f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."
+    ):
         make_private(folder)
         status = folder.stat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise RequestError(
-            f"{folder} belongs to somebody else, and is not trusted.", "Set XDG_STATE_HOME to a folder of your own."
+            f"{folder} belongs to somebody else, and is not trusted.",
+            "Set XDG_STATE_HOME to a folder of your own.",
         )
     if status.st_mode & 0o022:
         raise RequestError(
@@ -54,7 +65,9 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
+    """Make the folder, and those above it that aren't there, for this user alone, whatever the
+    umask lets others do.
+    """
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -76,8 +89,12 @@ LARGEST_BYTES = 4 << 20  # of a file to read
 PIPE_SECONDS = 5.0  # that the writer of a pipe has to begin
 
 
-def read_whole(path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError) -> bytes:
-    """The bytes of a file, which should be a `what`; `error` if it can't be read, or is too large to be one."""
+def read_whole(
+    path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError
+) -> bytes:
+    """The bytes of a file, which should be a `what`; `error` if it can't be read, or is too large
+    to be one.
+    """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),
         os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream,
@@ -92,11 +109,15 @@ def read_whole(path: str | os.PathLike[str], what: str, remedy: str, error: type
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step; a new file gets the umask's mode, an old one keeps its own.
+    """Replace `path` by `content` in one step; a new file gets the umask's mode, an old one keeps
+    its own.
 
-    A link is followed; a pipe or a device such as /dev/stdout is written to. RequestError where that fails.
+    A link is followed; a pipe or a device such as /dev/stdout is written to. RequestError where
+    that fails.
     """
-    with as_request_error(f"{path} can't be written", "Name a file in a folder that you may write to."):
+    with as_request_error(
+        f"{path} can't be written", "Name a file in a folder that you may write to."
+    ):
         target = Path(os.path.realpath(path))
         mode = target.stat().st_mode if target.exists() else None
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

@@ -22,11 +22,15 @@ ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chos
 REMEDY = "Change the loss to such a mean, or train on one device."
 
 Found = TypeVar("Found")
-Count = Callable[[Any], Mapping[str, float]]  # of a batch: what its loss may be a mean over, but for rows
+Count = Callable[
+    [Any], Mapping[str, float]
+]  # of a batch: what its loss may be a mean over, but for rows
 
 
 class CheckBatch(msgspec.Struct, frozen=True):
-    """A few rows as one batch and as two unequal parts, which are collated as they would be on two devices."""
+    """A few rows as one batch and as two unequal parts, which are collated as they would be on two
+    devices.
+    """
 
     whole: Any
     parts: tuple[Any, ...]
@@ -37,7 +41,9 @@ class CheckBatch(msgspec.Struct, frozen=True):
 def make_check_batch(
     dataset: Any, sampler: UnevenBatchSampler, collate: Callable[[list[Any]], Any]
 ) -> CheckBatch | None:
-    """Rows that differ in length and class, as far as the data's do; None for fewer than two rows."""
+    """Rows that differ in length and class, as far as the data's do; None for fewer than two
+    rows.
+    """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
         seed_all(seed)
@@ -50,19 +56,31 @@ def make_check_batch(
         first = max(1, len(chosen) * 3 // 8)
         whole, rows = collated(chosen), (first, len(chosen) - first)
         cut = _cut(whole, first, len(chosen))
-        if cut is not None and not all(map(torch.equal, tensors_in(whole), tensors_in(collated(chosen, SEED + 1)))):
-            return CheckBatch(whole, cut, rows)  # a collator that masks at random makes other parts than it cuts
+        if cut is not None and not all(
+            map(torch.equal, tensors_in(whole), tensors_in(collated(chosen, SEED + 1)))
+        ):
+            return CheckBatch(
+                whole, cut, rows
+            )  # a collator that masks at random makes other parts than it cuts
         return CheckBatch(whole, (collated(chosen[:first]), collated(chosen[first:])), rows, cut)
 
 
-def _choose_rows(dataset: Any, order: Sequence[int], collated: Callable[[Sequence[Any]], Any]) -> list[Any]:
-    """The first rows of the order, or rows from all of it if those are alike; sorted by classes and lengths."""
+def _choose_rows(
+    dataset: Any, order: Sequence[int], collated: Callable[[Sequence[Any]], Any]
+) -> list[Any]:
+    """The first rows of the order, or rows from all of it if those are alike; sorted by classes and
+    lengths.
+    """
     items = [dataset[row] for row in order[:ROWS]]
     signs = _list_signs(items, collated)
     if any(len(set(values)) < 2 for values in zip(*signs, strict=False)):
         items += [dataset[row] for row in order[ROWS:]]
         signs = _list_signs(items, collated)
-    ranked = sorted(range(len(items)), key=lambda place: (signs[place], place)) if signs else range(len(items))
+    ranked = (
+        sorted(range(len(items)), key=lambda place: (signs[place], place))
+        if signs
+        else range(len(items))
+    )
     count = min(ROWS, len(items))
     return [items[ranked[place * len(items) // count]] for place in range(count)]
 
@@ -75,7 +93,9 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
         return None
 
 
-def _list_signs(items: Sequence[Any], collated: Callable[[Sequence[Any]], Any]) -> list[tuple[int, ...]]:
+def _list_signs(
+    items: Sequence[Any], collated: Callable[[Sequence[Any]], Any]
+) -> list[tuple[int, ...]]:
     """The classes and lengths of each row; empty if rows can't be collated one by one."""
     try:
         return [tuple(map(_sign, tensors_in(collated([item])))) for item in items]
@@ -90,13 +110,19 @@ def _sign(tensor: torch.Tensor) -> int:
 
 
 class LossCheck:
-    """Checks a loss on a few rows; `count` says what it may be a mean over beside rows, `remedy` what to do if not."""
+    """Checks a loss on a few rows; `count` says what it may be a mean over beside rows, `remedy`
+    what to do if not.
+    """
 
-    def __init__(self, measure: LossMeasure, batch: CheckBatch, count: Count, remedy: str = REMEDY) -> None:
+    def __init__(
+        self, measure: LossMeasure, batch: CheckBatch, count: Count, remedy: str = REMEDY
+    ) -> None:
         self.measure, self.batch, self._count, self._remedy = measure, batch, count, remedy
 
     def find_meaning(self, function: Compute, wanted: Collection[str] = ()) -> LossMeaning:
-        """The meaning of the loss of `function`; RequestError if it is no mean, or none over what is `wanted`."""
+        """The meaning of the loss of `function`; RequestError if it is no mean, or none over what
+        is `wanted`.
+        """
 
         def fits(figures: LossFigures) -> bool:
             return bool(set(judge(figures).mean_over) & set(wanted or figures.counts))
@@ -108,25 +134,37 @@ class LossCheck:
             self._refuse(function, figures, fits)
         if self.measure.changed:
             warnings.warn(
-                f"Each training pass changes the model's buffer {min(self.measure.changed)}: with shares every device"
+                f"Each training pass changes the model's buffer {min(self.measure.changed)}: "
+                f"with shares every device"
                 " changes its own, once for each of its passes.",
                 stacklevel=2,
             )
         return judge(figures)
 
-    def figures(self, function: Compute, training: bool = True, parts: tuple[Any, ...] | None = None) -> LossFigures:
+    def figures(
+        self, function: Compute, training: bool = True, parts: tuple[Any, ...] | None = None
+    ) -> LossFigures:
         """The losses of the rows; ArithmeticError where its rows have none."""
         chosen = self.batch.parts if parts is None else parts
         with self.measure.open(training):
-            whole, *losses = [self.measure.compute(function, each) for each in (self.batch.whole, *chosen)]
-        if not math.isfinite(whole) or 0.0 < max(map(abs, (whole, *losses))) < NOTHING * self.measure.rounding:
+            whole, *losses = [
+                self.measure.compute(function, each) for each in (self.batch.whole, *chosen)
+            ]
+        if (
+            not math.isfinite(whole)
+            or 0.0 < max(map(abs, (whole, *losses))) < NOTHING * self.measure.rounding
+        ):
             raise ArithmeticError(f"the loss of {sum(self.batch.rows)} rows is {whole}")
         counted = [self._count(part) for part in chosen]
         counts = {name: tuple(each[name] for each in counted) for name in counted[0]}
-        return LossFigures(whole, tuple(losses), {"rows": self.batch.rows, **counts}, self.measure.rounding)
+        return LossFigures(
+            whole, tuple(losses), {"rows": self.batch.rows, **counts}, self.measure.rounding
+        )
 
     def _is_random(self, function: Compute, figures: LossFigures) -> bool:
-        """True if random numbers explain figures that don't fit: not PyTorch's own, or as many as padding makes."""
+        """True if random numbers explain figures that don't fit: not PyTorch's own, or as many as
+        padding makes.
+        """
         with self.measure.open():
             other = self.measure.compute(function, self.batch.whole, SEED + 1)
         if abs(other - figures.whole) > figures.rounding * abs(figures.whole):
@@ -134,11 +172,14 @@ class LossCheck:
         cut = self.batch.cut if self.measure.randomness.draws else None
         return cut is not None and bool(judge(self.figures(function, parts=cut)).mean_over)
 
-    def _refuse(self, function: Compute, figures: LossFigures, fits: Callable[[LossFigures], bool]) -> NoReturn:
+    def _refuse(
+        self, function: Compute, figures: LossFigures, fits: Callable[[LossFigures], bool]
+    ) -> NoReturn:
         cut = self.batch.cut
         if cut is not None and fits(self.figures(function, parts=cut)):
             raise RequestError(
-                f"The loss of the same {sum(self.batch.rows)} rows changes with their padding, and shares pad their"
+                f"The loss of the same {sum(self.batch.rows)} rows changes with their "
+                f"padding, and shares pad their"
                 " rows to other lengths.",
                 "Pad all rows to one length, and give the model their attention mask.",
             )
@@ -148,8 +189,9 @@ class LossCheck:
 def find_together(find: Callable[[], Found | None], strict: bool = False) -> Found | None:
     """The result of `find` on the first rank where it isn't None; every rank calls this.
 
-    RequestError on every rank if it raises one on any. Any other error is the user's code's, or out of memory: a
-    warning says that the loss wasn't checked, and the training says the rest; with `strict` it is raised.
+    RequestError on every rank if it raises one on any. Any other error is the user's code's, or out
+    of memory: a warning says that the loss wasn't checked, and the training says the rest; with
+    `strict` it is raised.
     """
     found: tuple[Any, str, str] = (None, "", "")
     try:

@@ -1,7 +1,9 @@
-"""A guard before shares leave even: the program's own loss of a batch, beside the losses of unequal parts of it.
+"""A guard before shares leave even: the program's own loss of a batch, beside the losses of unequal
+parts of it.
 
-What the program computes from a batch to its loss is written down, function by function, and computed again for parts
-of the rows: nothing of the program's own code runs twice, and nothing of it is left behind.
+What the program computes from a batch to its loss is written down, function by function, and
+computed again for parts of the rows: nothing of the program's own code runs twice, and nothing of
+it is left behind.
 """
 
 from __future__ import annotations
@@ -23,13 +25,34 @@ from .check import CheckBatch, LossCheck
 from .measure import LossMeasure, RandomState, kept_state
 
 _SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
-_READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__, torch.Tensor.__array__}
-_AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}  # by how much a loss may differ that is computed again
-_NUMBERS = {"mul", "multiply", "div", "divide", "true_divide", "truediv", "add", "sub", "pow", "lerp"}  # or in place
+_READS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__float__,
+    torch.Tensor.__array__,
+}
+_AGAIN = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+}  # by how much a loss may differ that is computed again
+_NUMBERS = {
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "truediv",
+    "add",
+    "sub",
+    "pow",
+    "lerp",
+}  # or in place
 HALF_AGAIN = 3e-2
 LOOK_AGAIN = 4  # times as many steps until a guard looks once more
 LOOP_REMEDY = (
-    "Write a mean over tokens or class weights as split.loss(total, count), or take split.step with count=; for a loss"
+    "Write a mean over tokens or class weights as split.loss(total, count), or take "
+    "split.step with count=; for a loss"
     " over all rows of the batch, take split.gather(rows)."
 )
 
@@ -61,10 +84,12 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 
 
 class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
-    """Writes down a batch's way to its loss; at its first backward pass `fault` says why shares would change it.
+    """Writes down a batch's way to its loss; at its first backward pass `fault` says why shares
+    would change it.
 
-    The fault is empty where the loss is a mean over rows. `repad` collates the first rows of the batch and the others
-    by themselves, where they are padded less then. `rows` are the batch's, unless its first tensor says so.
+    The fault is empty where the loss is a mean over rows. `repad` collates the first rows of the
+    batch and the others by themselves, where they are padded less then. `rows` are the batch's,
+    unless its first tensor says so.
     """
 
     def __init__(
@@ -85,14 +110,23 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._from_model: set[int] = set()  # tensors that a model's output led to
         self._reads = self._inside = False
         self.measured = False  # the fault: parts don't add up
-        self.numbers: tuple[float, ...] | None = None  # that the loss is computed with, beside the batch and the models
-        self.uses: tuple[float, ...] = ()  # that weights and gradients are used with after the backward pass
+        self.numbers: tuple[float, ...] | None = (
+            None  # that the loss is computed with, beside the batch and the models
+        )
+        self.uses: tuple[
+            float, ...
+        ] = ()  # that weights and gradients are used with after the backward pass
         self.steps = False  # an optimizer, of which nothing is noted
-        self.padded = False  # with its rank's other rows, and what that makes of the loss can't be computed again
-        self.exchanges = False  # its models exchange gradients, as far as was seen until it was closed
+        # with its rank's other rows, and what that makes of the loss can't be computed again
+        self.padded = False
+        self.exchanges = (
+            False  # its models exchange gradients, as far as was seen until it was closed
+        )
         self._random = RandomState()
         self._handles = [each.register_forward_pre_hook(self._enter) for each in self._models]
-        self._handles += [each.register_forward_hook(self._leave, with_kwargs=True) for each in self._models]
+        self._handles += [
+            each.register_forward_hook(self._leave, with_kwargs=True) for each in self._models
+        ]
         self.__enter__()
 
     def close(self) -> None:
@@ -106,7 +140,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     # ------------------------------------------------------------------ writing down
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         given = keywords or {}
         if self.done or self._inside:
             if self._handles and not (self._inside or self.steps):
@@ -124,14 +160,20 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def _enter(self, model: Any, *_: Any) -> None:
         self._inside = True
-        self.exchanges |= torch.is_grad_enabled() and getattr(model, "require_backward_grad_sync", True)
+        self.exchanges |= torch.is_grad_enabled() and getattr(
+            model, "require_backward_grad_sync", True
+        )
 
     def _leave(self, model: Any, arguments: Any, keywords: Any, result: Any) -> None:
         self._inside = False
         if not self.done and torch.is_grad_enabled():
-            self._write(getattr(model, "module", model), arguments, keywords, result, from_model=True)
+            self._write(
+                getattr(model, "module", model), arguments, keywords, result, from_model=True
+            )
 
-    def _write(self, function: Any, arguments: Any, keywords: Any, result: Any, from_model: bool = False) -> None:
+    def _write(
+        self, function: Any, arguments: Any, keywords: Any, result: Any, from_model: bool = False
+    ) -> None:
         given = {id(each) for each in _tensors((arguments, keywords))}
         from_model = from_model or bool(given & self._from_model)
         self._reads |= function in _READS and from_model
@@ -139,7 +181,11 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if not made:
             return
         device = made[0].device.type
-        cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        cast = (
+            (device, torch.get_autocast_dtype(device))
+            if torch.is_autocast_enabled(device)
+            else None
+        )
         for each in made:
             self._made.setdefault(id(each), []).append(len(self._tape))
             if from_model:
@@ -147,19 +193,38 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(WrittenCall(function, arguments, keywords, result, cast))
 
     def _mark(self, tensor: Any, result: Any) -> Any:
-        """The size as it was asked for; the number of rows of what comes from the batch as one that is followed."""
+        """The size as it was asked for; the number of rows of what comes from the batch as one that
+        is followed.
+        """
         known = id(tensor) in self._made or any(each is tensor for each in self._batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
         if not known or tensor.ndim == 0 or tensor.shape[0] != self._rows or sizes[0] != self._rows:
             return result
-        return torch.Size([RowNumber(sizes[0]), *sizes[1:]]) if isinstance(result, torch.Size) else RowNumber(result)
+        return (
+            torch.Size([RowNumber(sizes[0]), *sizes[1:]])
+            if isinstance(result, torch.Size)
+            else RowNumber(result)
+        )
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Note the numbers that weights or gradients are used with, as in an average of the weights of all steps."""
+        """Note the numbers that weights or gradients are used with, as in an average of the weights
+        of all steps.
+        """
         every = _leaves(given) if _is_arithmetic(function) else []
-        numbers = [float(each) for each in every if isinstance(each, int | float) and not isinstance(each, bool)]
-        if numbers and (places := {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}):
-            own = (each for model in self._models for weight in model.parameters() for each in (weight, weight.grad))
+        numbers = [
+            float(each)
+            for each in every
+            if isinstance(each, int | float) and not isinstance(each, bool)
+        ]
+        if numbers and (
+            places := {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}
+        ):
+            own = (
+                each
+                for model in self._models
+                for weight in model.parameters()
+                for each in (weight, weight.grad)
+            )
             if any(each is not None and address(each) in places for each in own):
                 self.uses += tuple(numbers)
 
@@ -178,7 +243,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.measured = True
             return error.message
         except Exception as error:
-            return f"its loss can't be computed again to compare it ({type(error).__name__}: {error})".split("\n")[0]
+            return (
+                f"its loss can't be computed again to compare it ({type(error).__name__}: {error})"
+            ).split("\n")[0]
 
     def _find_needed(self, loss: torch.Tensor) -> list[WrittenCall] | str:
         """What led to the loss, in its order; or why that isn't known."""
@@ -206,13 +273,17 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def _compare(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:
         """Empty if the loss is a mean over rows; RequestError where it isn't."""
-        if self._reads and any(isinstance(each, float) for entry in needed for each in _leaves(entry.arguments)):
+        if self._reads and any(
+            isinstance(each, float) for entry in needed for each in _leaves(entry.arguments)
+        ):
             return "its loss is computed in a way that can't be followed"
         self.numbers = tuple(number for entry in needed for number in self._find_numbers(entry))
         model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
 
         def compute(batch: Any) -> Any:
-            return _replay(needed, dict(zip(map(id, self._batch), batch, strict=True)), len(batch[0]), id(loss))
+            return _replay(
+                needed, dict(zip(map(id, self._batch), batch, strict=True)), len(batch[0]), id(loss)
+            )
 
         def compute_as_it_was(batch: Any) -> Any:
             self._random.restore()
@@ -222,17 +293,29 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             same = LossMeasure(model, randomness=nullcontext()).call(compute_as_it_was, self._batch)
             again = float(same.detach().double().sum())
         first = float(loss.detach().double().sum())
-        kinds = {each.dtype for entry in needed for each in _tensors(entry.result) if each.is_floating_point()}
+        kinds = {
+            each.dtype
+            for entry in needed
+            for each in _tensors(entry.result)
+            if each.is_floating_point()
+        }
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
         if not abs(again - first) <= near * max(abs(first), 1e-30):
-            return f"its loss of the same rows is another when it is computed again: {first:.6g}, then {again:.6g}"
+            return (
+                f"its loss of the same rows is another when it is computed again: {first:.6g}, "
+                f"then {again:.6g}"
+            )
         cut = max(1, self._rows * 3 // 4)
-        parts = (cut_rows(self._batch, 0, cut, self._rows), cut_rows(self._batch, cut, self._rows, self._rows))
+        parts = (
+            cut_rows(self._batch, 0, cut, self._rows),
+            cut_rows(self._batch, cut, self._rows, self._rows),
+        )
         check = CheckBatch(self._batch, parts, (cut, self._rows - cut))
         LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
         if self._repad is not None and (padded := self._repad(cut)):
             others = tuple(
-                [each.to(own.device) for each, own in zip(part, self._batch, strict=True)] for part in padded
+                [each.to(own.device) for each, own in zip(part, self._batch, strict=True)]
+                for part in padded
             )
             check = CheckBatch(self._batch, others, check.rows, parts)
             try:
@@ -246,15 +329,30 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _find_numbers(self, entry: WrittenCall) -> list[float]:
         """The numbers that a call multiplies, divides or adds to what comes from a model."""
         arguments = _leaves((entry.arguments, entry.keywords))
-        if not _is_arithmetic(entry.function) or not any(id(each) in self._from_model for each in arguments):
+        if not _is_arithmetic(entry.function) or not any(
+            id(each) in self._from_model for each in arguments
+        ):
             return []
-        constant = [each for each in arguments if isinstance(each, torch.Tensor) and id(each) not in self._made]
-        plain = [each for each in arguments if isinstance(each, int | float) and not isinstance(each, RowNumber)]
-        return [*map(float, plain), *(float(each.detach()) for each in constant if each.numel() == 1)]
+        constant = [
+            each
+            for each in arguments
+            if isinstance(each, torch.Tensor) and id(each) not in self._made
+        ]
+        plain = [
+            each
+            for each in arguments
+            if isinstance(each, int | float) and not isinstance(each, RowNumber)
+        ]
+        return [
+            *map(float, plain),
+            *(float(each.detach()) for each in constant if each.numel() == 1),
+        ]
 
 
 class LoopGuard(Guard):
-    """A guard of a loop that calls backward itself: a loss that isn't a mean over rows is refused."""
+    """A guard of a loop that calls backward itself: a loss that isn't a mean over rows is
+    refused.
+    """
 
     def __init__(self, weights: Any, batch: Any, rows: int, count: Callable[[], Any]) -> None:
         super().__init__(weights.models, batch, rows=rows)
@@ -262,21 +360,39 @@ class LoopGuard(Guard):
         self.steps = True  # what follows the backward pass isn't noted
 
     def judge(self, loss: torch.Tensor) -> str:
-        """RequestError for such a loss, unless the split has a part in it; a warning for one that can't be judged."""
+        """RequestError for such a loss, unless the split has a part in it; a warning for one that
+        can't be judged.
+        """
         if not self._weights.is_loops:
             return ""
         alone = self._count() == self._met
-        fault = super().judge(loss) if alone else "its ranks exchange figures before its backward pass"
+        fault = (
+            super().judge(loss) if alone else "its ranks exchange figures before its backward pass"
+        )
         if self.measured and "nan" not in fault and not self._may_count_rows():
             raise RequestError(fault, LOOP_REMEDY)
         if fault:
-            why = "it has a number that may be its rows, which batch.size(0) says" if self.measured else fault
-            warnings.warn(f"A loss wasn't checked, as {why}. Is it a mean over rows (split.check)?", stacklevel=4)
+            why = (
+                "it has a number that may be its rows, which batch.size(0) says"
+                if self.measured
+                else fault
+            )
+            warnings.warn(
+                f"A loss wasn't checked, as {why}. Is it a mean over rows (split.check)?",
+                stacklevel=4,
+            )
         return fault
 
     def _may_count_rows(self) -> bool:
-        """True if a factor or divisor of the loss is a multiple of its rows: the program may have asked for len()."""
-        times = [each for one in self.numbers or () if one for each in (one / self._rows, 1 / one / self._rows)]
+        """True if a factor or divisor of the loss is a multiple of its rows: the program may have
+        asked for len().
+        """
+        times = [
+            each
+            for one in self.numbers or ()
+            if one
+            for each in (one / self._rows, 1 / one / self._rows)
+        ]
         return any(each > 0.5 and isclose(each, round(each)) for each in times)
 
 
@@ -284,15 +400,24 @@ def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted
     """The wanted tensor as these functions make it of other rows."""
     for entry in entries:
         now = partial(_now, known, rows, set(map(id, _tensors(entry.result))))
-        under = nullcontext() if entry.autocast is None else torch.autocast(entry.autocast[0], entry.autocast[1])
+        under = (
+            nullcontext()
+            if entry.autocast is None
+            else torch.autocast(entry.autocast[0], entry.autocast[1])
+        )
         with under:
             made = entry.function(*_map(now, entry.arguments), **_map(now, entry.keywords))
-        known.update((id(was), each) for was, each in zip(_tensors(entry.result), _tensors(made), strict=True))
+        known.update(
+            (id(was), each)
+            for was, each in zip(_tensors(entry.result), _tensors(made), strict=True)
+        )
     return known[wanted]
 
 
 def _now(known: dict[int, Any], rows: int, changed: set[int], each: Any) -> Any:
-    """The value that stands for one of the batch's; what the program has changed in place stays as it is."""
+    """The value that stands for one of the batch's; what the program has changed in place stays as
+    it is.
+    """
     if isinstance(each, RowNumber):
         return each.each * rows
     if id(each) in known or not isinstance(each, torch.Tensor):
@@ -308,7 +433,13 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
         return slice(*(_map(function, each) for each in (data.start, data.stop, data.step)))
     if isinstance(data, tuple | list):
         items = [_map(function, each) for each in data]
-        return data._make(items) if hasattr(data, "_make") else items if isinstance(data, list) else tuple(items)
+        return (
+            data._make(items)
+            if hasattr(data, "_make")
+            else items
+            if isinstance(data, list)
+            else tuple(items)
+        )
     return function(data)
 
 

@@ -1,7 +1,9 @@
-"""The losses of a batch and of its parts as PyTorch computes them: the figures from which a loss is judged.
+"""The losses of a batch and of its parts as PyTorch computes them: the figures from which a loss is
+judged.
 
-Computed without gradients, in float32 or better, as in training: BatchNorm takes its running statistics, and every row
-draws the same random numbers. Nothing of it is left in the model, the trainer or the random state.
+Computed without gradients, in float32 or better, as in training: BatchNorm takes its running
+statistics, and every row draws the same random numbers. Nothing of it is left in the model, the
+trainer or the random state.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         self.kinds: set[torch.dtype] = set()
         self.draws = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         given = dict(keywords or {})
         if torch.Tag.nondeterministic_seeded not in function.tags:
             result = function(*arguments, **given)
@@ -54,7 +58,9 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
         return function(*arguments, **keywords)
     keywords.pop("generator", None)  # the user's own stays where it is
     names = [each.name for each in function._schema.arguments]
-    for place, own in enumerate(names):  # fused attention and recurrent layers take the rate as an argument
+    for place, own in enumerate(
+        names
+    ):  # fused attention and recurrent layers take the rate as an argument
         if own in ("dropout", "dropout_p"):
             if place < len(arguments):
                 arguments[place] = 0.0
@@ -91,8 +97,16 @@ def _one_row(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> A
 
 
 def _last_axis(tensor: Any) -> Any:
-    """The first line of a tensor along its last axis if it has two axes or more, otherwise one value."""
-    return tensor[(0,) * (tensor.ndim - 1)] if tensor.ndim > 1 else tensor[:1] if tensor.ndim else tensor
+    """The first line of a tensor along its last axis if it has two axes or more, otherwise one
+    value.
+    """
+    return (
+        tensor[(0,) * (tensor.ndim - 1)]
+        if tensor.ndim > 1
+        else tensor[:1]
+        if tensor.ndim
+        else tensor
+    )
 
 
 def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
@@ -100,13 +114,17 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
     return mean + deviation * torch.randn_like(_last_axis(like))
 
 
-_DISTRIBUTIONS: dict[str, Callable[..., Any]] = {  # whose arguments differ from row to row: a value that each row has
+_DISTRIBUTIONS: dict[
+    str, Callable[..., Any]
+] = {  # whose arguments differ from row to row: a value that each row has
     "normal": _draw_normal,
     "bernoulli": lambda chances, *_: (chances > 0.5).to(chances.dtype),
     "poisson": lambda rates, *_: rates.round(),
     "_standard_gamma": lambda shapes, *_: shapes.clone(),
     "multinomial": lambda chances, count, *_: chances.topk(min(count, chances.shape[-1])).indices,
-    "rrelu_with_noise": lambda inputs, _, lower, upper, *__: leaky_relu(inputs, (lower + upper) / 2),
+    "rrelu_with_noise": lambda inputs, _, lower, upper, *__: leaky_relu(
+        inputs, (lower + upper) / 2
+    ),
 }
 
 
@@ -116,7 +134,8 @@ _CONTAINERS = (dict, list, deque, set)
 
 @contextmanager
 def kept_attributes(*holders: Any) -> Iterator[None]:
-    """Put back what all holders have, in place, when the block ends: counters, lists of figures, buffers, metrics.
+    """Put back what all holders have, in place, when the block ends: counters, lists of figures,
+    buffers, metrics.
 
     Parameters aren't copied, but for those that a model moves itself, as a momentum encoder's.
     """
@@ -130,18 +149,29 @@ def kept_attributes(*holders: Any) -> Iterator[None]:
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Weights that nothing trains, and what puts each back; none where they are more than those that are trained."""
-    every = [each for holder in holders for each in vars(holder).get("_parameters", {}).values() if each is not None]
+    """Weights that nothing trains, and what puts each back; none where they are more than those
+    that are trained.
+    """
+    every = [
+        each
+        for holder in holders
+        for each in vars(holder).get("_parameters", {}).values()
+        if each is not None
+    ]
     frozen = [each for each in every if not each.requires_grad]
     few = 2 * sum(map(torch.numel, frozen)) <= sum(map(torch.numel, every))
     return [(each, (each._version, each.detach().clone())) for each in frozen if few]
 
 
 def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Note what all holders have, but for what `apart` refers to; the function that puts it back, in place."""
+    """Note what all holders have, but for what `apart` refers to; the function that puts it back,
+    in place.
+    """
     memo: dict[int, Any] = {id(each): None for each in apart}  # what needn't be looked into
     for each in holders:
-        memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}  # FSDP exchanges parameters
+        memo |= {
+            id(vars(each).get(name)): None for name in ("_parameters", "_modules")
+        }  # FSDP exchanges parameters
     kept = [(vars(each), _copy(vars(each), memo)) for each in holders]
 
     def put_back() -> None:
@@ -153,8 +183,14 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = ()) -> Iterator[None]:
-    """Put back the attributes of all holders and of their modules, and the random state, when the block ends."""
-    modules = [part for each in holders for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])]
+    """Put back the attributes of all holders and of their modules, and the random state, when the
+    block ends.
+    """
+    modules = [
+        part
+        for each in holders
+        for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])
+    ]
     numbers = RandomState()
     try:
         with kept_attributes(*modules):
@@ -164,7 +200,9 @@ def kept_state(holders: Iterable[Any] = ()) -> Iterator[None]:
 
 
 class RandomState:
-    """The state of Python's, NumPy's and PyTorch's random numbers, of the current GPU too if one is in use."""
+    """The state of Python's, NumPy's and PyTorch's random numbers, of the current GPU too if one is
+    in use.
+    """
 
     def __init__(self) -> None:
         numbers: Any = numpy.random.get_state()
@@ -174,7 +212,9 @@ class RandomState:
     def has_changed(self) -> bool:
         """True if some were drawn since."""
         now = RandomState()
-        same = torch.equal(self._torch, now._torch) and (self._gpu is None or torch.equal(self._gpu, now._gpu))
+        same = torch.equal(self._torch, now._torch) and (
+            self._gpu is None or torch.equal(self._gpu, now._gpu)
+        )
         places = [(int(state[1][0]), int(state[2])) for state in (self._numpy, now._numpy)]
         return not same or self._python != now._python or places[0] != places[1]
 
@@ -195,7 +235,9 @@ def seed_all(seed: int) -> None:
 
 
 def _seed_torch(seed: int) -> None:
-    """Seed PyTorch's random numbers of the CPU and of the current GPU; torch.manual_seed takes all GPUs."""
+    """Seed PyTorch's random numbers of the CPU and of the current GPU; torch.manual_seed takes all
+    GPUs.
+    """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -210,7 +252,9 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
             return None
         memo[id(value)] = value
         return value._version, value.detach().clone()
-    if (type(value) not in _CONTAINERS and not isinstance(value, _CONTAINERS)) or len(value) > MOST_ITEMS:
+    if (type(value) not in _CONTAINERS and not isinstance(value, _CONTAINERS)) or len(
+        value
+    ) > MOST_ITEMS:
         return None
     memo[id(value)] = value
     if not value:  # as most of a module's are
@@ -244,19 +288,24 @@ def _put_back(value: Any, was: Any) -> None:
             value.extend(item for _, item, _ in was)
 
 
-HALF_ROUNDING = 4e-3  # where 16-bit floats can't be kept out, as with weights in 4 or 8 bits, or layers that cast
+# where 16-bit floats can't be kept out, as with weights in 4 or 8 bits, or layers that cast
+HALF_ROUNDING = 4e-3
 _HALF = {torch.float16, torch.bfloat16}
 Compute = Callable[[Any], Any]  # of a batch: its loss, a number or a tensor of one
 
 
 class LossMeasure:
-    """Computes losses within `open`; `rounding` is the part of a loss by which two computations may differ.
+    """Computes losses within `open`; `rounding` is the part of a loss by which two computations may
+    differ.
 
-    `model` is what trains; `holders` are other objects that computing a loss changes, such as a trainer. `changed` are
-    the names of buffers that a pass changes. Every row draws the same numbers, unless `randomness` is another context.
+    `model` is what trains; `holders` are other objects that computing a loss changes, such as a
+    trainer. `changed` are the names of buffers that a pass changes. Every row draws the same
+    numbers, unless `randomness` is another context.
     """
 
-    def __init__(self, model: torch.nn.Module, holders: Sequence[Any] = (), randomness: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, holders: Sequence[Any] = (), randomness: Any = None
+    ) -> None:
         self.rounding = FLOAT32_ROUNDING
         self.changed: set[str] = set()
         self._model, self._holders = model, holders
@@ -267,7 +316,8 @@ class LossMeasure:
     def open(self, training: bool = True) -> Iterator[LossMeasure]:
         """A context in which `compute` leaves no trace; `training`: models compute as in training.
 
-        The weights are moved a little: those that are all zero give every row the same loss, until they have learned.
+        The weights are moved a little: those that are all zero give every row the same loss, until
+        they have learned.
         """
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -287,14 +337,20 @@ class LossMeasure:
         with kept_attributes(*self._model.modules()):  # each pass begins as the first one did
             before = self._list_states()
             loss = self.call(function, batch)
-            self.changed |= {name for name, state in self._list_states().items() if before.get(name) != state}
+            self.changed |= {
+                name for name, state in self._list_states().items() if before.get(name) != state
+            }
         if loss is None:
             return float("nan")
         self.rounding = self._find_rounding(loss)
-        return float(loss.detach().double().sum()) if isinstance(loss, torch.Tensor) else float(loss)
+        return (
+            float(loss.detach().double().sum()) if isinstance(loss, torch.Tensor) else float(loss)
+        )
 
     def _list_states(self) -> dict[str, tuple[int, int]]:
-        """The identity and version of each buffer, by name, to find changed ones; BatchNorm's don't change here."""
+        """The identity and version of each buffer, by name, to find changed ones; BatchNorm's don't
+        change here.
+        """
         return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
 
     def _find_rounding(self, loss: Any) -> float:
@@ -306,7 +362,9 @@ class LossMeasure:
         return MIXED_ROUNDING if torch.float32 in kinds else FLOAT64_ROUNDING
 
     def call(self, function: Compute, batch: Any) -> Any:
-        """The loss that the function returns for a batch, without gradients unless it takes some itself."""
+        """The loss that the function returns for a batch, without gradients unless it takes some
+        itself.
+        """
         if not self._with_gradients:
             try:
                 with torch.no_grad(), self.randomness:
@@ -337,19 +395,27 @@ def _full_precision(model: torch.nn.Module) -> Iterator[None]:
         torch.amp.autocast_mode.autocast.__exit__ = lambda *_: None
         yield
     finally:
-        torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__ = entered
+        torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__ = (
+            entered
+        )
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
         for tensor, data in swapped:
             tensor.data = data
 
 
 def _find_padding(model: torch.nn.Module) -> WeakIdKeyDictionary:
-    """The row of each embedding that stands for padding, and is never trained as no other layer has its weight."""
-    users = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    """The row of each embedding that stands for padding, and is never trained as no other layer has
+    its weight.
+    """
+    users = Counter(
+        id(each) for module in model.modules() for each in module.parameters(recurse=False)
+    )
     found = WeakIdKeyDictionary()
     for module in model.modules():
         row = getattr(module, "padding_idx", None)
-        embeds = isinstance(module, torch.nn.Embedding) and module.weight.ndim == 2  # a shard has one dimension
+        embeds = (
+            isinstance(module, torch.nn.Embedding) and module.weight.ndim == 2
+        )  # a shard has one dimension
         if row is not None and embeds and users[id(module.weight)] == 1:
             found[module.weight] = row
     return found

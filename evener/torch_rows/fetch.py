@@ -1,8 +1,10 @@
-"""The fetching of batches: by a tensor of row numbers or as DataLoader does, and ahead of a GPU, in a thread.
+"""The fetching of batches: by a tensor of row numbers or as DataLoader does, and ahead of a GPU, in
+a thread.
 
-Row by row, Python takes about 10 µs a row; a fast GPU is done with a small network's batch before it is fetched. At
-most `depth` batches wait on the device beside the current one, and the loop runs at most as many steps ahead of the
-GPU: so the memory that they take is bounded, and the same in a probe as in a training.
+Row by row, Python takes about 10 µs a row; a fast GPU is done with a small network's batch before
+it is fetched. At most `depth` batches wait on the device beside the current one, and the loop runs
+at most as many steps ahead of the GPU: so the memory that they take is bounded, and the same in a
+probe as in a training.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """The function by which `dataset` gives a whole batch for a tensor of row numbers; None if it has none.
+    """The function by which `dataset` gives a whole batch for a tensor of row numbers; None if it
+    has none.
 
-    A TensorDataset has one, as do a Subset of it and a data set whose `__getitems__(self, rows: torch.Tensor)` says so
-    by its annotation; it returns the batch as the loop gets it.
+    A TensorDataset has one, as do a Subset of it and a data set whose `__getitems__(self, rows:
+    torch.Tensor)` says so by its annotation; it returns the batch as the loop gets it.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
@@ -57,17 +60,26 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """The batches of a sampler's steps, in its order; iterate anew for each pass. `options` are DataLoader's."""
+    """The batches of a sampler's steps, in its order; iterate anew for each pass. `options` are
+    DataLoader's.
+    """
 
-    def __init__(self, dataset: Any, sampler: UnevenBatchSampler, options: Mapping[str, Any], pinned: bool) -> None:
+    def __init__(
+        self, dataset: Any, sampler: UnevenBatchSampler, options: Mapping[str, Any], pinned: bool
+    ) -> None:
         self._sampler = sampler
         self._pinned = pinned
         self._collate = options.get("collate_fn")
-        whole = None if self._collate and not _takes_tensor(dataset) else whole_fetch(dataset)  # rows one by one
+        whole = (
+            None if self._collate and not _takes_tensor(dataset) else whole_fetch(dataset)
+        )  # rows one by one
         self._whole = None if options.get("num_workers") else whole
         if self._whole is None:
             if whole is not None:  # in worker processes
-                dataset, options = _ByList(dataset), {**options, "collate_fn": self._collate or _as_it_is}
+                dataset, options = (
+                    _ByList(dataset),
+                    {**options, "collate_fn": self._collate or _as_it_is},
+                )
             self._loader = DataLoader(dataset, batch_sampler=sampler, **options)
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,7 +124,8 @@ DEPTH = 2  # batches that wait on the device
 
 
 class Prefetcher:
-    """The batches of `source`, in its order, on `device`; what `source` raises is raised where its batch would come.
+    """The batches of `source`, in its order, on `device`; what `source` raises is raised where its
+    batch would come.
 
     Close it, or use it up, to end its thread.
     """
@@ -122,7 +135,9 @@ class Prefetcher:
         self._lane = _Lane(device) if device.type == "cuda" else None
         self._depth = depth
         self._ready: deque[tuple[Any, Any]] = deque()  # (batch, event: it has arrived)
-        self._released: deque[Any] = deque()  # an event for each batch taken: the GPU is done with the one before it
+        self._released: deque[Any] = (
+            deque()
+        )  # an event for each batch taken: the GPU is done with the one before it
         self._error: BaseException | None = None
         self._ended = False
         self._change = threading.Condition()
@@ -134,7 +149,9 @@ class Prefetcher:
         return self
 
     def __next__(self) -> Any:
-        released = self._lane.mark() if self._lane else None  # before waiting: nothing is enqueued meanwhile
+        released = (
+            self._lane.mark() if self._lane else None
+        )  # before waiting: nothing is enqueued meanwhile
         with self._change:
             self._change.wait_for(lambda: self._ready or self._ended)
             if not self._ready:
@@ -146,7 +163,9 @@ class Prefetcher:
         return self._lane.hand_over(batch, arrived) if self._lane else batch
 
     def wait_until_full(self) -> None:
-        """Wait until no more batches may be fetched ahead: a caller that times steps then paid for those it took."""
+        """Wait until no more batches may be fetched ahead: a caller that times steps then paid for
+        those it took.
+        """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 
@@ -193,14 +212,22 @@ class Prefetcher:
 
 
 class _Lane:
-    """The way to a GPU: pinned memory, a stream beside the one that computes, events between the two."""
+    """The way to a GPU: pinned memory, a stream beside the one that computes, events between the
+    two.
+    """
 
-    _streams: ClassVar[dict[int, Any]] = {}  # one for each GPU: the allocator keeps memory by stream
+    _streams: ClassVar[
+        dict[int, Any]
+    ] = {}  # one for each GPU: the allocator keeps memory by stream
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
         self._stream = self._streams.setdefault(self._device.index, torch.cuda.Stream(self._device))
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # data that lie there are complete
+        self._stream.wait_stream(
+            torch.cuda.current_stream(self._device)
+        )  # data that lie there are complete
 
     def context(self) -> AbstractContextManager[None]:
         """A context in which work is enqueued on the stream."""
@@ -208,7 +235,9 @@ class _Lane:
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """The batch on the device, and the event of its arrival; on the host, without one, if there is no room."""
+        """The batch on the device, and the event of its arrival; on the host, without one, if there
+        is no room.
+        """
         pinned = each_tensor(_pin, batch)
         try:
             sent = self._send(pinned)
@@ -225,7 +254,8 @@ class _Lane:
         return event
 
     def hand_over(self, batch: Any, arrived: Any) -> Any:
-        """The batch for the loop's stream, which waits for it as the allocator does for that stream.
+        """The batch for the loop's stream, which waits for it as the allocator does for that
+        stream.
 
         One that found no room is sent now, as the loop holds nothing between its steps.
         """

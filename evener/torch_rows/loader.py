@@ -1,4 +1,6 @@
-"""A DataLoader for one rank of an uneven split: it says what each step's rows weigh and can go on in mid-epoch."""
+"""A DataLoader for one rank of an uneven split: it says what each step's rows weigh and can go on
+in mid-epoch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from .sampler import UnevenBatchSampler
 _DECIDED = {
     "batch_size": "Leave it out; another global batch is Split(plan, global_batch=N).",
     "sampler": "Give it as order=: all ranks then take their rows of its order.",
-    "batch_sampler": "Give order=, a sampler of rows or a function of the epoch that returns their order.",
+    "batch_sampler": (
+        "Give order=, a sampler of rows or a function of the epoch that returns their order."
+    ),
 }
 LOADER_OPTIONS = {  # of DataLoader that are free, and what it takes for those that aren't given
     name: parameter.default
@@ -30,9 +34,11 @@ LOADER_OPTIONS = {  # of DataLoader that are free, and what it takes for those t
 
 
 class Epoch:
-    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last one has instead.
+    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last
+    one has instead.
 
-    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes. `loader()` is the split's, or None.
+    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes. `loader()` is
+    the split's, or None.
     """
 
     __slots__ = ("batches", "dealt", "loader", "open", "tail", "training", "unfinished")
@@ -55,24 +61,30 @@ class StepListener:
     """Hears of a loader's steps; this one does nothing about them."""
 
     def compare(self, digest: int) -> None:
-        """An epoch begins with an order or lengths of the user's own, which have this digest here."""
+        """An epoch begins with an order or lengths of the user's own, which have this digest
+        here.
+        """
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """The loop gets this batch, of which the ranks have these rows."""
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """The loop is done with a batch of these rows, and of this rank's tokens without and with padding."""
+        """The loop is done with a batch of these rows, and of this rank's tokens without and with
+        padding.
+        """
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""
 
 
 class Loader:
-    """Batches of this rank's rows, in step with the other ranks; other libraries find a DataLoader's attributes.
+    """Batches of this rank's rows, in step with the other ranks; other libraries find a
+    DataLoader's attributes.
 
-    Every loop is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which; it begins with its
-    first batch. With a `prefetch` of 1 or more, as many batches are fetched ahead and sent to `device`; with 0, each is
-    fetched when it is asked for and stays on the host. `listener` hears of the steps, as `training` or validation.
+    Every loop is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which; it
+    begins with its first batch. With a `prefetch` of 1 or more, as many batches are fetched ahead
+    and sent to `device`; with 0, each is fetched when it is asked for and stays on the host.
+    `listener` hears of the steps, as `training` or validation.
     """
 
     num_workers: int
@@ -100,7 +112,9 @@ class Loader:
         self.drop_last = sampler.drop_last
         self.device = device or torch.device("cpu")
         self.prefetch = check_prefetch(prefetch, self.device)
-        self.drawn_ahead = self.prefetch + self.num_workers * (self.prefetch_factor or 2)  # most, before their turn
+        self.drawn_ahead = self.prefetch + self.num_workers * (
+            self.prefetch_factor or 2
+        )  # most, before their turn
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
         self._sent_to = torch.device("cpu") if on_host else self.device  # by what fetches ahead
@@ -115,7 +129,10 @@ class Loader:
 
     def __repr__(self) -> str:
         sampler = self.batch_sampler
-        return f"Loader({sampler.length} rows, shares={sampler.shares}, rank={sampler.rank}, device={self.device})"
+        return (
+            f"Loader({sampler.length} rows, shares={sampler.shares}, rank={sampler.rank}, "
+            f"device={self.device})"
+        )
 
     def __len__(self) -> int:
         """Steps of a whole epoch."""
@@ -128,7 +145,9 @@ class Loader:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch of the next loop: the one that a loaded state is in the middle of, or the one after the last."""
+        """The epoch of the next loop: the one that a loaded state is in the middle of, or the one
+        after the last.
+        """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
 
@@ -143,8 +162,14 @@ class Loader:
         digest = sampler.digest(epoch)
         if digest is not None:
             listener.compare(digest)
-        if sys._getframe(1).f_code is unwrap(torch.optim.swa_utils.update_bn).__code__ and len(sampler.shares) > 1:
-            warnings.warn("update_bn takes statistics of this rank's rows: give it a DataLoader of all.", stacklevel=2)
+        if (
+            sys._getframe(1).f_code is unwrap(torch.optim.swa_utils.update_bn).__code__
+            and len(sampler.shares) > 1
+        ):
+            warnings.warn(
+                "update_bn takes statistics of this rank's rows: give it a DataLoader of all.",
+                stacklevel=2,
+            )
         origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_dealt)
         origin.loader = weakref.ref(self)
         batches = sampler.join_passes(iter(self._fetch))
@@ -165,7 +190,9 @@ class Loader:
             listener.end(origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy for another process, as DataLoader's; the copy's steps aren't reported."""
+        """The state of a copy for another process, as DataLoader's; the copy's steps aren't
+        reported.
+        """
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
@@ -174,14 +201,18 @@ class Loader:
             self._ahead.wait_until_full()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next loop this epoch, from its first row; of an epoch whose state was just loaded, what is left."""
+        """Make the next loop this epoch, from its first row; of an epoch whose state was just
+        loaded, what is left.
+        """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
         self._steps = 0
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the training after the current batch; the same on every rank, fit for JSON."""
+        """The position of the training after the current batch; the same on every rank, fit for
+        JSON.
+        """
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -193,7 +224,9 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """A loader's rows one by one, as a DataLoader's `sampler` gives them; sequential, so that Lightning keeps it."""
+    """A loader's rows one by one, as a DataLoader's `sampler` gives them; sequential, so that
+    Lightning keeps it.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -213,16 +246,22 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
 
 
 def count_rows(dataset: Any) -> int:
-    """The length of a data set; RequestError for one whose rows have no numbers, and for a loader of one."""
+    """The length of a data set; RequestError for one whose rows have no numbers, and for a loader
+    of one.
+    """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader | Loader):
         raise RequestError(
             f"A {kind} has made batches already, and the plan decides which rows are in a rank's.",
-            "Give its data set, and its options beside it: split.loader(loader.dataset, num_workers=...).",
+            (
+                "Give its data set, and its options beside it: split.loader(loader.dataset, "
+                "num_workers=...)."
+            ),
         )
     if isinstance(dataset, IterableDataset):
         raise RequestError(
-            f"A {kind} is a stream: even if it has a length, its rows have no numbers to share them out by.",
+            f"A {kind} is a stream: even if it has a length, its rows have no numbers to "
+            f"share them out by.",
             "Give a data set with len() and numbered rows, or collect the stream into one.",
         )
     try:
@@ -235,11 +274,15 @@ def count_rows(dataset: Any) -> int:
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
-    """Batches to fetch ahead; unless said two for a GPU, none on a CPU, which computes. RequestError for no count."""
+    """Batches to fetch ahead; unless said two for a GPU, none on a CPU, which computes.
+    RequestError for no count.
+    """
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise RequestError(f"prefetch={prefetch!r} isn't a number of batches.", "Give 0 or more, or leave it out.")
+        raise RequestError(
+            f"prefetch={prefetch!r} isn't a number of batches.", "Give 0 or more, or leave it out."
+        )
     return prefetch
 
 
@@ -247,8 +290,14 @@ def check_options(options: dict[str, Any]) -> None:
     """RequestError for an option of DataLoader that the split decides."""
     for name, remedy in _DECIDED.items():
         if options.get(name) is not None:
-            shown = repr(options[name]) if isinstance(options[name], int) else type(options[name]).__name__
-            raise RequestError(f"{name}={shown} can't be given: the plan decides each rank's rows.", remedy)
+            shown = (
+                repr(options[name])
+                if isinstance(options[name], int)
+                else type(options[name]).__name__
+            )
+            raise RequestError(
+                f"{name}={shown} can't be given: the plan decides each rank's rows.", remedy
+            )
 
 
 _LOADERS = "loaders"
@@ -262,7 +311,9 @@ class LoaderStates:
         self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't made yet
 
     def add(self, loader: Loader) -> Loader:
-        """Remember a loader; it goes on where the loader of its place was, if a state was loaded before it was made."""
+        """Remember a loader; it goes on where the loader of its place was, if a state was loaded
+        before it was made.
+        """
         self._made.append(weakref.ref(loader))
         if self._waiting:
             loader.load_state_dict(self._waiting.pop(0))
@@ -273,9 +324,14 @@ class LoaderStates:
         return {_LOADERS: [loader.state_dict() for loader in self._list()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make each loader go on where it was, also those that are made later; RequestError for another's state."""
+        """Make each loader go on where it was, also those that are made later; RequestError for
+        another's state.
+        """
         if not isinstance(state.get(_LOADERS), list):
-            raise RequestError(f"The state of the split has no {_LOADERS!r}.", "Give what its state_dict() returned.")
+            raise RequestError(
+                f"The state of the split has no {_LOADERS!r}.",
+                "Give what its state_dict() returned.",
+            )
         states, loaders = state[_LOADERS], self._list()
         for loader, own in zip(loaders, states, strict=False):
             loader.load_state_dict(own)
@@ -310,17 +366,20 @@ class StepSampler:
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """The tokens of this rank's rows in those batches, without and with padding; 0 where rows have no lengths."""
+        """The tokens of this rank's rows in those batches, without and with padding; 0 where rows
+        have no lengths.
+        """
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
         return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """A DataLoader for trainers: this rank's global batches; `done` is how many of this epoch the trainer has computed.
+    """A DataLoader for trainers: this rank's global batches; `done` is how many of this epoch the
+    trainer has computed.
 
-    `options` are DataLoader's. `load_state_dict` goes on in mid-epoch, also under other shares, as long as the global
-    batch is the same; RequestError if not.
+    `options` are DataLoader's. `load_state_dict` goes on in mid-epoch, also under other shares, as
+    long as the global batch is the same; RequestError if not.
     """
 
     def __init__(self, dataset: Any, steps: StepSampler, **options: Any) -> None:
@@ -340,7 +399,9 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         return drawn
 
     def take(self, step: int) -> tuple[int, ...]:
-        """The rows of each rank in the epoch's global batch number `step`, which the trainer has now."""
+        """The rows of each rank in the epoch's global batch number `step`, which the trainer has
+        now.
+        """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
 
@@ -349,7 +410,9 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the training after `done` global batches; the same on every rank that has as many."""
+        """The position of the training after `done` global batches; the same on every rank that has
+        as many.
+        """
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}
 
@@ -358,7 +421,8 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         rows = self.batch_sampler.sampler
         if state.get("global_batch") != rows.global_batch:
             raise RequestError(
-                f"The checkpoint was made with a global batch of {state.get('global_batch')!r} rows, this training has"
+                f"The checkpoint was made with a global batch of "
+                f"{state.get('global_batch')!r} rows, this training has"
                 f" {rows.global_batch}.",
                 "Go on with the same, or from a checkpoint of an epoch's end.",
             )

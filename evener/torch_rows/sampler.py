@@ -1,7 +1,9 @@
-"""The rows of a data set that each rank computes: unequal slices of one global order, each row once per epoch.
+"""The rows of a data set that each rank computes: unequal slices of one global order, each row once
+per epoch.
 
-Every rank draws the same order and takes its own slice of each global batch, so nothing is exchanged. A rank that has
-no row in a short last batch gets one to keep step with; that row has weight 0.
+Every rank draws the same order and takes its own slice of each global batch, so nothing is
+exchanged. A rank that has no row in a short last batch gets one to keep step with; that row has
+weight 0.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class RowOrder:
-    """The rows of each epoch in the order that the user's `order` gives, drawn anew from `seed` and the epoch.
+    """The rows of each epoch in the order that the user's `order` gives, drawn anew from `seed` and
+    the epoch.
 
     RequestError if it gives something else than as many rows of 0 to `rows` - 1 in each epoch.
     """
@@ -44,7 +47,8 @@ class RowOrder:
             drawn = self._draw(epoch)
             if len(drawn) != len(self._drawn):
                 raise RequestError(
-                    f"The order has {len(drawn)} rows in epoch {epoch} and {len(self._drawn)} in epoch {self._epoch}.",
+                    f"The order has {len(drawn)} rows in epoch {epoch} and {len(self._drawn)} "
+                    f"in epoch {self._epoch}.",
                     "Give one with as many rows in every epoch.",
                 )
             self._epoch, self._drawn, self._digest = epoch, drawn, None
@@ -73,8 +77,12 @@ class RowOrder:
         drawn = _whole_numbers(rows)
         if drawn is None or not len(drawn) or drawn.min() < 0 or drawn.max() >= self._rows:
             raise RequestError(
-                f"order={type(order).__name__} doesn't give row numbers from 0 to {self._rows - 1}.",
-                "Give a sampler, a list of row numbers, or a function of the epoch that returns one; no batch sampler.",
+                f"order={type(order).__name__} doesn't give row numbers from 0 to "
+                f"{self._rows - 1}.",
+                (
+                    "Give a sampler, a list of row numbers, or a function of the epoch that "
+                    "returns one; no batch sampler."
+                ),
             )
         return drawn
 
@@ -100,7 +108,9 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares that a loop began with at row `position` of its epoch, and those that it changed to."""
+    """The shares that a loop began with at row `position` of its epoch, and those that it changed
+    to.
+    """
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
         self.begun = position  # the row after the loop's newest batch
@@ -108,19 +118,24 @@ class ShareSchedule:
 
     def at(self, first: int) -> tuple[int, ...]:
         """The shares of the batch that begins with the epoch's row `first`."""
-        return next((own for start, own in reversed(self._changes) if first >= start), self._changes[0][1])
+        return next(
+            (own for start, own in reversed(self._changes) if first >= start), self._changes[0][1]
+        )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Take these shares from the batch on that begins `rows` rows after the end of the newest one."""
+        """Take these shares from the batch on that begins `rows` rows after the end of the newest
+        one.
+        """
         self._changes.append((self.begun + rows, shares))
 
 
 class UnevenBatchSampler:
-    """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; a batch is never empty.
+    """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; a batch is never
+    empty.
 
-    `shares` are the samples of every rank in a full global batch, until `change_shares`. An `order` takes the place of
-    `shuffle`. With `join_tail`, a last batch that hasn't a row for each rank is part of the batch before it.
-    RequestError for a share, length or rank that's none.
+    `shares` are the samples of every rank in a full global batch, until `change_shares`. An `order`
+    takes the place of `shuffle`. With `join_tail`, a last batch that hasn't a row for each rank is
+    part of the batch before it. RequestError for a share, length or rank that's none.
     """
 
     is_dealt = False  # True if rows are dealt by their length, in passes
@@ -162,24 +177,31 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Take these shares; in loops that run, from the batch on that comes `ahead` batches after the next one."""
+        """Take these shares; in loops that run, from the batch on that comes `ahead` batches after
+        the next one.
+        """
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn of ranks without a row in the last step, and of steps that are all smaller than the plan's batch."""
+        """Warn of ranks without a row in the last step, and of steps that are all smaller than the
+        plan's batch.
+        """
         if self.length < planned:
             warnings.warn(
-                f"The data set has {self.length} rows, fewer than the plan's global batch of {planned}: each step is"
+                f"The data set has {self.length} rows, fewer than the plan's global batch of "
+                f"{planned}: each step is"
                 " smaller than those that the plan was measured with.",
                 stacklevel=3,
             )
         last = self.sizes(len(self) - 1)
         if min(last) == 0:
             warnings.warn(
-                f"An epoch's last batch has {sum(last)} rows for {len(last)} ranks. The other ranks get a row that"
-                " gradients don't count; in a metric, cut it off by split.rows, or use split.gather or drop_last=True.",
+                f"An epoch's last batch has {sum(last)} rows for {len(last)} ranks. The other "
+                f"ranks get a row that"
+                " gradients don't count; in a metric, cut it off by split.rows, or use "
+                "split.gather or drop_last=True.",
                 stacklevel=3,
             )
 
@@ -189,7 +211,9 @@ class UnevenBatchSampler:
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """The next `first` rows of all ranks, and up to `more` from the whole epoch: the same on every rank."""
+        """The next `first` rows of all ranks, and up to `more` from the whole epoch: the same on
+        every rank.
+        """
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
         rows = order[self.position : self.position + first].tolist() + order[spread].tolist()
@@ -217,7 +241,9 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """The rows of each rank in a step, counted from the position; 0 for one that only keeps step."""
+        """The rows of each rank in a step, counted from the position; 0 for one that only keeps
+        step.
+        """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
@@ -225,8 +251,11 @@ class UnevenBatchSampler:
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
 
-    def sizes_at(self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None) -> tuple[int, ...]:
-        """The rows of each rank in the step that begins with row `first` of `epoch`, in a loop with this schedule.
+    def sizes_at(
+        self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
+    ) -> tuple[int, ...]:
+        """The rows of each rank in the step that begins with row `first` of `epoch`, in a loop with
+        this schedule.
 
         Without these, in this epoch and the newest loop.
         """
@@ -242,22 +271,32 @@ class UnevenBatchSampler:
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
 
     def rows_of_odd_tail(self) -> object:
-        """Rows of the epoch's last step if they weigh the ranks differently than the other steps' do; else None."""
+        """Rows of the epoch's last step if they weigh the ranks differently than the other steps'
+        do; else None.
+        """
         if self.changes or self.is_dealt:
             return object()  # equal to no other: each step may weigh them differently
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
-        return None if all(n * total == share * rows for n, share in zip(last, self.shares, strict=True)) else rows
+        return (
+            None
+            if all(n * total == share * rows for n, share in zip(last, self.shares, strict=True))
+            else rows
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """This rank's rows of each step as int64 tensors (rows,), from the current position on, by a new schedule."""
+        """This rank's rows of each step as int64 tensors (rows,), from the current position on, by
+        a new schedule.
+        """
         schedule = ShareSchedule(self.shares, self.position)
         self._schedules.append(schedule)
         order, steps = self._draw(self.epoch), range(self.steps_left)
-        return (self._slice(order, self.position + step * self.global_batch, schedule) for step in steps)
+        return (
+            self._slice(order, self.position + step * self.global_batch, schedule) for step in steps
+        )
 
     def _slice(self, order: torch.Tensor, first: int, schedule: ShareSchedule) -> torch.Tensor:
         sizes = self.sizes_at(first, schedule=schedule)
@@ -277,7 +316,9 @@ class UnevenBatchSampler:
         return fetched
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """The tokens of this rank's rows in a batch, without and with padding; 0 where rows have no lengths."""
+        """The tokens of this rank's rows in a batch, without and with padding; 0 where rows have no
+        lengths.
+        """
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
@@ -294,37 +335,56 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, also with other shares or ranks; RequestError if the order of rows differs."""
+        """Go on where `state` was taken, also with other shares or ranks; RequestError if the order
+        of rows differs.
+        """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
-                f"The state of the loader has no {missing[0]!r}.", "Give what its state_dict() returned."
+                f"The state of the loader has no {missing[0]!r}.",
+                "Give what its state_dict() returned.",
             )
         order = self._describe_order(int(state["epoch"]))
         own = {"length": self.length, "shuffle": order, "seed": self.seed}
         for key, value in own.items():
             if state[key] != value:
                 raise RequestError(
-                    f"The state was taken with {key} {state[key]!r}, but this loader has {value!r}.",
-                    "Rows would be missed or seen twice: make the loader as it was, or start the epoch anew.",
+                    f"The state was taken with {key} {state[key]!r}, but this loader has "
+                    f"{value!r}.",
+                    (
+                        "Rows would be missed or seen twice: make the loader as it was, or start "
+                        "the epoch anew."
+                    ),
                 )
-        self.epoch, self.position = int(state["epoch"]), min(max(0, int(state["position"])), self.length)
+        self.epoch, self.position = (
+            int(state["epoch"]),
+            min(max(0, int(state["position"])), self.length),
+        )
 
 
 _KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
 
 
 class LengthSampler(UnevenBatchSampler):
-    """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the data.
+    """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the
+    data.
 
-    Global batches and their order are those without lengths, so a state can be loaded under other shares. cuDNN's
-    attention is turned off in this process: it makes a plan for each new shape, about 100 ms a pass on an H200, and
-    nearly every pass has one. RequestError for lengths that aren't the data's, and for a row that no rank can hold.
+    Global batches and their order are those without lengths, so a state can be loaded under other
+    shares. cuDNN's attention is turned off in this process: it makes a plan for each new shape,
+    about 100 ms a pass on an H200, and nearly every pass has one. RequestError for lengths that
+    aren't the data's, and for a row that no rank can hold.
     """
 
     is_dealt = True
 
     def __init__(
-        self, rows: int, shares: Sequence[int], rank: int, *, lengths: Any, dealer: Dealer, **options: Any
+        self,
+        rows: int,
+        shares: Sequence[int],
+        rank: int,
+        *,
+        lengths: Any,
+        dealer: Dealer,
+        **options: Any,
     ) -> None:
         super().__init__(rows, shares, rank, **options)
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -338,7 +398,9 @@ class LengthSampler(UnevenBatchSampler):
         dealer.check(tokens, rows)
         longest = sorted(tokens)[-self.global_batch :]
         # else a loop without parts would train until the first batch comes that has passes
-        self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(longest).in_passes
+        self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(
+            longest
+        ).in_passes
         self._orders: dict[int, torch.Tensor] = {}  # of rows, by epoch
         self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
 
@@ -352,16 +414,24 @@ class LengthSampler(UnevenBatchSampler):
                 self._deals.pop(old, None)
         return found
 
-    def sizes_at(self, first: int, epoch: int | None = None, schedule: Any = None) -> tuple[int, ...]:
-        """The rows of each rank in the batch that begins with row `first`; 0 for a rank that only keeps step."""
+    def sizes_at(
+        self, first: int, epoch: int | None = None, schedule: Any = None
+    ) -> tuple[int, ...]:
+        """The rows of each rank in the batch that begins with row `first`; 0 for a rank that only
+        keeps step.
+        """
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """The rows that count in each of this rank's passes of the batch that begins with row `first`."""
+        """The rows that count in each of this rank's passes of the batch that begins with row
+        `first`.
+        """
         return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """The tokens of this rank's rows in the batch that begins with row `first`, without and with padding."""
+        """The tokens of this rank's rows in the batch that begins with row `first`, without and
+        with padding.
+        """
         deal = self.deal_at(first, epoch)
         return deal.tokens[self.rank], deal.padded[self.rank]
 
@@ -385,9 +455,15 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any rank."""
+        """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any
+        rank.
+        """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
-        return (DealtBatch(list(islice(fetched, len(own))), own) for own in rows) if self._in_passes else fetched
+        return (
+            (DealtBatch(list(islice(fetched, len(own))), own) for own in rows)
+            if self._in_passes
+            else fetched
+        )
 
     def digest(self, epoch: int) -> int:
         """A digest of the lengths, and of the user's own order of an epoch if there is one."""

@@ -1,4 +1,6 @@
-"""The structure of a batch: its tensors, its rows cut from it, and the passes of one whose rows were dealt."""
+"""The structure of a batch: its tensors, its rows cut from it, and the passes of one whose rows
+were dealt.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ..errors import RequestError
 class DealtBatch:
     """The passes of a rank, each collated by itself, with the rows of each that count.
 
-    Every other use of it is refused in a sentence, as it is in a loop that computes a batch at once.
+    Every other use of it is refused in a sentence, as it is in a loop that computes a batch at
+    once.
     """
 
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
@@ -28,7 +31,8 @@ class DealtBatch:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise RequestError(
-            "The rows of this batch are assigned by length, in several passes on a rank, but this loop computes a"
+            "The rows of this batch are assigned by length, in several passes on a rank, but "
+            "this loop computes a"
             " batch at once.",
             "Write for part in split.parts(batch): and part.backward(loss).",
         )
@@ -50,7 +54,9 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """`function` of every tensor in tuples, lists and mappings, which keep their types; all else as it is."""
+    """`function` of every tensor in tuples, lists and mappings, which keep their types; all else as
+    it is.
+    """
     if isinstance(data, torch.Tensor):
         return function(data)
     return each_item(lambda item: each_tensor(function, item), data)
@@ -61,14 +67,20 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
     if isinstance(data, torch.Tensor):
         return [data]
     if isinstance(data, tuple | list):
-        return [tensor for item in data for tensor in ([item] if isinstance(item, torch.Tensor) else tensors_in(item))]
+        return [
+            tensor
+            for item in data
+            for tensor in ([item] if isinstance(item, torch.Tensor) else tensors_in(item))
+        ]
     if isinstance(data, DealtBatch):
         return tensors_in(data.passes)
     return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """The tuple, list, mapping or DealtBatch with `function` of its items; anything else is returned itself."""
+    """The tuple, list, mapping or DealtBatch with `function` of its items; anything else is
+    returned itself.
+    """
     if isinstance(data, DealtBatch):
         return data.map(function)
     if isinstance(data, MutableMapping):
@@ -84,14 +96,17 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Rows `start` to `stop` of a batch of `rows`, in its own structure; numbers and tensors without rows stay.
+    """Rows `start` to `stop` of a batch of `rows`, in its own structure; numbers and tensors
+    without rows stay.
 
-    Tensors and arrays are cut, and lists with an item for each row, such as texts. RequestError for anything else.
+    Tensors and arrays are cut, and lists with an item for each row, such as texts. RequestError for
+    anything else.
     """
     if (shape := getattr(data, "shape", None)) is not None:
         if shape and len(data) != rows:
             raise RequestError(
-                f"A tensor of shape {tuple(shape)} can't be cut into passes: the batch has {rows} rows.",
+                f"A tensor of shape {tuple(shape)} can't be cut into passes: the batch has "
+                f"{rows} rows.",
                 "Let collate_fn give tensors whose first dimension is the rows.",
             )
         return data[start:stop] if shape else data

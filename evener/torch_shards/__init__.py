@@ -1,1 +1,3 @@
-"""Train a PyTorch model whose state doesn't fit each device: state by memory, rows by speed; see `Split.shard`."""
+"""Train a PyTorch model whose state doesn't fit each device: state by memory, rows by speed; see
+`Split.shard`.
+"""

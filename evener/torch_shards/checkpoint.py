@@ -1,7 +1,9 @@
-"""Checkpoints of a sharded model: whole tensors, a unit at a time, that any shares, any ranks or plain PyTorch load.
+"""Checkpoints of a sharded model: whole tensors, a unit at a time, that any shares, any ranks or
+plain PyTorch load.
 
-A folder has safetensors files, and an index that transformers reads too. The index is replaced in one step, once all
-files that it names are on the disk: whatever ends a process before that leaves the old checkpoint whole.
+A folder has safetensors files, and an index that transformers reads too. The index is replaced in
+one step, once all files that it names are on the disk: whatever ends a process before that leaves
+the old checkpoint whole.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ INDEX = "model.safetensors.index.json"  # as transformers calls it
 WHOLE = "model.safetensors"  # a model in one file
 _FILE = re.compile(r"(model|optimizer)-[0-9a-f]{8}-\d{5}\.safetensors")
 
-_FOREIGN: dict[str, Any] = {"groups": [], "names": [], "optimizer": {}, "counters": {}, "extra": None}
+_FOREIGN: dict[str, Any] = {
+    "groups": [],
+    "names": [],
+    "optimizer": {},
+    "counters": {},
+    "extra": None,
+}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +47,9 @@ def find_sharded(model: Any) -> Sharded:
     """The shards of a model; RequestError where it has none."""
     found = getattr(model, "exchange", None)
     if not isinstance(found, Sharded):
-        raise RequestError("The model isn't sharded.", "Use torch.save(model.state_dict(), ...) on one rank.")
+        raise RequestError(
+            "The model isn't sharded.", "Use torch.save(model.state_dict(), ...) on one rank."
+        )
     return found
 
 
@@ -47,7 +57,9 @@ def find_sharded(model: Any) -> Sharded:
 
 
 def model_state(model: Any) -> Tensors:
-    """On rank 0 the model's whole parameters and buffers by name, as `state_dict` has them, in memory of the host."""
+    """On rank 0 the model's whole parameters and buffers by name, as `state_dict` has them, in
+    memory of the host.
+    """
     sharded, state = find_sharded(model), Tensors()
     for flat in _flats(sharded):
         for name, tensor in _whole(flat, flat.shard).items():
@@ -60,7 +72,9 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """On rank 0 the optimizer's whole state, as its `state_dict` has it for the whole model."""
     sharded = find(optimizer)
     if sharded is None:
-        raise RequestError("The optimizer has no sharded model's parameters.", "Use its own state_dict.")
+        raise RequestError(
+            "The optimizer has no sharded model's parameters.", "Use its own state_dict."
+        )
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     counters = {name: torch.tensor(value) for name, value in _counters(sharded, optimizer).items()}
     state: dict[int, Any] = {}
@@ -68,7 +82,11 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
         for name, tensor in tensors.items():
             parameter, _, kind = name.rpartition("/")
             state.setdefault(numbers[parameter], {})[kind] = tensor
-    return {"state": state, "param_groups": _number(_groups(optimizer))} if sharded.place.rank == 0 else {}
+    return (
+        {"state": state, "param_groups": _number(_groups(optimizer))}
+        if sharded.place.rank == 0
+        else {}
+    )
 
 
 def _flats(sharded: Sharded) -> Iterator[Flat]:
@@ -85,7 +103,10 @@ def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
     if flat.rank:
         return {}
     own = whole.cpu()
-    return {each.names[0]: own[each.start : each.start + each.numel].view(each.shape).clone() for each in flat.slots}
+    return {
+        each.names[0]: own[each.start : each.start + each.numel].view(each.shape).clone()
+        for each in flat.slots
+    }
 
 
 def _buffers(model: Any) -> Tensors:
@@ -98,10 +119,17 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
-    """The optimizer's whole state, a flat and a kind at a time, as "parameter/kind"; counters are left out."""
+    """The optimizer's whole state, a flat and a kind at a time, as "parameter/kind"; counters are
+    left out.
+    """
     for flat in _flats(sharded):
         slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
-        kinds = (kind for slot in slots for kind, value in optimizer.state[slot.piece].items() if _is_shard(value))
+        kinds = (
+            kind
+            for slot in slots
+            for kind, value in optimizer.state[slot.piece].items()
+            if _is_shard(value)
+        )
         for kind in dict.fromkeys(kinds):
             values = {slot: optimizer.state[slot.piece].get(kind) for slot in slots}
             values = {slot: value for slot, value in values.items() if _is_shard(value)}
@@ -111,11 +139,17 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
                 low, high = flat.range_of(slot)
                 shard[low:high].copy_(value)
             names = {slot.names[0] for slot in values}
-            yield {f"{name}/{kind}": tensor for name, tensor in _whole(flat, shard).items() if name in names}
+            yield {
+                f"{name}/{kind}": tensor
+                for name, tensor in _whole(flat, shard).items()
+                if name in names
+            }
 
 
 def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
-    """What the optimizer counts for each parameter, which is the same on all ranks, as "parameter/kind"."""
+    """What the optimizer counts for each parameter, which is the same on all ranks, as
+    "parameter/kind".
+    """
     return {
         f"{slot.names[0]}/{kind}": float(value)
         for slot in sharded.slots
@@ -152,8 +186,11 @@ def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- a folder
 
 
-def save(folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None) -> None:
-    """Write the model, and the optimizer's state, to a folder on rank 0; `extra` is anything that JSON holds.
+def save(
+    folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
+) -> None:
+    """Write the model, and the optimizer's state, to a folder on rank 0; `extra` is anything that
+    JSON holds.
 
     RequestError on every rank if it can't be written; what was there before is whole then.
     """
@@ -174,7 +211,9 @@ def save(folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extr
 
 
 class _Writer:
-    """Writes files that no index names yet, and at last the index; what fails is kept for `fault`."""
+    """Writes files that no index names yet, and at last the index; what fails is kept for
+    `fault`.
+    """
 
     def __init__(self, folder: Path, writes: bool) -> None:
         self._folder, self._writes, self._token = folder, writes, secrets.token_hex(4)
@@ -183,19 +222,25 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Do it on the rank that writes, unless something failed before: the others wait for this rank."""
+        """Do it on the rank that writes, unless something failed before: the others wait for this
+        rank.
+        """
         if not self._writes or self.fault:
             return
         try:
             action()
         except Exception as error:
-            self.fault = f"The checkpoint {self._folder} can't be written: {str(error).rstrip('.')}."
+            self.fault = (
+                f"The checkpoint {self._folder} can't be written: {str(error).rstrip('.')}."
+            )
             self._remove(lambda name: self._token in name)
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         if (self._folder / WHOLE).exists():
-            raise RequestError(f"{WHOLE} is there, which transformers would read instead", "Name another folder.")
+            raise RequestError(
+                f"{WHOLE} is there, which transformers would read instead", "Name another folder."
+            )
         _safetensors()
 
     def write(self, kind: str, tensors: Tensors) -> None:
@@ -215,7 +260,10 @@ class _Writer:
     def close(self, rest: dict[str, Any]) -> None:
         """Replace the index, and remove the files of the checkpoint before."""
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
-        index = {"metadata": {"total_size": self._size, "evener": own}, "weight_map": self._maps["model"]}
+        index = {
+            "metadata": {"total_size": self._size, "evener": own},
+            "weight_map": self._maps["model"],
+        }
         write_atomically(self._folder / INDEX, json.dumps(index, indent=1).encode())
         self._remove(lambda name: self._token not in name)
 
@@ -230,7 +278,9 @@ def _safetensors() -> Any:
         import_module("safetensors.torch")
         return import_module("safetensors")
     except ImportError:
-        raise RequestError("Checkpoints need safetensors.", "Install it: pip install safetensors.") from None
+        raise RequestError(
+            "Checkpoints need safetensors.", "Install it: pip install safetensors."
+        ) from None
 
 
 Value = TypeVar("Value")
@@ -251,7 +301,8 @@ def _agree(fault: str, remedy: str) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load what `save` wrote, under any shares; returns its `extra`. Rank 0 reads, a unit at a time.
+    """Load what `save` wrote, under any shares; returns its `extra`. Rank 0 reads, a unit at a
+    time.
 
     RequestError on every rank if it isn't there, or of another model.
     """
@@ -270,7 +321,9 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
     return own["extra"]
 
 
-def _read_optimizer(reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]) -> dict[str, Any]:
+def _read_optimizer(
+    reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]
+) -> dict[str, Any]:
     """This rank's shard of the optimizer's state."""
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
@@ -280,7 +333,9 @@ def _read_optimizer(reader: _Reader, sharded: Sharded, optimizer: Any, own: dict
     for flat in _flats(sharded):
         named = {f"{slot.names[0]}/" for slot in flat.slots}
         kinds = dict.fromkeys(
-            name.rpartition("/")[2] for name in own["optimizer"] if f"{name.rpartition('/')[0]}/" in named
+            name.rpartition("/")[2]
+            for name in own["optimizer"]
+            if f"{name.rpartition('/')[0]}/" in named
         )
         for kind in kinds:
             shard = reader.read(flat, f"/{kind}", flat.shard.dtype)
@@ -321,14 +376,17 @@ class _Reader:
             found = self._slice(name).get_shape()
             if tuple(found) != tuple(shape):
                 raise RequestError(
-                    f"{name} is {tuple(found)} there, and {tuple(shape)} here.", "Load it where it fits."
+                    f"{name} is {tuple(found)} there, and {tuple(shape)} here.",
+                    "Load it where it fits.",
                 )
         if optimizer is not None:
             for name in own["optimizer"]:
                 self._slice(name).get_shape()
             missing = set(_names(sharded, optimizer)) ^ set(own["names"])
             if missing or len(own["groups"]) != len(optimizer.param_groups):
-                raise RequestError("its optimizer has other parameters or groups", "Make the same optimizer.")
+                raise RequestError(
+                    "its optimizer has other parameters or groups", "Make the same optimizer."
+                )
         return own
 
     def _find(self, names: Sequence[str]) -> str:
@@ -342,7 +400,9 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """This rank's shard of a flat's parameters, or of this kind of state of them; zeros for those without."""
+        """This rank's shard of a flat's parameters, or of this kind of state of them; zeros for
+        those without.
+        """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
             name = next((name + kind for name in slot.names if name + kind in self._maps), None)
@@ -362,10 +422,15 @@ class _Reader:
                 model.get_buffer(name).copy_(tensor)
 
     def _get(self, name: str) -> Any:
-        """A tensor of the checkpoint; None where it can't be read, which is kept for `fault`: other ranks wait."""
+        """A tensor of the checkpoint; None where it can't be read, which is kept for `fault`: other
+        ranks wait.
+        """
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:
                 return opened.get_tensor(name)
         except Exception as error:
-            self.fault = self.fault or f"The checkpoint {self._folder} can't be read: {str(error).rstrip('.')}."
+            self.fault = (
+                self.fault
+                or f"The checkpoint {self._folder} can't be read: {str(error).rstrip('.')}."
+            )
             return None

@@ -1,4 +1,6 @@
-"""Parameters of one type, one after the other: whole while they are used, else each rank's part of them."""
+"""Parameters of one type, one after the other: whole while they are used, else each rank's part of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from ..torch_split.collectives import own_collectives
 
 
 class ShardPlace(msgspec.Struct, frozen=True):
-    """A rank among those that share a model: the part of the state that each holds, and this rank's device.
+    """A rank among those that share a model: the part of the state that each holds, and this rank's
+    device.
 
-    A rank that is measured `alone` gathers copies of its own shard in place of the others', and sums with nobody.
+    A rank that is measured `alone` gathers copies of its own shard in place of the others', and
+    sums with nobody.
     """
 
     rank: int
@@ -33,13 +37,17 @@ class ShardPlace(msgspec.Struct, frozen=True):
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """The ranges of a flat that ranks hold, by their parts; each holds an element, for which the flat may be longer."""
+    """The ranges of a flat that ranks hold, by their parts; each holds an element, for which the
+    flat may be longer.
+    """
     ranks = len(parts)
     return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
 
 
 class Slot:
-    """A parameter: its names in the model, one in each place, its whole tensor in a flat, and this rank's piece."""
+    """A parameter: its names in the model, one in each place, its whole tensor in a flat, and this
+    rank's piece.
+    """
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # as it was made, until it is cut
@@ -47,12 +55,16 @@ class Slot:
         self.owners: list[tuple[Any, str]] = []  # the modules that have it, and its name in each
         self.units: set[str] = set()
         self.start = 0  # in the flat
-        self.piece: Any = None  # a Parameter of one dimension, which the optimizer trains; it may be empty
+        self.piece: Any = (
+            None  # a Parameter of one dimension, which the optimizer trains; it may be empty
+        )
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # the gradient's piece
         self.fired = False  # a gradient came since the last sum
         self.kept = -1  # the version of the piece's gradient, while others wait for their sum
-        self.received = self.before = False  # there is a sum in this backward pass; there was a gradient before it
+        self.received = self.before = (
+            False  # there is a sum in this backward pass; there was a gradient before it
+        )
 
     @property
     def numel(self) -> int:
@@ -126,7 +138,8 @@ class Flat:
         """Begin to gather the whole parameters; returns what has to be waited for."""
         self.whole.untyped_storage().resize_(_size(self.whole))
         self.held.add("gathered", _size(self.whole))
-        # autograd gets again what it saved in the forward pass: .data counts its own versions, also those of copies
+        # autograd gets again what it saved in the forward pass: .data counts its own versions, also
+        # those of copies
         # that gloo makes on a GPU while one waits for it
         with torch.no_grad():
             return self.collect(self.whole.data, self.shard)
@@ -141,7 +154,11 @@ class Flat:
         own.copy_(shard)
         with own_collectives():
             if not self._place.on_nccl:
-                return [dist.broadcast(whole[a:b], i, async_op=True) for i, (a, b) in enumerate(self.cuts) if a < b]
+                return [
+                    dist.broadcast(whole[a:b], i, async_op=True)
+                    for i, (a, b) in enumerate(self.cuts)
+                    if a < b
+                ]
             if self._is_even():
                 return [dist.all_gather_into_tensor(whole, own, async_op=True)]
             return [dist.all_gather([whole[a:b] for a, b in self.cuts], own, async_op=True)]
@@ -157,10 +174,14 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def _open(self) -> torch.Tensor:
-        """The gradients of all its parameters so far; a sum of those of an earlier use of the unit is over then."""
+        """The gradients of all its parameters so far; a sum of those of an earlier use of the unit
+        is over then.
+        """
         self.receive()
         if self._grads is None:
-            self._grads = torch.zeros(self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device)
+            self._grads = torch.zeros(
+                self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device
+            )
             self.held.add("gathered", _size(self._grads))
         return self._grads
 
@@ -170,11 +191,15 @@ class Flat:
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # else it may be infinite
             with torch.no_grad():
-                gradients[slot.start : slot.start + slot.numel].add_(gradient.reshape(-1), alpha=weight)
+                gradients[slot.start : slot.start + slot.numel].add_(
+                    gradient.reshape(-1), alpha=weight
+                )
         slot.fired = True
 
     def keep(self) -> None:
-        """Keep what was taken for a later sum; pieces have a gradient meanwhile, which shows whether it is cleared."""
+        """Keep what was taken for a later sum; pieces have a gradient meanwhile, which shows
+        whether it is cleared.
+        """
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
             if slot.piece.grad is None:
@@ -184,7 +209,9 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Begin to sum the gradients over the ranks, this rank's times `weight`; each rank gets those of its shard."""
+        """Begin to sum the gradients over the ranks, this rank's times `weight`; each rank gets
+        those of its shard.
+        """
         gradients = self._open()
         with torch.no_grad(), own_collectives():
             if weight == 0.0:
@@ -195,9 +222,13 @@ class Flat:
             if self._place.alone:
                 self._work = [_ALONE]
             elif not self._place.on_nccl:
-                self._work = [dist.reduce(part, i, async_op=True) for i, part in enumerate(parts) if len(part)]
+                self._work = [
+                    dist.reduce(part, i, async_op=True) for i, part in enumerate(parts) if len(part)
+                ]
             elif self._is_even():
-                self._work = [dist.reduce_scatter_tensor(parts[self._place.rank], gradients, async_op=True)]
+                self._work = [
+                    dist.reduce_scatter_tensor(parts[self._place.rank], gradients, async_op=True)
+                ]
             else:
                 self._work = [dist.reduce_scatter(parts[self._place.rank], parts, async_op=True)]
 
@@ -225,7 +256,9 @@ class Flat:
 
     def _add(self, summed: torch.Tensor) -> None:
         shard = self._make_views()
-        fresh = [slot for slot in self.slots if not slot.received and slot.piece.grad is not slot.view]
+        fresh = [
+            slot for slot in self.slots if not slot.received and slot.piece.grad is not slot.view
+        ]
         if len(fresh) == len(self.slots) and all(slot.piece.grad is None for slot in fresh):
             shard.copy_(summed)
         else:
@@ -234,10 +267,16 @@ class Flat:
             shard.add_(summed)
         for slot in self.slots:
             if not slot.received:
-                slot.received, slot.before, slot.piece.grad = True, slot.piece.grad is not None, None
+                slot.received, slot.before, slot.piece.grad = (
+                    True,
+                    slot.piece.grad is not None,
+                    None,
+                )
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those accumulated before it."""
+        """Drop the gradients of a backward pass that didn't end, and those accumulated before
+        it.
+        """
         for work in self._work:
             work.wait()
         if self._grads is not None:
@@ -248,7 +287,9 @@ class Flat:
             slot.piece.grad = None
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Give each piece its gradient after a backward pass, but for parameters that no rank used."""
+        """Give each piece its gradient after a backward pass, but for parameters that no rank
+        used.
+        """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:
                 continue

@@ -1,7 +1,8 @@
-"""A model becomes sharded: its checks, its shares of state, and what needs its gradients as a whole.
+"""A model becomes sharded: its checks, its shares of state, and what needs its gradients as a
+whole.
 
-That are clipping, loss scaling and optimizers. An optimizer trains this rank's pieces: what one process does if each
-element's step depends on it alone.
+That are clipping, loss scaling and optimizers. An optimizer trains this rank's pieces: what one
+process does if each element's step depends on it alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import optim
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import RequestError
@@ -53,12 +57,19 @@ ELEMENTWISE = (
     optim.SGD,
 )
 _all: weakref.WeakSet[Sharded] = weakref.WeakSet()
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that pieces have taken the place of
+_replaced: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # parameters that pieces have taken the place of
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def shard(
-    training: PlannedTraining, model: Any, level: str, units: Any, state: Sequence[float] | None, dtype: Any
+    training: PlannedTraining,
+    model: Any,
+    level: str,
+    units: Any,
+    state: Sequence[float] | None,
+    dtype: Any,
 ) -> Any:
     """The model, sharded over the ranks of a training; as `Split.shard`."""
     if level not in ("all", "state") or (level == "state" and units is not None):
@@ -74,11 +85,19 @@ def shard(
     parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype))
     place = ShardPlace(training.rank, parts, training.device)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
-        raise RequestError("The ranks shard different models.", "Make the same model on every rank.")
-    training.weights.adopt(model, cut_model(model, chosen, place, dtype, level == "state"), training.device)
-    training.passes.final = (f"ranks {_MEET}", "Make a plan with smaller passes: evener balance --micro.")
+        raise RequestError(
+            "The ranks shard different models.", "Make the same model on every rank."
+        )
+    training.weights.adopt(
+        model, cut_model(model, chosen, place, dtype, level == "state"), training.device
+    )
+    training.passes.final = (
+        f"ranks {_MEET}",
+        "Make a plan with smaller passes: evener balance --micro.",
+    )
     training.passes.advice = (
-        f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this rank a smaller part by state=."
+        f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this "
+        f"rank a smaller part by state=."
     )
     training.timer.has_own_work = False
     return model
@@ -112,33 +131,47 @@ def _check(training: PlannedTraining, model: Any) -> None:
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or hasattr(model, "_orig_mod"):
         raise RequestError(
-            "The model is wrapped or compiled already.", "Give split.shard the model itself, as it was made."
+            "The model is wrapped or compiled already.",
+            "Give split.shard the model itself, as it was made.",
         )
     wanted = {"rebalance": training.rebalancing, "noise": training.noise}
     for name in filter(wanted.get, wanted):
-        why = "gradients are summed a unit at a time, in each pass" if name == "noise" else f"ranks {_MEET}"
+        why = (
+            "gradients are summed a unit at a time, in each pass"
+            if name == "noise"
+            else f"ranks {_MEET}"
+        )
         raise RequestError(f"split.shard has no {name}: {why}.", f"Leave {name} out.")
 
 
-def _parts(training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]) -> tuple[float, ...]:
-    """The part of the state that each rank holds: as said, as planned, or as memory is left beside gathered units."""
+def _parts(
+    training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
+) -> tuple[float, ...]:
+    """The part of the state that each rank holds: as said, as planned, or as memory is left beside
+    gathered units.
+    """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
     check_ratios(parts)
     if len(parts) != training.world or not all(parts):
         raise RequestError(
-            f"state= has {len(parts)} parts for {training.world} ranks.", "Give each rank a part above 0."
+            f"state= has {len(parts)} parts for {training.world} ranks.",
+            "Give each rank a part above 0.",
         )
     return parts
 
 
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """The bytes of each GPU that are left to state; equal parts on CPUs, whose memory ranks share."""
+    """The bytes of each GPU that are left to state; equal parts on CPUs, whose memory ranks
+    share.
+    """
     own = 1.0
     if training.device.type == "cuda":
         allowed = torch.cuda.get_per_process_memory_fraction(training.device)
         own = max(1.0, allowed * torch.cuda.mem_get_info(training.device)[1] - beside)
-    every = [torch.zeros(1, dtype=torch.float64, device=training.device) for _ in range(training.world)]
+    every = [
+        torch.zeros(1, dtype=torch.float64, device=training.device) for _ in range(training.world)
+    ]
     with own_collectives():
         dist.all_gather(every, torch.tensor([own], dtype=torch.float64, device=training.device))
     return tuple(map(float, every))
@@ -152,7 +185,9 @@ def _refuse(*_: Any) -> None:
 
 
 def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Have clipping, loss scaling and optimizers do right by this model, whose parameters were `replaced`."""
+    """Have clipping, loss scaling and optimizers do right by this model, whose parameters were
+    `replaced`.
+    """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
     _patch()
@@ -179,15 +214,23 @@ def _patch() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def sum_norms(norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any) -> Any:
-    """The norm of gradients, by torch's function `norm` for those of one process; of shards over all ranks."""
-    shards = {id(each.grad) for sharded in _all for each in sharded.parameters if each.grad is not None}
+def sum_norms(
+    norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
+) -> Any:
+    """The norm of gradients, by torch's function `norm` for those of one process; of shards over
+    all ranks.
+    """
+    shards = {
+        id(each.grad) for sharded in _all for each in sharded.parameters if each.grad is not None
+    }
     own = [each for each in tensors if id(each) in shards]
     if not own:
         return norm(tensors, kind, *options, **named)
     strict = options[0] if options else named.pop("error_if_nonfinite", False)
     if kind == 0:
-        raise RequestError("norm_type=0 counts tensors, and ranks have pieces of them.", "Clip by another norm.")
+        raise RequestError(
+            "norm_type=0 counts tensors, and ranks have pieces of them.", "Clip by another norm."
+        )
     parts = [each for each in own if each.numel()]
     total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
     total = total.to(reduce(torch.promote_types, {each.dtype for each in own}))
@@ -195,17 +238,27 @@ def sum_norms(norm: Callable[..., Any], tensors: list[Any], kind: float, *option
     if rest:
         total = norm([total, *rest], kind)
     if strict and not torch.isfinite(total):
-        raise RuntimeError(f"The norm of the gradients is {float(total)}, so they can't be clipped.")
+        raise RuntimeError(
+            f"The norm of the gradients is {float(total)}, so they can't be clipped."
+        )
     return total
 
 
 def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """The norm over all ranks in float64, as powers of half precision overflow; None is a rank without elements."""
+    """The norm over all ranks in float64, as powers of half precision overflow; None is a rank
+    without elements.
+    """
     if kind in (float("inf"), float("-inf")):
-        total = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64) if own is None else own.double()
+        total = (
+            torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
+            if own is None
+            else own.double()
+        )
         _reduce(total, dist.ReduceOp.MAX if kind > 0 else dist.ReduceOp.MIN)
         return total
-    total = torch.zeros((), dtype=torch.float64, device=device) if own is None else own.double() ** kind
+    total = (
+        torch.zeros((), dtype=torch.float64, device=device) if own is None else own.double() ** kind
+    )
     _reduce(total, dist.ReduceOp.SUM)
     return total ** (1 / kind)
 
@@ -218,10 +271,13 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Have an optimizer that has not stepped train a model's pieces in place of the parameters `replaced` by them."""
+    """Have an optimizer that has not stepped train a model's pieces in place of the parameters
+    `replaced` by them.
+    """
     if optimizer.state:
         raise RequestError(
-            f"{type(optimizer).__name__} has state before its first step, of the whole model.", "Use AdamW or SGD."
+            f"{type(optimizer).__name__} has state before its first step, of the whole model.",
+            "Use AdamW or SGD.",
         )
     now = dict(zip(map(id, replaced), model.parameters(), strict=True))
     for group in optimizer.param_groups:
@@ -238,8 +294,12 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
     sharded = find(optimizer)
     if sharded is not None and sharded.waits:
         raise RequestError(
-            "Gradients weren't summed before the optimizer's step: the last backward pass was under no_sync.",
-            "Leave the last backward pass before each step out of no_sync, also at the end of an epoch.",
+            "Gradients weren't summed before the optimizer's step: the last backward pass was "
+            "under no_sync.",
+            (
+                "Leave the last backward pass before each step out of no_sync, also at the end of "
+                "an epoch."
+            ),
         )
     if optimizer not in _looked_at:
         _look_at(optimizer, sharded)
@@ -249,14 +309,19 @@ def _look_at(optimizer: Any, sharded: Sharded | None) -> None:
     """RequestError before its first step if it can't train a sharded model's pieces."""
     if any(each in _replaced for group in optimizer.param_groups for each in group["params"]):
         raise RequestError(
-            "The optimizer has the model's parameters from before split.shard, which are no longer trained.",
+            "The optimizer has the model's parameters from before split.shard, which are no "
+            "longer trained.",
             "Make the optimizer after split.shard.",
         )
     if sharded is not None:
         if unwrap(type(optimizer).step) not in {unwrap(kind.step) for kind in ELEMENTWISE}:
             raise RequestError(
-                f"{type(optimizer).__name__} looks at whole parameters, and a sharded model's ranks have pieces.",
-                "Use AdamW, SGD or another of torch.optim whose steps are taken element by element.",
+                f"{type(optimizer).__name__} looks at whole parameters, and a sharded model's "
+                f"ranks have pieces.",
+                (
+                    "Use AdamW, SGD or another of torch.optim whose steps are taken element by "
+                    "element."
+                ),
             )
         optimizer.register_state_dict_pre_hook(_refuse_state)
     _looked_at.add(optimizer)
@@ -269,4 +334,6 @@ def _after_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _refuse_state(_: Any) -> None:
-    raise RequestError("An optimizer's state is of this rank's shard.", "Use split.optimizer_state or split.save.")
+    raise RequestError(
+        "An optimizer's state is of this rank's shard.", "Use split.optimizer_state or split.save."
+    )

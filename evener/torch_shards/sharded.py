@@ -1,7 +1,9 @@
-"""A sharded model's passes: units are gathered one ahead, freed after, and their gradients summed to their owners.
+"""A sharded model's passes: units are gathered one ahead, freed after, and their gradients summed
+to their owners.
 
-A backward pass through the model's outputs sums, also where it is one of several before the optimizer's step: what a
-rank holds of a gradient is its shard. All ranks compute the same units in the same order.
+A backward pass through the model's outputs sums, also where it is one of several before the
+optimizer's step: what a rank holds of a gradient is its shard. All ranks compute the same units in
+the same order.
 """
 
 from __future__ import annotations
@@ -21,23 +23,41 @@ from ..torch_split.collectives import own_collectives, spread
 from .flat import ShardPlace, Slot
 from .unit import Ledger, Unit, find_parameters
 
-_SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)  # outputs without tensors
+_SIMPLE = (
+    type(None),
+    Number,
+    str,
+    bytes,
+    type,
+    torch.dtype,
+    torch.device,
+)  # outputs without tensors
 
 
 class Sharded:
-    """The units of `model` on the ranks of `place`, in the part of an Exchange that weighs and sums gradients.
+    """The units of `model` on the ranks of `place`, in the part of an Exchange that weighs and sums
+    gradients.
 
-    `dtype` is that of the whole parameters, where it isn't the shards'. A model that `keeps` them, and gradients, whole
-    through all passes of a batch has no units, and sums once: in the backward pass that isn't under no_sync.
+    `dtype` is that of the whole parameters, where it isn't the shards'. A model that `keeps` them,
+    and gradients, whole through all passes of a batch has no units, and sums once: in the backward
+    pass that isn't under no_sync.
     """
 
     def __init__(
-        self, model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None, keeps: bool = False
+        self,
+        model: Any,
+        units: Mapping[str, Any],
+        place: ShardPlace,
+        dtype: Any = None,
+        keeps: bool = False,
     ) -> None:
         self.held, self.place = Ledger(), place
         parameters = find_parameters(model, units)
         modules = {"": model, **units}
-        made = [Unit(name, modules[name], own, place, dtype, self.held) for name, own in parameters.items()]
+        made = [
+            Unit(name, modules[name], own, place, dtype, self.held)
+            for name, own in parameters.items()
+        ]
         self.root, self.units = made[0], made[1:]
         self.slots = [slot for unit in made for slot in unit.slots]
         self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
@@ -48,7 +68,9 @@ class Sharded:
         self.keeps = keeps
         self._sums = True  # the backward pass of the last forward pass ends with a sum
         self.waits = False  # gradients of passes wait for their sum
-        self._follows: dict[Unit, Unit] = {}  # the unit that was computed next in the last forward pass
+        self._follows: dict[
+            Unit, Unit
+        ] = {}  # the unit that was computed next in the last forward pass
         self._precedes: dict[Unit, Unit] = {}
         self._last: Unit | None = None  # that was computed in this forward pass
         self._final: Unit | None = None  # of the last forward pass: the first of the backward pass
@@ -73,7 +95,10 @@ class Sharded:
     def has_any(self, parameters: set[int]) -> bool:
         """RequestError if another exchange would have these parameters."""
         if not parameters.isdisjoint(map(id, self.parameters)):
-            raise RequestError("The model is sharded, and its gradients are summed already.", "Leave split.wrap out.")
+            raise RequestError(
+                "The model is sharded, and its gradients are summed already.",
+                "Leave split.wrap out.",
+            )
         return False
 
     def weigh(self, weight: float) -> None:
@@ -81,7 +106,9 @@ class Sharded:
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Backward passes through these outputs of the model are of this batch; `sync`: they end with a sum."""
+        """Backward passes through these outputs of the model are of this batch; `sync`: they end
+        with a sum.
+        """
         self._batch, self._sums = batch, sync or not self.keeps
 
         def begin(_: Any) -> None:
@@ -142,7 +169,9 @@ class Sharded:
         """Have the backward pass gather the unit; False where there won't be one."""
         seen = list(_look_into(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
-        hiding = next((type(each).__name__ for each in seen if not isinstance(each, torch.Tensor)), None)
+        hiding = next(
+            (type(each).__name__ for each in seen if not isinstance(each, torch.Tensor)), None
+        )
         if hiding is not None and not watched:
             raise RequestError(
                 f"{unit.name or 'The model'} returns a {hiding}, whose tensors can't be seen.",
@@ -156,7 +185,9 @@ class Sharded:
         """The inputs of the model in the type of its whole parameters."""
         if self._dtype is None or unit is not self.root:
             return inputs
-        return each_tensor(lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, inputs)
+        return each_tensor(
+            lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, inputs
+        )
 
     # ------------------------------------------------------------------ a backward pass
 
@@ -164,7 +195,8 @@ class Sharded:
         """A backward pass through an output begins, or goes on with this batch."""
         if torch.is_grad_enabled():
             raise RequestError(
-                "A sharded model has no gradients of gradients (create_graph=True).", "Leave create_graph out."
+                "A sharded model has no gradients of gradients (create_graph=True).",
+                "Leave create_graph out.",
             )
         begins = self._task is None
         if begins:
@@ -177,7 +209,9 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit whose gradients are computed now, and begin to gather the one that should be next."""
+        """Gather a unit whose gradients are computed now, and begin to gather the one that should
+        be next.
+        """
         if self._task is None:
             self.arm(self._batch)
         unit.unsent = True
@@ -217,7 +251,9 @@ class Sharded:
         self.done()
 
     def _keep(self) -> None:
-        """Keep the gradients of a pass for the sum of a later one, and the whole parameters for that pass."""
+        """Keep the gradients of a pass for the sum of a later one, and the whole parameters for
+        that pass.
+        """
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
         for flat in self.root.trained:
@@ -248,16 +284,23 @@ class Sharded:
             flat.settle([bool(next(used)) for _ in flat.slots])
 
     def _spread_buffers(self) -> None:
-        """Copy the first rank's buffers to every rank; the model may have other ones than before."""
+        """Copy the first rank's buffers to every rank; the model may have other ones than
+        before.
+        """
         if not self.place.alone:
             with own_collectives():
                 spread(list(self.root.module.buffers()))
 
     def __deepcopy__(self, _: Any) -> NoReturn:
-        raise RequestError("A sharded model can't be copied.", "Copy it before split.shard, or use split.model_state.")
+        raise RequestError(
+            "A sharded model can't be copied.",
+            "Copy it before split.shard, or use split.model_state.",
+        )
 
     def __reduce__(self) -> NoReturn:
-        raise RequestError("A sharded model can't be saved as a whole.", "Use split.save, or split.model_state.")
+        raise RequestError(
+            "A sharded model can't be saved as a whole.", "Use split.save, or split.model_state."
+        )
 
 
 class UnitHooks:
@@ -294,14 +337,21 @@ class UnitHooks:
         return hook
 
     def __deepcopy__(self, _: Any) -> NoReturn:
-        raise RequestError("A sharded model can't be copied.", "Copy it before split.shard, or use split.model_state.")
+        raise RequestError(
+            "A sharded model can't be copied.",
+            "Copy it before split.shard, or use split.model_state.",
+        )
 
 
 class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Gives the inputs of a unit on, and says when their gradients are computed: the unit's own are there before."""
+    """Gives the inputs of a unit on, and says when their gradients are computed: the unit's own are
+    there before.
+    """
 
     @staticmethod
-    def forward(ctx: Any, sharded: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, sharded: Any, unit: Unit, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.sharded, ctx.unit = sharded, unit
         return tensors
 

@@ -1,4 +1,6 @@
-"""Units: modules whose parameters are gathered before they compute and freed after; which, and the bytes of them."""
+"""Units: modules whose parameters are gathered before they compute and freed after; which, and the
+bytes of them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ PARTS = 8  # of a model without repeated blocks: a unit is about this part of it
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
-    """The units of a model by name, none inside another: those of the classes or modules in `wanted`.
+    """The units of a model by name, none inside another: those of the classes or modules in
+    `wanted`.
 
-    By default the blocks of its outermost ModuleLists and layers beside them that are as large, such as embeddings; or
-    else modules of up to an eighth of it.
+    By default the blocks of its outermost ModuleLists and layers beside them that are as large,
+    such as embeddings; or else modules of up to an eighth of it.
     """
     if wanted is None:
         return _choose_blocks(model)
@@ -30,15 +33,21 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
     found = dict(_find("", model, lambda each: isinstance(each, classes) or id(each) in modules))
     if not found:
         raise RequestError(
-            "None of the model's modules is one of units=.", "Give classes of its blocks, or the blocks themselves."
+            "None of the model's modules is one of units=.",
+            "Give classes of its blocks, or the blocks themselves.",
         )
     return found
 
 
 def _find(
-    name: str, module: Any, takes: Callable[[Any], bool], enters: Callable[[Any], bool] = lambda _: True
+    name: str,
+    module: Any,
+    takes: Callable[[Any], bool],
+    enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """The outermost modules in a module that are to be taken, by name; it looks into the others that may be entered."""
+    """The outermost modules in a module that are to be taken, by name; it looks into the others
+    that may be entered.
+    """
     for each, child in module.named_children():
         if takes(child):
             yield f"{name}{each}", child
@@ -47,17 +56,26 @@ def _find(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """The blocks of a model and its layers that are as large, or modules of up to an eighth of it."""
+    """The blocks of a model and its layers that are as large, or modules of up to an eighth of
+    it.
+    """
 
     def is_called(module: Any) -> bool:
         return not _lists(module) and _count(module) > 0
 
     lists = _find("", model, _repeats)
-    blocks = {own: block for name, each in lists for own, block in _find(f"{name}.", each, is_called, _lists)}
+    blocks = {
+        own: block
+        for name, each in lists
+        for own, block in _find(f"{name}.", each, is_called, _lists)
+    }
     if blocks:
         least = min(map(_count, blocks.values()))
         layers = _find(
-            "", model, lambda each: not any(each.children()) and _count(each) >= least, lambda each: not _repeats(each)
+            "",
+            model,
+            lambda each: not any(each.children()) and _count(each) >= least,
+            lambda each: not _repeats(each),
         )
         return {**blocks, **dict(layers)}
     most = _count(model) / PARTS
@@ -84,7 +102,9 @@ def _count(module: Any) -> int:
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
     """The parameters of each unit by its name; "" has those of no unit, or of several."""
     found: dict[int, Slot] = {}
-    for path, module, unit in _walk("", model, "", {id(each): name for name, each in units.items()}):
+    for path, module, unit in _walk(
+        "", model, "", {id(each): name for name, each in units.items()}
+    ):
         for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
             each = found.setdefault(id(tensor), Slot(tensor))
             each.names.append(f"{path}.{name}".lstrip("."))
@@ -98,7 +118,9 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
     return sorted_
 
 
-def _walk(path: str, module: Any, unit: str, units: Mapping[int, str]) -> Iterator[tuple[str, Any, str]]:
+def _walk(
+    path: str, module: Any, unit: str, units: Mapping[int, str]
+) -> Iterator[tuple[str, Any, str]]:
     """Modules, each in all its places, with the unit that each place is in."""
     unit = units.get(id(module), unit)
     yield path, module, unit
@@ -116,9 +138,19 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 class Unit:
-    """A module with its flats, one for each type of parameter, trained or frozen; `name` is "" for the model itself."""
+    """A module with its flats, one for each type of parameter, trained or frozen; `name` is "" for
+    the model itself.
+    """
 
-    def __init__(self, name: str, module: Any, parameters: Sequence[Slot], place: ShardPlace, dtype: Any, held: Any):
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        parameters: Sequence[Slot],
+        place: ShardPlace,
+        dtype: Any,
+        held: Any,
+    ):
         self.name, self.module = name, module
         kinds: dict[Any, list[Slot]] = {}
         for each in parameters:
@@ -148,7 +180,9 @@ class Unit:
             slot.point_to(slot.whole)
 
     def hide(self) -> None:
-        """Keep the whole parameters for the backward pass, while the model's parameters are this rank's pieces."""
+        """Keep the whole parameters for the backward pass, while the model's parameters are this
+        rank's pieces.
+        """
         if self.gathered:
             self.hidden = True
             for slot in self.slots:
@@ -178,18 +212,26 @@ class Unit:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those accumulated before it."""
+        """Drop the gradients of a backward pass that didn't end, and those accumulated before
+        it.
+        """
         self.unsent = False
         for flat in self.trained:
             flat.forget()
 
     def check_unchanged(self) -> None:
-        """RequestError if a parameter was frozen, unfrozen or converted since the model was sharded."""
+        """RequestError if a parameter was frozen, unfrozen or converted since the model was
+        sharded.
+        """
         for flat in self.flats:
             for slot in flat.slots:
-                if slot.piece.requires_grad != flat.trainable or slot.piece.dtype != flat.shard.dtype:
+                if (
+                    slot.piece.requires_grad != flat.trainable
+                    or slot.piece.dtype != flat.shard.dtype
+                ):
                     raise RequestError(
-                        f"The parameter {slot.names[0]} was frozen, unfrozen or converted after split.shard.",
+                        f"The parameter {slot.names[0]} was frozen, unfrozen or converted "
+                        f"after split.shard.",
                         "Do that before split.shard.",
                     )
 
@@ -203,12 +245,16 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
     for own in find_parameters(model, units).values():
         tensors = [each.tensor for each in own]
         whole = sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
-        sizes.append(whole + sum(each.numel() * each.element_size() for each in tensors if each.requires_grad))
+        sizes.append(
+            whole
+            + sum(each.numel() * each.element_size() for each in tensors if each.requires_grad)
+        )
     return int(sizes[0] + sum(sorted(sizes[1:])[-2:]))
 
 
 class Ledger:
-    """Bytes of `shards`, `gathered` units with their gradients before the sum, and `gradients` after it; `peak` of all.
+    """Bytes of `shards`, `gathered` units with their gradients before the sum, and `gradients`
+    after it; `peak` of all.
 
     The optimizer's state comes with its first step, and stays.
     """
@@ -226,6 +272,11 @@ class Ledger:
 
     def note_state(self, optimizer: Any) -> None:
         """Count the state of an optimizer of the model's pieces, but for its counters of steps."""
-        tensors = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+        tensors = [
+            each
+            for state in optimizer.state.values()
+            for each in state.values()
+            if torch.is_tensor(each)
+        ]
         size = sum(each.numel() * each.element_size() for each in tensors if each.ndim)
         self.add("state", size - self.now["state"])

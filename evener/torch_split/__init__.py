@@ -1,4 +1,5 @@
-"""Train a PyTorch model by a plan: unequal shares of each batch on unequal devices, and the same learning.
+"""Train a PyTorch model by a plan: unequal shares of each batch on unequal devices, and the same
+learning.
 
 from evener.torch_split import Split
 

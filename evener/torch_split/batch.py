@@ -1,7 +1,8 @@
 """A rank's batch: its parts as passes compute them, and which one a forward pass computes.
 
-A loop may take its next batch early, or draw from two loaders: a forward pass computes the batch whose tensors, or
-views of them, it gets. If it gets others, and the batches in use weigh differently, it is refused.
+A loop may take its next batch early, or draw from two loaders: a forward pass computes the batch
+whose tensors, or views of them, it gets. If it gets others, and the batches in use weigh
+differently, it is refused.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ LOOK_LASTS = 2  # batches at most: a loop may take one batch ahead of its turn
 
 
 class Part:
-    """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank only keeps step.
+    """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank
+    only keeps step.
 
-    `weight` is what its loss counts in this rank's mean. As a context, it takes out-of-memory of the block for a reason
-    to come again in smaller parts.
+    `weight` is what its loss counts in this rank's mean. As a context, it takes out-of-memory of
+    the block for a reason to come again in smaller parts.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -54,10 +56,12 @@ class Part:
         return bool(self.error)
 
     def backward(self, loss: Any) -> Any:
-        """The backward pass of the mean loss over these rows (or over what `count` counted), weighted among the passes.
+        """The backward pass of the mean loss over these rows (or over what `count` counted),
+        weighted among the passes.
 
-        Returns the weighted loss, detached: their sum over the parts is this rank's mean loss, for `split.mean`. With a
-        GradScaler, give what `scaler.scale(loss)` returns. Several losses of one pass may be given in turn.
+        Returns the weighted loss, detached: their sum over the parts is this rank's mean loss, for
+        `split.mean`. With a GradScaler, give what `scaler.scale(loss)` returns. Several losses of
+        one pass may be given in turn.
         """
         self.computed = True
         if self.passes is not None:
@@ -75,15 +79,21 @@ class Part:
         """RequestError if its rows would be missing from the gradient."""
         if torch.is_grad_enabled() and not self.computed:
             raise RequestError(
-                "A pass ended without part.backward(loss), so its rows would be missing from the gradient.",
+                "A pass ended without part.backward(loss), so its rows would be missing from "
+                "the gradient.",
                 "Call part.backward(loss) in place of loss.backward(), in every pass.",
             )
 
     def cut(self, most: int, least: int = 1) -> list[Part]:
         """Pieces of up to `most` rows, or more where pieces would have fewer than `least`."""
         pieces = []
-        for start, stop in bounds(even(self.rows, max(1, min(-(-self.rows // most), self.rows // least)))):
-            batch, weight = cut_rows(self.batch, start, stop, self.rows), self.weight * (stop - start) / self.rows
+        for start, stop in bounds(
+            even(self.rows, max(1, min(-(-self.rows // most), self.rows // least)))
+        ):
+            batch, weight = (
+                cut_rows(self.batch, start, stop, self.rows),
+                self.weight * (stop - start) / self.rows,
+            )
             piece = Part(batch, stop - start, weight, self._scale)
             piece.count, piece.origin, piece.planned = self.count, self.origin, self.planned
             pieces.append(piece)
@@ -98,23 +108,34 @@ class Part:
 OfPart = Callable[[Part], Any]  # its mean loss, or what is counted in it
 
 
-def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0) -> list[Part]:
-    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as they were dealt.
+def make_parts(
+    batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0
+) -> list[Part]:
+    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as
+    they were dealt.
 
-    In as many `passes` as are given, with a first row that only keeps step where there are too few. RequestError for a
-    batch that can't be cut.
+    In as many `passes` as are given, with a first row that only keeps step where there are too few.
+    RequestError for a batch that can't be cut.
     """
     if isinstance(batch, DealtBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
     else:
         sizes = (even(rows, passes) if passes > 1 else split_passes(rows, micro)) or (rows,)
         places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
-        pieces = [cut_rows(batch, *each, max(1, rows)) for each in places] if len(sizes) > 1 else [batch]
-    return [Part(each, own, own / rows if rows else 1.0, scale) for each, own in zip(pieces, sizes, strict=True)]
+        pieces = (
+            [cut_rows(batch, *each, max(1, rows)) for each in places] if len(sizes) > 1 else [batch]
+        )
+    return [
+        Part(each, own, own / rows if rows else 1.0, scale)
+        for each, own in zip(pieces, sizes, strict=True)
+    ]
 
 
-def weigh_by_count(parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp) -> None:
-    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every rank calls it.
+def weigh_by_count(
+    parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
+) -> None:
+    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every
+    rank calls it.
 
     `add_up` sums over the ranks.
     """
@@ -148,7 +169,9 @@ class TakenBatch:
 
     def holds(self, addresses: set[int]) -> bool:
         """True if one of the batch's tensors lies at one of the addresses."""
-        return any((tensor := each()) is not None and address(tensor) in addresses for each in self.tensors)
+        return any(
+            (tensor := each()) is not None and address(tensor) in addresses for each in self.tensors
+        )
 
     def weighs_as(self, other: TakenBatch) -> bool:
         """True if every rank has the same part of both batches."""
@@ -158,18 +181,26 @@ class TakenBatch:
         )
 
     def mixes_with(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass: they weigh the same, now and at the end of their epochs."""
-        return self.weighs_as(other) and (self.origin is other.origin or self.origin.tail == other.origin.tail)
+        """True if both batches can be in one backward pass: they weigh the same, now and at the end
+        of their epochs.
+        """
+        return self.weighs_as(other) and (
+            self.origin is other.origin or self.origin.tail == other.origin.tail
+        )
 
 
 class BatchTracker:
     """The batches that loaders have yielded and loops may still use."""
 
-    newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)  # the tracker that took a batch last
+    newest: ClassVar[Callable[[], Any]] = staticmethod(
+        lambda: None
+    )  # the tracker that took a batch last
 
     def __init__(self) -> None:
         self.current: TakenBatch | None = None  # None after an epoch
-        self.last: TakenBatch | None = None  # the current one, or the one with which the last epoch ended
+        self.last: TakenBatch | None = (
+            None  # the current one, or the one with which the last epoch ended
+        )
         self._epochs: list[Epoch] = []  # the one that gave a batch last comes last
         self._manual = Epoch()
         self._only: TakenBatch | None = None  # the current one, if no other is possible
@@ -178,29 +209,43 @@ class BatchTracker:
         """Take the next batch of a loader."""
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
-            self._epochs = [each for each in self._epochs if each not in (origin, self._manual)] + [origin]
+            self._epochs = [each for each in self._epochs if each not in (origin, self._manual)] + [
+                origin
+            ]
         batches = origin.batches
         before = batches[-1] if batches else None
         if before is not None and before.used:
             del batches[:-1]
         while len(batches) > 2 and not batches[0].is_alive():
             del batches[0]
-        self.current = self.last = taken = TakenBatch(origin, sizes, data, before.number + 1 if before else 0)
+        self.current = self.last = taken = TakenBatch(
+            origin, sizes, data, before.number + 1 if before else 0
+        )
         batches.append(taken)
-        alone = len(self._epochs) == 1 and (before is None or (before.used and before.sizes == sizes))
+        alone = len(self._epochs) == 1 and (
+            before is None or (before.used and before.sizes == sizes)
+        )
         self._only = taken if alone else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a batch of no loader's, which forward passes compute until a loader yields its next one."""
+        """Begin a batch of no loader's, which forward passes compute until a loader yields its next
+        one.
+        """
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Epoch) -> None:
-        """An epoch is over or left. A batch of it may be in use still: the only one taken, or a list of them."""
+        """An epoch is over or left. A batch of it may be in use still: the only one taken, or a
+        list of them.
+        """
         self._only = None
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
-        used = [each for each in self._epochs if each.training and (each is origin or each.batches[-1].is_alive())]
+        used = [
+            each
+            for each in self._epochs
+            if each.training and (each is origin or each.batches[-1].is_alive())
+        ]
         self._epochs = [each for each in self._epochs if each.open or each in used]
         if self.current is not None and self.current.origin is origin:
             left = [each.batches[-1] for each in self._epochs if each.open]
@@ -214,7 +259,8 @@ class BatchTracker:
     def find(self, inputs: Any, training: bool) -> TakenBatch | None:
         """The batch that a model's inputs are of; `training`: the model is in training mode.
 
-        None if no loader has handed one out; RequestError if it could be one of several that weigh differently.
+        None if no loader has handed one out; RequestError if it could be one of several that weigh
+        differently.
         """
         found = self._only
         if found is None:
@@ -231,7 +277,9 @@ class BatchTracker:
         return found
 
     def _candidates(self, training: bool) -> list[Epoch]:
-        """Open epochs of training; a validation's where the model validates; else the epoch that ended last."""
+        """Open epochs of training; a validation's where the model validates; else the epoch that
+        ended last.
+        """
         epochs = [each for each in self._epochs if each.may_be_computed()]
         if not epochs or epochs[-1] is self._manual or not (training or epochs[-1].training):
             return epochs[-1:]
@@ -242,38 +290,54 @@ class BatchTracker:
         return epochs[-1:]
 
     def _match(self, inputs: Any, epochs: Sequence[Epoch]) -> TakenBatch | None:
-        """The batch whose tensors are among the inputs, or None if only each epoch's newest comes into question."""
+        """The batch whose tensors are among the inputs, or None if only each epoch's newest comes
+        into question.
+        """
         addresses = {address(tensor) for tensor in tensors_in(inputs)} - {0}
-        matched: list[TakenBatch] = [batch for each in self._epochs for batch in each.batches if batch.holds(addresses)]
+        matched: list[TakenBatch] = [
+            batch for each in self._epochs for batch in each.batches if batch.holds(addresses)
+        ]
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
         possible = matched
-        for each in () if matched else epochs:  # the newest, and those taken early, unless the loop skipped them
+        for each in (
+            () if matched else epochs
+        ):  # the newest, and those taken early, unless the loop skipped them
             waiting = [batch for batch in each.batches[:-1] if not batch.used]
-            possible += [batch for batch in waiting if batch.is_alive() or len(waiting) == 1] + each.batches[-1:]
+            possible += [
+                batch for batch in waiting if batch.is_alive() or len(waiting) == 1
+            ] + each.batches[-1:]
         if all(batch.mixes_with(possible[-1]) for batch in possible) and (
             len(possible) == len(epochs) or possible[-1].origin.tail is None
         ):
             return None
         raise RequestError(
-            f"It isn't clear which of {len(possible)} fetched batches this forward pass computes, and batches weigh"
+            f"It isn't clear which of {len(possible)} fetched batches this forward pass "
+            f"computes, and batches weigh"
             " differently at the end of an epoch.",
-            "Take the next batch after backward(), give the model the loader's own tensors, or use drop_last=True in"
+            "Take the next batch after backward(), give the model the loader's own tensors, "
+            "or use drop_last=True in"
             " each split.loader, and no rebalance=True.",
         )
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if it makes no difference, now or later in the epoch, which of these epochs' batches is computed."""
+    """True if it makes no difference, now or later in the epoch, which of these epochs' batches is
+    computed.
+    """
     newest = epochs[-1].batches[-1]
     if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
         return False
-    return newest.origin.tail is None or all(batch.used for each in epochs for batch in each.batches[:-1])
+    return newest.origin.tail is None or all(
+        batch.used for each in epochs for batch in each.batches[:-1]
+    )
 
 
 @dataclass
 class Steps(StepListener):
-    """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed or reported."""
+    """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed
+    or reported.
+    """
 
     training: Any
     trains: bool
@@ -285,8 +349,12 @@ class Steps(StepListener):
         """RequestError if the ranks would take rows twice, or wait for each other forever."""
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
-                "The ranks drew different orders of rows from order=, or were given different lengths=.",
-                "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
+                "The ranks drew different orders of rows from order=, or were given different "
+                "lengths=.",
+                (
+                    "Draw from PyTorch's random numbers, or give a function of the epoch that "
+                    "seeds its own."
+                ),
             )
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
@@ -297,12 +365,22 @@ class Steps(StepListener):
             return
         weights.is_loops, self.batches = not training.passes.checked, self.batches + 1
         rows, early = sizes[training.rank], self.guard is not None and not self.guard.done
-        if self.batches >= self.next_look or not early:  # else the look goes on: the loop took its next batch early
+        if (
+            self.batches >= self.next_look or not early
+        ):  # else the look goes on: the loop took its next batch early
             if self.guard is not None:
                 self._look_away(self.guard)
-            apart = training.world > 1 and rows > 1 and not weights.equal_passes and origin.loader() is not None
+            apart = (
+                training.world > 1
+                and rows > 1
+                and not weights.equal_passes
+                and origin.loader() is not None
+            )
             if apart and self.batches >= self.next_look:
-                self.guard, self.next_look = LoopGuard(weights, batch, rows, count_exchanges), self.batches + LOOK_LASTS
+                self.guard, self.next_look = (
+                    LoopGuard(weights, batch, rows, count_exchanges),
+                    self.batches + LOOK_LASTS,
+                )
         training.timer.begin(sizes)
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:

@@ -1,7 +1,8 @@
-"""Exchanges between ranks apart from gradients: rows of a batch, sums, and the last words of one that ends.
+"""Exchanges between ranks apart from gradients: rows of a batch, sums, and the last words of one
+that ends.
 
-A rank that takes a pass in pieces would meet the others more often than they meet it: collectives that are not of
-evener itself are counted.
+A rank that takes a pass in pieces would meet the others more often than they meet it: collectives
+that are not of evener itself are counted.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ def own_collectives() -> Iterator[None]:
 
 
 def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for this rank alone: RequestError at the end of a call that has met other ranks."""
+    """The function, for this rank alone: RequestError at the end of a call that has met other
+    ranks.
+    """
 
     def checked(*arguments: Any) -> Any:
         before = count_foreign()
         result = compute(*arguments)
         if count_foreign() != before:
             raise RequestError(
-                "The loss meets other ranks, by torch.distributed or in a layer.", "Gather figures after the step."
+                "The loss meets other ranks, by torch.distributed or in a layer.",
+                "Gather figures after the step.",
             )
         return result
 
@@ -64,11 +68,17 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """The collectives that this process has begun among several ranks, by process group and device."""
+    """The collectives that this process has begun among several ranks, by process group and
+    device.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
-    every = {group._get_backend(device): (group, device) for group in groups for device in group._device_types}
+    every = {
+        group._get_backend(device): (group, device)
+        for group in groups
+        for device in group._device_types
+    }
     counts = {}
     for backend, (group, device) in every.items():
         with suppress(RuntimeError):  # of one that doesn't count
@@ -76,17 +86,25 @@ def count_exchanges() -> dict[str, int]:
     return counts
 
 
-def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any) -> torch.Tensor:
-    """(n_i, ...) of every rank as (N, ...), in the batch's order; `sizes` are the n_i, and a rank with 0 gives any row.
+def gather_rows(
+    rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
+) -> torch.Tensor:
+    """(n_i, ...) of every rank as (N, ...), in the batch's order; `sizes` are the n_i, and a rank
+    with 0 gives any row.
 
-    The gradient of each rank's own rows is that of the ranks' losses weighted by their rows, so it is exact if every
-    rank has the whole batch's loss, and if each has the mean over its own rows; `by_loss`: the losses are weighted
-    already, else the model's gradients will be. The `timer` leaves the exchange out. RequestError for other shapes.
+    The gradient of each rank's own rows is that of the ranks' losses weighted by their rows, so it
+    is exact if every rank has the whole batch's loss, and if each has the mean over its own rows;
+    `by_loss`: the losses are weighted already, else the model's gradients will be. The `timer`
+    leaves the exchange out. RequestError for other shapes.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
-            f"gather was given {len(rows)} rows on rank {rank}, which has {sizes[rank]} of the batch.",
-            "Give one row for each row of this rank's batch; gather two views of it one after the other.",
+            f"gather was given {len(rows)} rows on rank {rank}, which has {sizes[rank]} of "
+            f"the batch.",
+            (
+                "Give one row for each row of this rank's batch; gather two views of it one after "
+                "the other."
+            ),
         )
     with timer.meeting():
         _check_same(rows)
@@ -94,7 +112,9 @@ def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bo
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """The sum of a figure over the ranks: in float64, or in int64 for whole numbers in a tensor with dimensions."""
+    """The sum of a figure over the ranks: in float64, or in int64 for whole numbers in a tensor
+    with dimensions.
+    """
     figure = torch.as_tensor(value).detach()
     whole = figure.ndim and not figure.is_floating_point()
     figure = figure.to(device, torch.int64 if whole else torch.float64, copy=True)
@@ -105,7 +125,9 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """A figure of each rank's rows as that of all; one that is equal everywhere stays, to its last digit."""
+    """A figure of each rank's rows as that of all; one that is equal everywhere stays, to its last
+    digit.
+    """
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]
     with timer.meeting():
@@ -156,7 +178,9 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Weighted before the sum over ranks; the model's gradients are weighted after this, so its own part isn't."""
+        """Weighted before the sum over ranks; the model's gradients are weighted after this, so its
+        own part isn't.
+        """
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.meeting():
             dist.all_reduce(total)
@@ -172,9 +196,11 @@ STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
 
 @cache
 def end_when_stuck() -> None:
-    """Let Ctrl-C end this process also where it waits for other ranks in a library's call that doesn't hear of it.
+    """Let Ctrl-C end this process also where it waits for other ranks in a library's call that
+    doesn't hear of it.
 
-    Python's own handler runs once the call is over, and that of NCCL on the other ranks' GPUs never is.
+    Python's own handler runs once the call is over, and that of NCCL on the other ranks' GPUs never
+    is.
     """
     hears, heard = signal.getsignal(signal.SIGINT), [0.0]
     if current_thread() is not main_thread() or not callable(hears):
@@ -196,11 +222,18 @@ def end_when_stuck() -> None:
     def listen() -> None:
         while number := os.read(ear, 1):
             came = time.monotonic()
-            if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not hear:  # another handler takes it
+            if (
+                number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not hear
+            ):  # another handler takes it
                 continue
             time.sleep(STUCK_SECONDS)
-            if heard[0] < came - 1.0 and signal.getsignal(signal.SIGINT) is hear:  # one call may stand for two signals
-                say(f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after Ctrl-C.")
+            if (
+                heard[0] < came - 1.0 and signal.getsignal(signal.SIGINT) is hear
+            ):  # one call may stand for two signals
+                say(
+                    f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after "
+                    f"Ctrl-C."
+                )
                 os._exit(130)
 
     Thread(target=listen, name="evener-ctrl-c", daemon=True).start()

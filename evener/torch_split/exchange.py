@@ -1,9 +1,10 @@
 """The sum of a model's gradients over the ranks, each rank's times its weight in the batch.
 
-With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: a plain mean over ranks is another
-gradient as soon as the n_i differ. Gradients lie in flat buckets, in one order on all ranks, and a bucket is sent as
-soon as its gradients of all passes are there; what is left goes at the end of the backward pass. What was sent is
-final, so a rank that runs out of memory computes only the rest again.
+With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: a plain mean over
+ranks is another gradient as soon as the n_i differ. Gradients lie in flat buckets, in one order on
+all ranks, and a bucket is sent as soon as its gradients of all passes are there; what is left goes
+at the end of the backward pass. What was sent is final, so a rank that runs out of memory computes
+only the rest again.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ EVERY = 4  # sums of which one compares some of the ranks' weights
 
 
 class Exchange:
-    """Sums the gradients of `module` over `group` (None: every process), this rank's times `weight`.
+    """Sums the gradients of `module` over `group` (None: every process), this rank's times
+    `weight`.
 
-    A backward pass through what `watch` was given is summed at its end where `sync` says so. `begun` is called as
-    one comes to such outputs, with the batch that they are of and the one of those before in this pass; `ready` when
-    the last gradient is there, and `done` when the sums are.
+    A backward pass through what `watch` was given is summed at its end where `sync` says so.
+    `begun` is called as one comes to such outputs, with the batch that they are of and the one of
+    those before in this pass; `ready` when the last gradient is there, and `done` when the sums
+    are.
     """
 
     def __init__(
@@ -66,8 +69,12 @@ class Exchange:
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
         self._bytes = usual if bucket_bytes is None else bucket_bytes
-        self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
-        self._order: list[int] | None = None if alone else []  # of gradients in the first pass; None: it is agreed on
+        self.normalizers = [
+            each for each in module.modules() if isinstance(each, _BatchNorm)
+        ]  # they mix rows
+        self._order: list[int] | None = (
+            None if alone else []
+        )  # of gradients in the first pass; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
@@ -76,7 +83,11 @@ class Exchange:
         self._broken = False  # a backward pass has failed when part of its gradients were sent
         self.waits = False  # a forward pass was watched since the last sum
         self._sent = 0  # buckets that are on their way
-        self.sums, self.ran, self.unsummed = 0, False, False  # unsummed: gradients are of this rank's rows alone
+        self.sums, self.ran, self.unsummed = (
+            0,
+            False,
+            False,
+        )  # unsummed: gradients are of this rank's rows alone
         self._unsent = False  # gradients may be there that weren't summed
         self._hooks: list[Any] = []  # by which parameters say that their gradients have come
         self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
@@ -86,7 +97,9 @@ class Exchange:
         self.held, self._tails = Held(self.parameters), Tails()
         self.buffers, self._common = Buffers(module), Buffers(module, ignored)
         wanted = broadcast_buffers and not alone
-        self._compares = wanted and self._common.keep()  # until buffers change: then they are the first rank's,
+        self._compares = (
+            wanted and self._common.keep()
+        )  # until buffers change: then they are the first rank's,
         self._spreads = wanted and not self._compares  # after each sum
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
         for hooks in (self._hooks, self._begins):
@@ -98,15 +111,21 @@ class Exchange:
         return not self.alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Begin with the first rank's weights; RequestError where ranks have other ones to train."""
+        """Begin with the first rank's weights; RequestError where ranks have other ones to
+        train.
+        """
         with torch.no_grad():
             digest = crc32(str([each.numel() for each in tensors]).encode())
             if not is_equal_everywhere(digest, tensors[0].device if tensors else None, self.group):
-                raise RequestError("The ranks wrap different models.", "Make the same model on every rank.")
+                raise RequestError(
+                    "The ranks wrap different models.", "Make the same model on every rank."
+                )
             spread(tensors, self.group)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of gradients that come from now on; those that wait for their sum keep their own."""
+        """Set the weight of gradients that come from now on; those that wait for their sum keep
+        their own.
+        """
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
                 bucket.fold(self.weight)
@@ -116,13 +135,16 @@ class Exchange:
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
-        if _open and torch._C._current_graph_task_id() == -1:  # backward passes that ended with an error
+        if (
+            _open and torch._C._current_graph_task_id() == -1
+        ):  # backward passes that ended with an error
             for each in _open:
                 each._armed, each._broken = False, each._sent > 0
             _open.clear()
         if self._broken:
             raise RequestError(
-                "An error ended a backward pass when part of its gradients were on their way to the other ranks.",
+                "An error ended a backward pass when part of its gradients were on their way "
+                "to the other ranks.",
                 "Let such an error end the training, and train on from a checkpoint.",
             )
         _remove(self._begins)
@@ -144,16 +166,24 @@ class Exchange:
                 exchange._hidden_task = task
             elif task < exchange._hidden_task:  # which was that of a checkpoint alone
                 raise RequestError(
-                    "The model's output is an object that hides its tensors, and a part of it is in a reentrant"
+                    "The model's output is an object that hides its tensors, and a part of it "
+                    "is in a reentrant"
                     " checkpoint: nobody sees where its backward pass begins.",
-                    "Return a tensor, tuple or dict, or use torch.utils.checkpoint with use_reentrant=False.",
+                    (
+                        "Return a tensor, tuple or dict, or use torch.utils.checkpoint with "
+                        "use_reentrant=False."
+                    ),
                 )
 
-        self._begins += (each.register_hook(begin) for each in self.parameters if each.requires_grad)
+        self._begins += (
+            each.register_hook(begin) for each in self.parameters if each.requires_grad
+        )
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Have parameters say that their gradients have come, if there are some already; else one sees it anyway."""
+        """Have parameters say that their gradients have come, if there are some already; else one
+        sees it anyway.
+        """
         if not self._hooks and (self.alone or self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
@@ -167,9 +197,13 @@ class Exchange:
             others = [other for other, its in _open.items() if its == task]
             if others and any(other.has_any(set(map(id, self.parameters))) for other in others):
                 raise RequestError(
-                    "Two wrapped models have a layer in common, and are in one backward pass: its gradient would be"
+                    "Two wrapped models have a layer in common, and are in one backward pass: "
+                    "its gradient would be"
                     " summed twice.",
-                    "Wrap one module that computes both in its forward pass, or call backward for each loss.",
+                    (
+                        "Wrap one module that computes both in its forward pass, or call backward "
+                        "for each loss."
+                    ),
                 )
             _open.pop(self, None)
             _open[self] = task
@@ -180,7 +214,8 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Note the parameters whose gradients have come, and whether some got another part of theirs.
+        """Note the parameters whose gradients have come, and whether some got another part of
+        theirs.
 
         A layer does that is shared by reentrant checkpoints.
         """
@@ -196,7 +231,9 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _look(self, bucket: Bucket) -> None:
-        """Send what is complete, as the gradient is there that came last in this bucket in the first pass."""
+        """Send what is complete, as the gradient is there that came last in this bucket in the
+        first pass.
+        """
         if not self._armed or self.held.apart:
             return
         if self._early and self._sync and not self.held.late:
@@ -207,7 +244,9 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send in order what is complete, unless a model before this one in the backward pass isn't done."""
+        """Send in order what is complete, unless a model before this one in the backward pass isn't
+        done.
+        """
         for other in _open:
             if other is self:
                 break
@@ -233,7 +272,9 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write whether buffers have changed; in turn some weights, of which equal ones add up to 0, and their size."""
+        """Write whether buffers have changed; in turn some weights, of which equal ones add up to
+        0, and their size.
+        """
         if self._compares:
             self._common.add_changes(tail[:1])
         turn, left = divmod(self.sums, EVERY)
@@ -241,7 +282,9 @@ class Exchange:
         if left or type(line) is not torch.Tensor or not line.numel():
             return
         own = line.real.reshape(-1)[turn * SAMPLED % line.numel() :][:SAMPLED]
-        tail[2 : 2 + len(own)].copy_(own * (self._world - 1 if dist.get_rank(self.group) == 0 else -1))
+        tail[2 : 2 + len(own)].copy_(
+            own * (self._world - 1 if dist.get_rank(self.group) == 0 else -1)
+        )
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
@@ -279,32 +322,50 @@ class Exchange:
                     self._learn_order(self._order)
                 if self._spreads:
                     buffers = self._common.all()
-                    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # as DDP: for kept graphs
+                    with torch.autograd._unsafe_preserve_version_counter(
+                        tuple(buffers)
+                    ):  # as DDP: for kept graphs
                         spread(buffers, self.group)
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Take the first rank's order of gradients; buckets go early from now on, unless a gradient came in parts."""
+        """Take the first rank's order of gradients; buckets go early from now on, unless a gradient
+        came in parts.
+        """
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
-        places = list(dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())]))
+        places = list(
+            dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())])
+        )
         order = torch.tensor(places, device=self._buckets[0].flat.device)
         repeats = torch.tensor([int(self._repeats)], device=order.device)
-        dist.broadcast(order, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast(
+            order,
+            0 if self.group is None else dist.get_global_rank(self.group, 0),
+            group=self.group,
+        )
         dist.all_reduce(repeats, dist.ReduceOp.MAX, group=self.group)
         self._order, self._early = None, not repeats.item()
         if dist.get_rank(self.group) == 0:
             warn_of_hooks(self.parameters, own_hooks)
-        self._buckets = make_buckets([self.parameters[place] for place in order.tolist()], self._bytes)
+        self._buckets = make_buckets(
+            [self.parameters[place] for place in order.tolist()], self._bytes
+        )
         _remove(self._hooks)
-        look = partial(_look_for, weakref.ref(self))  # a parameter must not keep what a dropped wrapper had
-        weakref.finalize(self, _remove, [_hook(each.last, partial(look, each)) for each in self._buckets])
+        look = partial(
+            _look_for, weakref.ref(self)
+        )  # a parameter must not keep what a dropped wrapper had
+        weakref.finalize(
+            self, _remove, [_hook(each.last, partial(look, each)) for each in self._buckets]
+        )
         for bucket in self._buckets:
             bucket.gather()
 
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool, rows: int) -> None:
-        """Prepare for the backward pass of these rows, 0 if it is another one of the same; `dependent` as in Held."""
+        """Prepare for the backward pass of these rows, 0 if it is another one of the same;
+        `dependent` as in Held.
+        """
         self._arrived.clear()
         self._armed, self._came = self.alone, set()
         self.held.open(dependent)
@@ -327,7 +388,9 @@ class Exchange:
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """End a pass with an error: gradients that were sent stay, and those that can't stay are undone."""
+        """End a pass with an error: gradients that were sent stay, and those that can't stay are
+        undone.
+        """
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
@@ -336,7 +399,9 @@ class Exchange:
         self._armed = False
 
 
-_open: dict[Exchange, int] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
+_open: dict[
+    Exchange, int
+] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
 EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # and shards, which sum gradients too
 own_hooks: set[int] = set()  # on parameters, by the id of their handle
 
@@ -359,7 +424,12 @@ def _end(task: int) -> None:
 def exchanged_parameters() -> dict[int, bool]:
     """The parameters of this process whose gradients are summed, by id: whether they ever were."""
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
-    return {id(each): exchange.ran for exchange in exchanges if not exchange.alone for each in exchange.parameters}
+    return {
+        id(each): exchange.ran
+        for exchange in exchanges
+        if not exchange.alone
+        for each in exchange.parameters
+    }
 
 
 def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:

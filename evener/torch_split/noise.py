@@ -1,8 +1,10 @@
-"""Samples of a training's noise scale, taken as gradients are summed anyway: over ranks, or over the passes of a step.
+"""Samples of a training's noise scale, taken as gradients are summed anyway: over ranks, or over
+the passes of a step.
 
-In one of EVERY steps the squared norm of each part of the gradient is taken, and beside it that of their sum, before
-anything is clipped. Parts are the ranks' own gradients, or of one process the passes of a step. The device isn't waited
-for: a sample is read once it is there. Weights aren't touched.
+In one of EVERY steps the squared norm of each part of the gradient is taken, and beside it that of
+their sum, before anything is clipped. Parts are the ranks' own gradients, or of one process the
+passes of a step. The device isn't waited for: a sample is read once it is there. Weights aren't
+touched.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from ..training.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, sep
 from .buckets import Bucket, HostCopy
 from .collectives import note_own
 
-_Sample = tuple[tuple[int, ...], HostCopy]  # rows of each part; the sum of squares, and the square of the sum
+_Sample = tuple[
+    tuple[int, ...], HostCopy
+]  # rows of each part; the sum of squares, and the square of the sum
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
 
 
 class NoiseSampler:
     """Takes the noise scale of one model's gradient, in rows; equal on all ranks.
 
-    `begin` is called for each batch with the rows of each rank, none if they aren't known, after this many updates of
-    the weights.
+    `begin` is called for each batch with the rows of each rank, none if they aren't known, after
+    this many updates of the weights.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -49,7 +53,9 @@ class NoiseSampler:
         raise NotImplementedError
 
     def scale(self) -> NoiseScale | None:
-        """The noise scale by the samples that the device has computed; None before there are enough."""
+        """The noise scale by the samples that the device has computed; None before there are
+        enough.
+        """
         while self._pending and self._pending[0][1].is_there():
             sizes, figures = self._pending.popleft()
             self.window.add(separate(sizes, *figures.read()))
@@ -64,15 +70,20 @@ class NoiseSampler:
 class RankNoise(NoiseSampler):
     """Compares the ranks' own gradients.
 
-    `note` is called with the batch that a backward pass is of, where that is known: a loop may get a batch before it
-    has trained the last one.
+    `note` is called with the batch that a backward pass is of, where that is known: a loop may get
+    a batch before it has trained the last one.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
         super().__init__(window, every)
-        self._begun: list[tuple[int, ...]] = []  # rows of each rank in the batches since the last sum
+        self._begun: list[
+            tuple[int, ...]
+        ] = []  # rows of each rank in the batches since the last sum
         self._noted: list[Any] = []  # the batches themselves
-        self._updates, self._summed_at = 0, -1  # of the weights, by the last batch, and at the last sum
+        self._updates, self._summed_at = (
+            0,
+            -1,
+        )  # of the weights, by the last batch, and at the last sum
         self._own: list[torch.Tensor] = []  # norms of the buckets that were sent
         self._sum: Any = None  # under way: the work, with what it sums
         self._sample: _Sample | None = None  # of a batch that may not be over
@@ -96,7 +107,9 @@ class RankNoise(NoiseSampler):
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Sum sum_i n_i |g_i|^2 over the ranks once all gradients are sent; n_i / N * g_i is what rank i has sent."""
+        """Sum sum_i n_i |g_i|^2 over the ranks once all gradients are sent; n_i / N * g_i is what
+        rank i has sent.
+        """
         if self._is_sampled():
             sizes = self._rows()
             rows = sizes[dist.get_rank(group)]
@@ -107,7 +120,9 @@ class RankNoise(NoiseSampler):
 
     def receive(self, buckets: Iterable[Bucket]) -> None:
         """Take the norm of the summed gradients, which `buckets` have."""
-        self._sample = None  # where this is another sum of the same batch: neither has its whole gradient
+        self._sample = (
+            None  # where this is another sum of the same batch: neither has its whole gradient
+        )
         if self._sum is not None:
             work, weighted = self._sum
             work.wait()
@@ -119,8 +134,12 @@ class RankNoise(NoiseSampler):
         self.steps += 1
 
     def _is_sampled(self) -> bool:
-        """True if the step is looked at: it is its turn, and its batches have the same rows, on two ranks or more."""
-        if self.steps % self.every or self._updates == self._summed_at:  # gradients are added to those of a sum
+        """True if the step is looked at: it is its turn, and its batches have the same rows, on two
+        ranks or more.
+        """
+        if (
+            self.steps % self.every or self._updates == self._summed_at
+        ):  # gradients are added to those of a sum
             return False
         batches = self._batches()
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
@@ -139,7 +158,9 @@ _HELD_BYTES = 25 << 20  # of gradients whose norms are taken at once
 
 
 class _Pass:
-    """A pass of a step: its rows, the places of parameters that have a gradient, and its gradient's squared norm."""
+    """A pass of a step: its rows, the places of parameters that have a gradient, and its gradient's
+    squared norm.
+    """
 
     def __init__(self, rows: int, cut: bool) -> None:
         self.rows, self.cut = rows, cut  # cut: a part of a batch, else a whole one
@@ -163,7 +184,8 @@ class _Pass:
 
 
 class PassNoise(NoiseSampler):
-    """Compares the passes of a step in one process: parts of a batch, or batches whose gradients are accumulated.
+    """Compares the passes of a step in one process: parts of a batch, or batches whose gradients
+    are accumulated.
 
     A gradient is looked at as it comes, before it is added to that of the passes before.
     """
@@ -175,7 +197,9 @@ class PassNoise(NoiseSampler):
         self._handles: list[Any] = []  # of the hooks, in a step that is looked at
         self._passes: list[_Pass] = []  # of the step
         self._whole: torch.Tensor | None = None  # squared norm of the sum of their gradients
-        self._mixed = self._compared = False  # passes whose gradients can't be separated; two were compared
+        self._mixed = self._compared = (
+            False  # passes whose gradients can't be separated; two were compared
+        )
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch; RequestError where the first step that is looked at has one pass."""
@@ -184,7 +208,9 @@ class PassNoise(NoiseSampler):
             self._updates, exchange = updates, self._exchange()
             if exchange is not None and self.steps >= self._next:
                 pairs = enumerate(exchange.parameters)
-                self._handles = [p.register_hook(partial(self._note, i)) for i, p in pairs if p.requires_grad]
+                self._handles = [
+                    p.register_hook(partial(self._note, i)) for i, p in pairs if p.requires_grad
+                ]
         self.expect(sum(sizes), cut=False)
 
     def expect(self, rows: int, cut: bool = True) -> None:
@@ -206,7 +232,9 @@ class PassNoise(NoiseSampler):
         self._handles = []
 
     def _note(self, place: int, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient in a backward pass; those of the first pass are found in the sum."""
+        """Take a parameter's gradient in a backward pass; those of the first pass are found in the
+        sum.
+        """
         first, last = self._passes[0], self._passes[-1]
         if not last.places and last is not first:
             if self._whole is None:
@@ -233,11 +261,17 @@ class PassNoise(NoiseSampler):
         sizes = tuple(each.rows for each in passes)
         if len(passes) < 2 and not self._compared:
             raise RequestError(
-                "The noise scale is seen between ranks, or between the passes of a step, and one process takes each"
+                "The noise scale is seen between ranks, or between the passes of a step, and "
+                "one process takes each"
                 " step in one pass.",
-                "Accumulate a step over two parts of its batch, train on two ranks, or leave noise out.",
+                (
+                    "Accumulate a step over two parts of its batch, train on two ranks, or leave "
+                    "noise out."
+                ),
             )
-        known = all(each.cut for each in passes) or (len(set(sizes)) == 1 and sizes[0])  # batches may come early
+        known = all(each.cut for each in passes) or (
+            len(set(sizes)) == 1 and sizes[0]
+        )  # batches may come early
         if len(passes) < 2 or self._whole is None or self._mixed or not known:
             return
         weighted = torch.zeros_like(self._whole)
@@ -250,7 +284,9 @@ class PassNoise(NoiseSampler):
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
-    """The norm, summed up in float32 at least, on the device: one kernel, as steps may wait for the host."""
+    """The norm, summed up in float32 at least, on the device: one kernel, as steps may wait for the
+    host.
+    """
     values = gradients.coalesce().values() if gradients.is_sparse else gradients
     return torch.linalg.vector_norm(values, dtype=_WIDER.get(values.dtype))
 
@@ -274,6 +310,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 def refuse_noise(library: str) -> RequestError:
     """The error where another library sums the gradients, so that a rank's own aren't seen."""
     return RequestError(
-        f"{library} sums the gradients itself, so a rank's own can't be compared for the noise scale.",
+        f"{library} sums the gradients itself, so a rank's own can't be compared for the "
+        f"noise scale.",
         "Leave noise out, or use split.wrap or DistributedDataParallel.",
     )

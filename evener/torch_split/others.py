@@ -1,7 +1,8 @@
-"""The other ranks' ends: what a rank that ends leaves in the group's store, and how one that waits for it hears of it.
+"""The other ranks' ends: what a rank that ends leaves in the group's store, and how one that waits
+for it hears of it.
 
-NCCL waits for minutes for a rank that has ended, and says nothing. A thread of each rank on a GPU looks at the store
-once a second, so a step costs nothing.
+NCCL waits for minutes for a rank that has ended, and says nothing. A thread of each rank on a GPU
+looks at the store once a second, so a step costs nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +27,20 @@ from ..training.retreat import say
 from .collectives import count_exchanges
 
 LOOK_SECONDS = 1.0
-WAIT_SECONDS = 3.0  # for what the other ranks have to say, and until a rank that doesn't go on is stuck
-_LOST_SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # of lost ranks
-_LEAVING = {dist.destroy_process_group.__code__, dist.distributed_c10d._abort_process_group.__code__}
+WAIT_SECONDS = (
+    3.0  # for what the other ranks have to say, and until a rank that doesn't go on is stuck
+)
+_LOST_SIGNS = (
+    "gloo/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+)  # of lost ranks
+_LEAVING = {
+    dist.destroy_process_group.__code__,
+    dist.distributed_c10d._abort_process_group.__code__,
+}
 _left: list[Any] = []  # process groups, until the interpreter ends
 
 
@@ -45,22 +57,34 @@ class LastNote(msgspec.Struct, frozen=True):
         if self.words is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
         elif not self.words:
-            why = "it has called sys.exit(), or its loop was shorter. Every rank has to take every batch"
+            why = (
+                "it has called sys.exit(), or its loop was shorter. Every rank has to take every "
+                "batch"
+            )
             end = f"ended in its batch {self.batches}", why
         return f"rank {rank} {end[0]}, and this rank can't go on without it: {end[1]}."
 
 
 class Others:
-    """The other ranks of the default process group; `now` gives the batches that this rank has begun, and its doing."""
+    """The other ranks of the default process group; `now` gives the batches that this rank has
+    begun, and its doing.
+    """
 
     newest: Others | None = None
 
     def __init__(self, device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
         self.group, self._device, self._now = dist.group.WORLD, device, now
         self.on_gpu = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        self._rank, self._ranks = dist.get_rank(), set(range(dist.get_world_size())) - {dist.get_rank()}
-        self._store = dist.distributed_c10d._get_default_store().clone()  # in which nobody else waits
-        self._number: int = 0 if Others.newest is None else Others.newest._number + 1  # alike on all ranks
+        self._rank, self._ranks = (
+            dist.get_rank(),
+            set(range(dist.get_world_size())) - {dist.get_rank()},
+        )
+        self._store = (
+            dist.distributed_c10d._get_default_store().clone()
+        )  # in which nobody else waits
+        self._number: int = (
+            0 if Others.newest is None else Others.newest._number + 1
+        )  # alike on all ranks
         self._place = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
         self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._place}")
         self.notes: dict[int, LastNote] = {}  # of the others that have ended
@@ -79,18 +103,24 @@ class Others:
         if self._words is None:
             self._words = words
             note = LastNote(words, self._now()[0], count_exchanges())
-            with suppress(RuntimeError, ValueError):  # of a store that has gone with the process that it was in
+            with suppress(
+                RuntimeError, ValueError
+            ):  # of a store that has gone with the process that it was in
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Note this rank's end once its GPU is done, and wait for the others to come to theirs, for a while."""
+        """Note this rank's end once its GPU is done, and wait for the others to come to theirs, for
+        a while.
+        """
         if self._over.is_set():
             return
         computed = self._compute()
         while computed.is_alive() and not (self._words and self.notes):
             self._look_soon()
         self.note("")
-        end = time.monotonic() + WAIT_SECONDS * (self.on_gpu or not self._words)  # gloo says itself that a rank left
+        end = time.monotonic() + WAIT_SECONDS * (
+            self.on_gpu or not self._words
+        )  # gloo says itself that a rank left
         while len(self.notes) < len(self._ranks) and time.monotonic() < end:
             self._look_soon()
         self._over.set()
@@ -114,7 +144,9 @@ class Others:
     def _is_gone(self, rank: int) -> bool:
         """True if the rank's process is of this machine, and has ended."""
         key = self._key("process", rank)
-        process, _, place = (self._store.get(key).decode() if self._store.check([key]) else "").partition(" ")
+        process, _, place = (
+            self._store.get(key).decode() if self._store.check([key]) else ""
+        ).partition(" ")
         if place != self._place:
             return False
         try:
@@ -129,18 +161,27 @@ class Others:
             self._store.set(self._key("lost", self._rank), "")
             while silent and not self.notes and time.monotonic() < end:
                 self._look_soon()
-                silent = {each for each in silent if not self._store.check([self._key("lost", each)])}
+                silent = {
+                    each for each in silent if not self._store.check([self._key("lost", each)])
+                }
         if self.notes or silent:
             return self._describe() if self.notes else LastNote().describe(min(silent))
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """A sentence on the rank whose end comes first: one with an error, else one without, else one that is gone."""
-        rank = min(self.notes, key=lambda rank: (not self.notes[rank].words, self.notes[rank].words is None, rank))
+        """A sentence on the rank whose end comes first: one with an error, else one without, else
+        one that is gone.
+        """
+        rank = min(
+            self.notes,
+            key=lambda rank: (not self.notes[rank].words, self.notes[rank].words is None, rank),
+        )
         return self.notes[rank].describe(rank)
 
     def _compute(self) -> Thread:
-        """A thread that lives until the GPU has computed what it was given; any call may have to wait for that."""
+        """A thread that lives until the GPU has computed what it was given; any call may have to
+        wait for that.
+        """
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
         self._computing.append(thread)
@@ -148,7 +189,9 @@ class Others:
         return thread
 
     def join_threads(self) -> None:
-        """Wait for threads that the group's end has freed: one in torch as Python ends would abort the process."""
+        """Wait for threads that the group's end has freed: one in torch as Python ends would abort
+        the process.
+        """
         for thread in (self._thread, *self._computing):
             if thread.is_alive():
                 thread.join(WAIT_SECONDS)
@@ -172,7 +215,9 @@ class Others:
         if self._over.wait(WAIT_SECONDS):
             return False
         own = count_exchanges()
-        waits = any(own.get(name, 0) > count for note in notes for name, count in note.exchanges.items())
+        waits = any(
+            own.get(name, 0) > count for note in notes for name, count in note.exchanges.items()
+        )
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _end(self) -> None:
@@ -186,7 +231,9 @@ class Others:
 
 
 def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
-    """Hear of the ends of this process group's other ranks from now on, and let them hear of this one's."""
+    """Hear of the ends of this process group's other ranks from now on, and let them hear of this
+    one's.
+    """
     newest = Others.newest
     if newest is None:
         atexit.register(leave_group)
@@ -202,8 +249,8 @@ def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> No
 def leave_group() -> None:
     """Leave the process group, if there still is one, together with the other ranks.
 
-    Its last reference isn't a model's: DistributedDataParallel that is dropped right after would wait for gloo's
-    thread, which may wait for the interpreter's lock to drop its last tensors.
+    Its last reference isn't a model's: DistributedDataParallel that is dropped right after would
+    wait for gloo's thread, which may wait for the interpreter's lock to drop its last tensors.
     """
     others = Others.newest
     if others is not None:
@@ -211,7 +258,8 @@ def leave_group() -> None:
     if dist.is_initialized():
         _left.append(dist.group.WORLD)
         if others is not None and others.on_gpu and others.group is dist.group.WORLD:
-            dist.distributed_c10d._abort_process_group()  # destroying it waits for ranks that never come
+            # destroying it waits for ranks that never come
+            dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
     if others is not None:
@@ -219,7 +267,8 @@ def leave_group() -> None:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Let an error that ends the program be followed by what the person can do, or by the rank that it came from.
+    """Let an error that ends the program be followed by what the person can do, or by the rank that
+    it came from.
 
     The last training of a process has the say, if it is still there.
     """
@@ -256,7 +305,9 @@ def describe_error(error: BaseException | None) -> str:
 def find_error() -> BaseException | None:
     """The error that the program's own thread is handling."""
     found: Any = sys._current_exceptions().get(main_thread().ident or 0)
-    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11 has it in a tuple
+    error: BaseException | None = (
+        found[1] if isinstance(found, tuple) else found
+    )  # Python 3.11 has it in a tuple
     return error
 
 

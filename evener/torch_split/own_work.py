@@ -1,7 +1,9 @@
-"""The timing of one rank's steps, divided into its own work, waiting for other ranks, and waiting for data.
+"""The timing of one rank's steps, divided into its own work, waiting for other ranks, and waiting
+for data.
 
-The sum of gradients makes every rank's backward pass equally long. Ranks differ in the time until the last
-gradient is ready, as the exchange of all gradients can't end before it is ready on every rank.
+The sum of gradients makes every rank's backward pass equally long. Ranks differ in the time until
+the last gradient is ready, as the exchange of all gradients can't end before it is ready on every
+rank.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..live.files import MOST_CHANGES, Details, Doing, ShareChange, clean
 from ..live.journal import TrainingJournal
@@ -39,7 +44,9 @@ INPUT: Doing = "input"
 
 
 class HostClock:
-    """The clock of a CPU, which computes at once: marks points of time whose distance is known once they are past."""
+    """The clock of a CPU, which computes at once: marks points of time whose distance is known once
+    they are past.
+    """
 
     mark = staticmethod(time.perf_counter)
 
@@ -89,7 +96,8 @@ class TimedStep(NamedTuple):
     waiting_s: float  # from there until the backward pass ends
     input_s: float  # until the batch arrives
     step_s: float
-    between_s: float  # from the backward pass until the next batch is asked for, without the optimizer's step
+    # from the backward pass until the next batch is asked for, without the optimizer's step
+    between_s: float
 
 
 class _Marked(NamedTuple):
@@ -113,7 +121,9 @@ class StepTimer:
         self._alone = alone
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
-        self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: None  # hears of each batch, and of updates
+        self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: (
+            None
+        )  # hears of each batch, and of updates
         self._updates = 0  # of optimizers
         self._marks: list[tuple[Doing, Any]] = []
         self._batches = 0  # that were begun
@@ -152,7 +162,11 @@ class StepTimer:
 
     def note_update(self) -> None:
         """Note that an optimizer begins."""
-        if self._alone and self._marks and [doing for doing, _ in self._marks[-2:]] != [SUM, BETWEEN]:
+        if (
+            self._alone
+            and self._marks
+            and [doing for doing, _ in self._marks[-2:]] != [SUM, BETWEEN]
+        ):
             self.note_gradients()  # nothing else says that they are ready
         self._applied = True
         self._updates += 1
@@ -178,7 +192,9 @@ class StepTimer:
         return self._batches, doing
 
     def finish(self) -> bool:
-        """End a step as the loop asks for its next batch; True if its gradients were computed and exchanged."""
+        """End a step as the loop asks for its next batch; True if its gradients were computed and
+        exchanged.
+        """
         done = self._clock.mark()
         if self._marks and (self._computed or self._applied):
             self._steps.append(_Marked(self.sizes, self._asked, self._marks, done))
@@ -201,18 +217,28 @@ class StepTimer:
         return [step for step in list(self._steps)[-count:] if isinstance(step, TimedStep)]
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """The medians of the last steps, 0 for unknown ones: of this device, and of the whole step."""
+        """The medians of the last steps, 0 for unknown ones: of this device, and of the whole
+        step.
+        """
         steps = self.last()
         own, waiting, inputs, times, between = (
-            [value for step in steps if not math.isnan(value := getattr(step, name))] for name in TimedStep._fields[1:]
+            [value for step in steps if not math.isnan(value := getattr(step, name))]
+            for name in TimedStep._fields[1:]
         )
         work, step_s, step_spread = sum_up(own, waiting), middle(times), spread(times)
-        return work, Details(input_s=middle(inputs), step_s=step_s, step_spread=step_spread, between_s=middle(between))
+        return work, Details(
+            input_s=middle(inputs),
+            step_s=step_s,
+            step_spread=step_spread,
+            between_s=middle(between),
+        )
 
     def _time(self, marked: _Marked) -> TimedStep:
         seconds, asked, marks = self._clock.seconds, marked.asked, marked.marks
         spans = dict.fromkeys((OWN, SUM, UPDATE, BETWEEN), math.nan)
-        closed = [*marks, (BETWEEN, marked.done)] if marks[-1][0] == BETWEEN else marks  # nothing says when others end
+        closed = (
+            [*marks, (BETWEEN, marked.done)] if marks[-1][0] == BETWEEN else marks
+        )  # nothing says when others end
         for (doing, start), (_, end) in pairwise(closed):
             spans[doing] = seconds(start, end) + (0.0 if math.isnan(spans[doing]) else spans[doing])
         return TimedStep(
@@ -234,17 +260,25 @@ RETREATS = "evener/retreats"  # lines of ranks whose journal the first one keeps
 
 
 class StepReporter:
-    """Reports the steps of one rank to the monitor; with `journal`, the first rank keeps one of the whole training.
+    """Reports the steps of one rank to the monitor; with `journal`, the first rank keeps one of the
+    whole training.
 
     `shares` are those in force, and `timer` has the times of the steps.
     """
 
     def __init__(
-        self, shares: RankShares, timer: StepTimer, journal: bool = False, noise: NoiseSampler | None = None
+        self,
+        shares: RankShares,
+        timer: StepTimer,
+        journal: bool = False,
+        noise: NoiseSampler | None = None,
     ) -> None:
         self.shares, self._timer, self._noise = shares, timer, noise
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
-        self.retreats, self.retreat = 0, ""  # passes that ran out of memory, and the last of them in words
+        self.retreats, self.retreat = (
+            0,
+            "",
+        )  # passes that ran out of memory, and the last of them in words
         self._journal = None
         if journal and shares.rank == 0:
             self._journal = TrainingJournal(tuple(map(describe, shares.shares)), shares.batches)
@@ -252,9 +286,13 @@ class StepReporter:
         self._reporter = Reporter(self._describe, self._journal, timer.now)
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """A step on this rank's rows is done; `tokens` are those of the rows, without and with padding."""
+        """A step on this rank's rows is done; `tokens` are those of the rows, without and with
+        padding.
+        """
         now = self.shares
-        self._reporter.report(rows, devices=(now.share,), framework="torch", workload=now.workload, tokens=tokens)
+        self._reporter.report(
+            rows, devices=(now.share,), framework="torch", workload=now.workload, tokens=tokens
+        )
 
     def note_retreat(self, retreat: Retreat) -> None:
         """Say, and note, that a pass ran out of memory and that smaller ones follow."""

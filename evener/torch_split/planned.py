@@ -1,4 +1,6 @@
-"""The training of one rank by a plan: what every trainer's adapter is made of, and shares that follow own work."""
+"""The training of one rank by a plan: what every trainer's adapter is made of, and shares that
+follow own work.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,25 @@ from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, settle
 from .retry import Passes
 from .weights import BatchWeights, Weigh
-from .wrapped import check_exchange, check_model, check_normalization, has_own_work, is_sharded, take_on
+from .wrapped import (
+    check_exchange,
+    check_model,
+    check_normalization,
+    has_own_work,
+    is_sharded,
+    take_on,
+)
 
 
 class PlannedTraining:
     """One rank's training by a plan: what the adapter of every trainer is made of.
 
-    It settles this process on its device, and has the samplers of rows, the check of the loss, the weighted sum of
-    gradients, passes that survive out-of-memory, the times of steps and their report, and shares that follow own work.
-    `weigh` says who weighs a batch: the sum of "gradients"; `scale`, by the "loss"; or the "trainer", whose adapter
-    multiplies each pass's loss by (its part of the global batch * the number of ranks). A loop calls `begin` for each
-    global batch and `report` once it is trained; every rank calls everything.
+    It settles this process on its device, and has the samplers of rows, the check of the loss, the
+    weighted sum of gradients, passes that survive out-of-memory, the times of steps and their
+    report, and shares that follow own work. `weigh` says who weighs a batch: the sum of
+    "gradients"; `scale`, by the "loss"; or the "trainer", whose adapter multiplies each pass's loss
+    by (its part of the global batch * the number of ranks). A loop calls `begin` for each global
+    batch and `report` once it is trained; every rank calls everything.
     """
 
     def __init__(
@@ -62,12 +72,17 @@ class PlannedTraining:
         settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
         if self.world > 1:
             join(self.device, backend)
-        self.noise: NoiseSampler | None = None if not noise else PassNoise() if self.world == 1 else RankNoise()
+        self.noise: NoiseSampler | None = (
+            None if not noise else PassNoise() if self.world == 1 else RankNoise()
+        )
         self.timer = make_timer(self.device, alone=self.world == 1)
         if self.noise is not None:
             self.timer.begun = self.noise.begin
         self.reporter = StepReporter(found, self.timer, journal, self.noise)
-        self.weights, self.loaders = BatchWeights(found, weigh, self.timer, self.noise), LoaderStates()
+        self.weights, self.loaders = (
+            BatchWeights(found, weigh, self.timer, self.noise),
+            LoaderStates(),
+        )
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
@@ -81,7 +96,9 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The shares of all ranks that are in force: the plan's, or those that it was rebalanced to last."""
+        """The shares of all ranks that are in force: the plan's, or those that it was rebalanced to
+        last.
+        """
         return self.weights.shares
 
     @ranks.setter
@@ -95,8 +112,8 @@ class PlannedTraining:
     ) -> UnevenBatchSampler:
         """This rank's row numbers of each global batch, of a data set with this number of rows.
 
-        With `lengths`, the tokens of each row, they are dealt so that ranks finish together. `shares` are other ones,
-        for a validation; `options` are UnevenBatchSampler's.
+        With `lengths`, the tokens of each row, they are dealt so that ranks finish together.
+        `shares` are other ones, for a validation; `options` are UnevenBatchSampler's.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -106,7 +123,9 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, dealer=dealer, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Change this sampler's shares with all others'; it draws at most `ahead` batches before their turn."""
+        """Change this sampler's shares with all others'; it draws at most `ahead` batches before
+        their turn.
+        """
         sampler.changes |= self.rebalancing is not None
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
@@ -118,7 +137,9 @@ class PlannedTraining:
             each.change_shares(shares, ahead)
 
     def stay_even(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Give each rank as many rows again, in all loops once what was drawn ahead is trained, and leave it so."""
+        """Give each rank as many rows again, in all loops once what was drawn ahead is trained, and
+        leave it so.
+        """
         if self.rebalancing is not None:
             self.rebalancing.stop()
             self.rebalancing = None
@@ -129,10 +150,12 @@ class PlannedTraining:
     # ------------------------------------------------------------------ models
 
     def wrap(self, model: Any, **options: Any) -> Any:
-        """The model on this process's device, its gradients weighted and summed over the ranks; on one device itself.
+        """The model on this process's device, its gradients weighted and summed over the ranks; on
+        one device itself.
 
-        Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as DistributedDataParallel has them. A
-        model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), comes back itself.
+        Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as
+        DistributedDataParallel has them. A model that is in DistributedDataParallel already, or
+        that FSDP shards (with `weigh="loss"`), comes back itself.
         """
         self.check_whole()
         weigh = self.weights.weigh
@@ -148,17 +171,23 @@ class PlannedTraining:
             if weigh == "gradients":
                 raise RequestError(
                     "FSDP shards the model, and its mean over ranks can't be weighted.",
-                    "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
+                    (
+                        "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is "
+                        "exact."
+                    ),
                 )
             if self.noise is not None:
                 raise refuse_noise("FSDP")
             self.weights.follow(model, self.device)
             return model
-        model, exchange = take_on(model, self.device, self.weights.forward, options, by_loss=weigh != "gradients")
+        model, exchange = take_on(
+            model, self.device, self.weights.forward, options, by_loss=weigh != "gradients"
+        )
         self.weights.attach(model, exchange)
         if self.rebalancing is not None and not self.timer.has_own_work:
             raise RequestError(
-                "DistributedDataParallel's communication hook or mixed_precision needs its own sums, which don't show a"
+                "DistributedDataParallel's communication hook or mixed_precision needs its "
+                "own sums, which don't show a"
                 " rank's own work.",
                 "Leave rebalance out, or the hook.",
             )
@@ -169,21 +198,27 @@ class PlannedTraining:
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
-                "Use split.shard(model) in a loop of your own, or transformers' Trainer with with_plan.",
+                (
+                    "Use split.shard(model) in a loop of your own, or transformers' Trainer with "
+                    "with_plan."
+                ),
             )
 
     def check(self, loader: Any, loss: OfPart, count: OfPart | None = None) -> LossMeaning | None:
-        """Check on a few rows of `loader` that the loss of a part is a mean over its rows, or over what `count` counts.
+        """Check on a few rows of `loader` that the loss of a part is a mean over its rows, or over
+        what `count` counts.
 
-        Before the first step, and without a trace: `split.check(loader, lambda part: criterion(model(part.batch[0]),
-        part.batch[1]))`. RequestError on every rank where shares would change what is learned; every rank calls it.
-        The loader has a `dataset`, a `batch_sampler` of this training's and a `collate_fn`.
+        Before the first step, and without a trace: `split.check(loader, lambda part:
+        criterion(model(part.batch[0]), part.batch[1]))`. RequestError on every rank where shares
+        would change what is learned; every rank calls it. The loader has a `dataset`, a
+        `batch_sampler` of this training's and a `collate_fn`.
         """
         if self.world == 1 and not self.ranks.in_passes:
             return None
         if self.weights.equal_passes:
             raise RequestError(
-                "Each rank checks the loss by itself, and ranks meet in each unit of a sharded model.",
+                "Each rank checks the loss by itself, and ranks meet in each unit of a "
+                "sharded model.",
                 "Leave split.check out.",
             )
         with self.weights.checking():
@@ -194,7 +229,8 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a global batch in which each rank has these rows; the loader of a Split does so itself.
+        """Begin a global batch in which each rank has these rows; the loader of a Split does so
+        itself.
 
         The one before is over.
         """
@@ -203,27 +239,35 @@ class PlannedTraining:
         self.weights.begin(sizes)
 
     def end(self) -> None:
-        """End a global batch; if it was trained, `listeners` are called with its sizes, and shares may change."""
+        """End a global batch; if it was trained, `listeners` are called with its sizes, and shares
+        may change.
+        """
         if self.timer.finish():
             for each in self.listeners:
                 each(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Tell the monitor that a step on this rank's rows is done; the loader of a Split does so itself.
+        """Tell the monitor that a step on this rank's rows is done; the loader of a Split does so
+        itself.
 
         `tokens` are those of the rows, without and with padding.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
-    def step(self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True) -> Any:
-        """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for `Split.mean`.
+    def step(
+        self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
+    ) -> Any:
+        """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for
+        `Split.mean`.
 
         `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
-        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
-        A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch. The first
-        time, the loss is checked as by `check`.
+        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients
+        are exchanged once. A pass that runs out of memory is computed again in smaller ones. Every
+        rank calls it for every batch. The first time, the loss is checked as by `check`.
         """
-        self.passes.check = partial(check_rows, compute, self.weights, self.weights.models, self.device)
+        self.passes.check = partial(
+            check_rows, compute, self.weights, self.weights.models, self.device
+        )
         total: Any = 0.0
         for part in self.parts(batch, count):
             with part:
@@ -233,12 +277,16 @@ class PlannedTraining:
             self.check(loader, compute, count)
         return total
 
-    def parts(self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None) -> Iterator[Part]:
-        """This rank's batch in the passes of the plan: compute each part.batch, and call part.backward(loss).
+    def parts(
+        self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
+    ) -> Iterator[Part]:
+        """This rank's batch in the passes of the plan: compute each part.batch, and call
+        part.backward(loss).
 
-        The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is what a mean that isn't
-        over rows is divided by, such as the tokens that aren't ignored. If the body is `with part:`, a part that runs
-        out of memory comes again in smaller ones. Every rank calls it for every batch.
+        The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is
+        what a mean that isn't over rows is divided by, such as the tokens that aren't ignored. If
+        the body is `with part:`, a part that runs out of memory comes again in smaller ones. Every
+        rank calls it for every batch.
         """
         weights = self.weights
         taken = weights.open_parts(batch)
@@ -249,7 +297,9 @@ class PlannedTraining:
             parts = make_parts(batch, rows, most, scale, weights.count_equal_passes(taken))
             if count is not None:
                 weigh_by_count(parts, count, taken.sizes, self.rank, self.add_up)
-            yield from self.passes.take(parts, weights.list_models(models, taken), weights.list_exchanges())
+            yield from self.passes.take(
+                parts, weights.list_models(models, taken), weights.list_exchanges()
+            )
         finally:
             weights.in_parts = None
 
@@ -258,16 +308,21 @@ class PlannedTraining:
         return add_up(value, self.device, self.world, self.timer)
 
 
-WINDOW_SECONDS = 0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
+WINDOW_SECONDS = (
+    0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
+)
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
 SETTLING_WINDOWS = 2  # the one in which memory ran out, and one for the allocator to fill again
-EXCHANGED_WINDOWS = 2  # at once: an exchange takes longer than all else, and the rule needs two for a change
+EXCHANGED_WINDOWS = (
+    2  # at once: an exchange takes longer than all else, and the rule needs two for a change
+)
 
 
 def raise_no_shares() -> NoReturn:
     """RequestError: rows are dealt by length."""
     raise RequestError(
-        "Rows assigned by length have no shares to rebalance.", "Leave rebalance out, or make a new plan."
+        "Rows assigned by length have no shares to rebalance.",
+        "Leave rebalance out, or make a new plan.",
     )
 
 
@@ -277,14 +332,18 @@ class Rebalancing:
     def __init__(self, training: PlannedTraining) -> None:
         self._training = training
         training.listeners.append(self.after_step)
-        self.passes: tuple[int, ...] = ()  # of each rank, where a trainer takes as many for any share
+        self.passes: tuple[
+            int, ...
+        ] = ()  # of each rank, where a trainer takes as many for any share
         self._planned = training.ranks
         self._rule: Any = None  # made with the first figures, when it is seen how the loop computes
         self._group = dist.new_group(backend="gloo")
         self._step = 0  # batches that were trained on
         self._window = 0  # of them, whole ones with the shares in force since the last window
         self._window_steps = FEWEST_STEPS  # until the next window ends
-        self._windows: dict[int, tuple[float, int]] = {}  # to exchange: own work, rows of a pass; by the last step
+        self._windows: dict[
+            int, tuple[float, int]
+        ] = {}  # to exchange: own work, rows of a pass; by the last step
         self._retreats = 0  # of this rank that were seen
         self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
         self._settling = 0  # windows until memory is as it stays
@@ -297,7 +356,9 @@ class Rebalancing:
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
-        """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in every few calls."""
+        """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in
+        every few calls.
+        """
         self._step += 1
         if self._exchange is not None:
             self._end_exchange(*self._exchange)
@@ -323,8 +384,9 @@ class Rebalancing:
     def _medians(self) -> tuple[float, float]:
         """The median seconds of own work and of steps in the window, 0 before any was computed.
 
-        Own work is 0, which counts for nothing, for some windows after memory ran out: the allocator is empty then, so
-        steps take far longer than those that follow. It is so in a window in which passes became larger again, too.
+        Own work is 0, which counts for nothing, for some windows after memory ran out: the
+        allocator is empty then, so steps take far longer than those that follow. It is so in a
+        window in which passes became larger again, too.
         """
         retreats, limit = self._training.reporter.retreats, self._training.passes.limit.most or 0
         if retreats != self._retreats:
@@ -334,18 +396,28 @@ class Rebalancing:
         self._limit = limit
         self._settling -= 1
         shares = self._training.ranks.batches
-        steps = [step for step in self._training.timer.last(self._window_steps) if step.sizes == shares]
+        steps = [
+            step for step in self._training.timer.last(self._window_steps) if step.sizes == shares
+        ]
         whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
         own = [step.own_work_s for step in steps if not math.isnan(step.own_work_s)]
         return median(own) if own and self._settling < 0 else 0.0, median(whole) if whole else 0.0
 
     def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
-        """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros for the others."""
-        own = [*(figure for window in self._windows.values() for figure in window), step_s, self._training.ahead]
+        """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros
+        for the others.
+        """
+        own = [
+            *(figure for window in self._windows.values() for figure in window),
+            step_s,
+            self._training.ahead,
+        ]
         before = self._planned.rank * len(own)
         behind = (self._planned.world - 1) * len(own) - before
         figures = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
-        return self._group.allreduce([figures]), figures  # dist.all_reduce takes twice as long to start it
+        return self._group.allreduce(
+            [figures]
+        ), figures  # dist.all_reduce takes twice as long to start it
 
     def _end_exchange(self, work: Any, figures: torch.Tensor) -> None:
         work.wait()
@@ -354,13 +426,19 @@ class Rebalancing:
         self._windows.clear()
         every, each = figures.tolist(), 2 * len(ends) + 2
         *windows, step_s, ahead = (every[i::each] for i in range(each))
-        self._window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*step_s, 1e-6)), MOST_STEPS))
+        self._window_steps = int(
+            min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*step_s, 1e-6)), MOST_STEPS)
+        )
         for end, own_work_s, limits in zip(ends, windows[::2], windows[1::2], strict=True):
             if self._decide(end, own_work_s, list(map(int, limits)), int(max(ahead))):
                 break
 
-    def _decide(self, end: int, own_work_s: Sequence[float], limits: Sequence[int], batches: int) -> bool:
-        """Decide on shares by a window that ended at step `end`; True if they change, `batches` batches later."""
+    def _decide(
+        self, end: int, own_work_s: Sequence[float], limits: Sequence[int], batches: int
+    ) -> bool:
+        """Decide on shares by a window that ended at step `end`; True if they change, `batches`
+        batches later.
+        """
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()
@@ -378,20 +456,28 @@ class Rebalancing:
     def _make_rule(self) -> Rebalancer:
         planned, now = self._planned, self._training.ranks.batches
         shares = [
-            msgspec.structs.replace(each, batch=own) for each, own in zip(planned.shares, planned.batches, strict=True)
+            msgspec.structs.replace(each, batch=own)
+            for each, own in zip(planned.shares, planned.batches, strict=True)
         ]
-        in_pass = [share.most or math.ceil(GROWTH * micro) for share, micro in zip(shares, planned.micros, strict=True)]
+        in_pass = [
+            share.most or math.ceil(GROWTH * micro)
+            for share, micro in zip(shares, planned.micros, strict=True)
+        ]
         by_parts = not self.passes and not self._training.weights.computes_at_once
         most = list(map(mul, in_pass, self.passes or [1] * planned.world))
         grows = [
             by_parts and not share.most and share.batch == own
             for share, own in zip(shares, planned.micros, strict=True)
         ]
-        return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares), grows)
+        return Rebalancer(
+            now, read_curves(shares), most, by_parts, name_devices(planned.shares), grows
+        )
 
     def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         if self.passes:
-            micros = tuple(-(-share // passes) for share, passes in zip(shares, self.passes, strict=True))
+            micros = tuple(
+                -(-share // passes) for share, passes in zip(shares, self.passes, strict=True)
+            )
         self._training.change_shares(shares, micros, ahead)
         self._window = 0
         self._windows.clear()

@@ -1,4 +1,6 @@
-"""The place of a PyTorch training process: its rank, its device, its process group, and the rows of all ranks."""
+"""The place of a PyTorch training process: its rank, its device, its process group, and the rows of
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from ..training.launched import abort_on_device_error, find_host, launched_devic
 from ..training.share_order import RankInfo, check_agreement, divide_by_ratios, order_shares
 
 MOST_FETCHING_THREADS = 8
-LARGE_BYTES = 1 << 18  # of a piece of memory that is returned when it is freed, where units are gathered
+LARGE_BYTES = (
+    1 << 18
+)  # of a piece of memory that is returned when it is freed, where units are gathered
 _ALLOWED = allowed_cpus()  # before any slice was settled on
 _GATHERINGS = count()  # every rank counts alike
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -44,7 +48,9 @@ class Stand(msgspec.Struct, frozen=True):
 
 
 def find_stand() -> Stand:
-    """This process's place: by its process group, else torchrun's variables, else alone; PlanError for a wrong one."""
+    """This process's place: by its process group, else torchrun's variables, else alone; PlanError
+    for a wrong one.
+    """
     if dist.is_available() and dist.is_initialized():
         return Stand(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank()))
     if "WORLD_SIZE" not in os.environ:
@@ -53,7 +59,9 @@ def find_stand() -> Stand:
     _check_set(world, "RANK")
     rank = _number("RANK", 0)
     if rank >= max(1, world):
-        raise PlanError(f"There is no rank {rank} among WORLD_SIZE={world}.", "Start the script with torchrun.")
+        raise PlanError(
+            f"There is no rank {rank} among WORLD_SIZE={world}.", "Start the script with torchrun."
+        )
     return Stand(rank, world, _number("LOCAL_RANK", rank))
 
 
@@ -62,7 +70,8 @@ def _check_set(world: int, *names: str) -> None:
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
-            f"WORLD_SIZE says that {world} processes take part, but nothing is said of {' and '.join(missing)}.",
+            f"WORLD_SIZE says that {world} processes take part, but nothing is said of "
+            f"{' and '.join(missing)}.",
             "Start the script with torchrun, or set what it would.",
         )
 
@@ -70,7 +79,10 @@ def _check_set(world: int, *names: str) -> None:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise PlanError(f"The environment variable {name} is {text!r}, no number.", "Start the script with torchrun.")
+        raise PlanError(
+            f"The environment variable {name} is {text!r}, no number.",
+            "Start the script with torchrun.",
+        )
     return int(text)
 
 
@@ -81,7 +93,8 @@ def visible_gpus() -> dict[str, int]:
 
 
 def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> Any:
-    """The `torch.device` of this process: the plan's GPU by its UUID, else the GPU of its local rank, else the CPU.
+    """The `torch.device` of this process: the plan's GPU by its UUID, else the GPU of its local
+    rank, else the CPU.
 
     DeviceError where the plan names GPUs and fewer are here than processes.
     """
@@ -95,7 +108,8 @@ def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> An
         return torch.device("cuda", stand.local_rank)
     if share is not None and share.on_gpu:
         raise DeviceError(
-            f"The plan's GPU {share.name} ({share.device}) is not among the {len(gpus)} that PyTorch sees.",
+            f"The plan's GPU {share.name} ({share.device}) is not among the {len(gpus)} that "
+            f"PyTorch sees.",
             "Run evener doctor to see why, or make a plan for what is here.",
         )
     return torch.device("cpu")
@@ -107,36 +121,51 @@ def is_cpu(share: Share) -> bool:
 
 
 def settle(device: Any, share: Share | None, trainings: int = 1) -> None:
-    """Make the device this process's own as a probe does: the current GPU, or the slice's cores with a thread each.
+    """Make the device this process's own as a probe does: the current GPU, or the slice's cores
+    with a thread each.
 
-    evener launch has started the process on its cores already. Several `trainings` of a pack share the cores.
+    evener launch has started the process on its cores already. Several `trainings` of a pack share
+    the cores.
     """
     if device.type == "cuda":
         abort_on_device_error()
         torch.cuda.set_device(device)
-        if torch.get_num_threads() == 1 or trainings > 1:  # 1: torchrun's choice; a GPU's rows are fetched by the cores
+        if (
+            torch.get_num_threads() == 1 or trainings > 1
+        ):  # 1: torchrun's choice; a GPU's rows are fetched by the cores
             torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1) * trainings))
-    elif share is not None and not launched_device() and (cores := slice_cores(share.device, _ALLOWED)):
+    elif (
+        share is not None
+        and not launched_device()
+        and (cores := slice_cores(share.device, _ALLOWED))
+    ):
         _pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))
-        # what a step frees is kept for the next one: by its own choice glibc maps and unmaps 15 % of a step's time
+        # what a step frees is kept for the next one: by its own choice glibc maps and unmaps 15 %
+        # of a step's time
         _tell_glibc({_MMAP_THRESHOLD: 2**31 - 1, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
 
 
 def _pin_threads(cores: Iterable[int]) -> None:
-    """Pin all threads, also those of a trainer's earlier process group: on other cores they would slow other ranks."""
+    """Pin all threads, also those of a trainer's earlier process group: on other cores they would
+    slow other ranks.
+    """
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
 
 
 def fetching_threads(processes: int) -> int:
-    """Threads that fetch rows for a GPU beside other processes of this machine that do: 8, or its part of the cores."""
+    """Threads that fetch rows for a GPU beside other processes of this machine that do: 8, or its
+    part of the cores.
+    """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
 
 def return_memory() -> None:
-    """Let glibc return large pieces as they are freed: gathered units would leave gaps as large as the model."""
+    """Let glibc return large pieces as they are freed: gathered units would leave gaps as large as
+    the model.
+    """
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
 
@@ -148,7 +177,9 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
-    """The RankInfo of every rank, in the order of ranks, before a device is chosen; every rank calls it."""
+    """The RankInfo of every rank, in the order of ranks, before a device is chosen; every rank
+    calls it.
+    """
     if stand.world == 1:
         return [own]
     if dist.is_initialized():
@@ -156,14 +187,26 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
         dist.all_gather_object(gathered, own)
         return gathered
     store = _open_store()
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with what the ranks before a restart wrote
+    kept = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )  # with what the ranks before a restart wrote
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
-    every = meet(store, f"evener/{attempt}/{next(_GATHERINGS)}", stand.rank, stand.world, msgspec.json.encode(own))
+    every = meet(
+        store,
+        f"evener/{attempt}/{next(_GATHERINGS)}",
+        stand.rank,
+        stand.world,
+        msgspec.json.encode(own),
+    )
     return [msgspec.json.decode(each, type=RankInfo) for each in every]
 
 
-def meet(store: Any, place: str, rank: int, world: int, own: bytes, seconds: float = 0) -> list[bytes]:
-    """The values of all ranks, exchanged by a store under a new name; with `seconds`, none if one comes later."""
+def meet(
+    store: Any, place: str, rank: int, world: int, own: bytes, seconds: float = 0
+) -> list[bytes]:
+    """The values of all ranks, exchanged by a store under a new name; with `seconds`, none if one
+    comes later.
+    """
     keys = [f"{place}/{each}" for each in range(world)]
     store.set(keys[rank], own)
     if seconds:
@@ -183,19 +226,25 @@ def meet(store: Any, place: str, rank: int, world: int, own: bytes, seconds: flo
 
 @cache
 def _open_store() -> Any:
-    """The store in which ranks that a launcher started find each other, before they have a process group."""
+    """The store in which ranks that a launcher started find each other, before they have a process
+    group.
+    """
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store
 
 
 def join(device: Any, backend: str | None) -> None:
-    """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs, if it isn't there."""
+    """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs, if it isn't
+    there.
+    """
     if dist.is_initialized():
         return
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     if device.type == "cuda":
-        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=None if backend else device)
+        dist.init_process_group(
+            backend or "cpu:gloo,cuda:nccl", device_id=None if backend else device
+        )
     else:
         dist.init_process_group(backend or "gloo")
 
@@ -243,7 +292,9 @@ class RankShares(msgspec.Struct, frozen=True):
     @property
     def pass_rows(self) -> Iterator[int]:
         """The rows of each pass of a full batch, of all ranks."""
-        return (rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each))
+        return (
+            rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
+        )
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -263,42 +314,62 @@ def find_shares(
     strict: bool = False,
     device: Any = None,
 ) -> RankShares:
-    """The shares of all ranks, by a plan or that of evener launch, or by `ratios`; every rank calls it.
+    """The shares of all ranks, by a plan or that of evener launch, or by `ratios`; every rank calls
+    it.
 
-    `device` is this process's, where it is settled on one. PlanError, on every rank, if one can't read its plan, if not
-    each share has a process, or with `strict` if the plan was measured on other devices, which is a warning else;
-    RequestError if `options` aren't the same on every rank.
+    `device` is this process's, where it is settled on one. PlanError, on every rank, if one can't
+    read its plan, if not each share has a process, or with `strict` if the plan was measured on
+    other devices, which is a warning else; RequestError if `options` aren't the same on every rank.
     """
     if plan is not None and ratios is not None:
-        raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
+        raise RequestError(
+            "Both a plan and ratios are given.", "Give one of them; the plan has its own ratios."
+        )
     stand, gpus, machine = find_stand(), visible_gpus(), socket.gethostname()
     try:
         chosen = None if ratios is not None else open_plan(plan)
     except EvenerError as fault:  # no rank then waits for one that can't read its plan
         gather_infos(RankInfo(machine, "", fault=fault.message), stand)
         raise
-    on_gpu = [name for name, i in gpus.items() if device is not None and (device.type, device.index) == ("cuda", i)]
+    on_gpu = [
+        name
+        for name, i in gpus.items()
+        if device is not None and (device.type, device.index) == ("cuda", i)
+    ]
     if chosen is None:
         device = device or choose_device(None, stand, gpus)
-        name = next((name for name, i in gpus.items() if (device.type, device.index) == ("cuda", i)), str(device))
+        name = next(
+            (name for name, i in gpus.items() if (device.type, device.index) == ("cuda", i)),
+            str(device),
+        )
         share = Share(name, device.index or 0, str(device), 0, 0.0)  # as the monitor shows it
         divided = divide_by_ratios(ratios, global_batch, stand.world)
         own = RankInfo(machine, "", plan=zlib.crc32(msgspec.json.encode(divided)))
     else:
         fits = partial(check_fit, chosen, workload_digest=None, global_batch=global_batch)
-        fits(devices=None, world=stand.world, strict=False)  # before anyone waits for a process that never comes
+        fits(
+            devices=None, world=stand.world, strict=False
+        )  # before anyone waits for a process that never comes
         host = find_host(share.host for share in chosen.layout.active)
         named = on_gpu[0] if on_gpu else launched_device()
         digest = zlib.crc32(msgspec.json.encode((chosen.layout, global_batch)))
         own = RankInfo(machine, host, named, tuple(gpus), stand.local_rank, digest)
-    ranks = gather_infos(msgspec.structs.replace(own, options=dict(options), training=secrets.token_hex(8)), stand)
+    ranks = gather_infos(
+        msgspec.structs.replace(own, options=dict(options), training=secrets.token_hex(8)), stand
+    )
     check_agreement(ranks)
     if chosen is not None:
         seen = _seen(chosen.layout.active, ranks)
         differences = fits(devices=seen, world=None, strict=strict, framework="torch")
         return _share_by_plan(chosen, global_batch, stand, gpus, differences, ranks, device)
-    script, training, alike = os.path.basename(sys.argv[0]), ranks[0].training, (share,) * stand.world
-    return RankShares(stand.rank, divided, divided, (1,) * stand.world, alike, script, training, device=device)
+    script, training, alike = (
+        os.path.basename(sys.argv[0]),
+        ranks[0].training,
+        (share,) * stand.world,
+    )
+    return RankShares(
+        stand.rank, divided, divided, (1,) * stand.world, alike, script, training, device=device
+    )
 
 
 def _share_by_plan(
@@ -315,17 +386,27 @@ def _share_by_plan(
     order = order_shares(active, ranks)
     for difference in differences:
         warnings.warn(difference, stacklevel=4)
-    held = ", ".join(f"{describe(share)} limited to {share.limit}" for share in active if share.limit)
+    held = ", ".join(
+        f"{describe(share)} limited to {share.limit}" for share in active if share.limit
+    )
     if held and stand.rank == 0:  # one process says it for all
-        warnings.warn(f"The plan was measured with {held}; a training has no such limit.", stacklevel=4)
+        warnings.warn(
+            f"The plan was measured with {held}; a training has no such limit.", stacklevel=4
+        )
     computing = [i for i, share in enumerate(plan.layout.share) if share.batch]
     rows, most = plan.shares(global_batch), plan.micros(global_batch)
     batches, micros = (tuple(sizes[computing[place]] for place in order) for sizes in (rows, most))
     passes = tuple(map(count_passes, batches, micros))
-    promised = plan.throughput.samples_per_second if global_batch in (None, plan.layout.global_batch) else 0.0
+    promised = (
+        plan.throughput.samples_per_second
+        if global_batch in (None, plan.layout.global_batch)
+        else 0.0
+    )
     shares = tuple(active[place] for place in order)
     own, training = device or choose_device(shares[stand.rank], stand, gpus), ranks[0].training
-    return RankShares(stand.rank, batches, micros, passes, shares, plan.workload, training, promised, plan, own)
+    return RankShares(
+        stand.rank, batches, micros, passes, shares, plan.workload, training, promised, plan, own
+    )
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:

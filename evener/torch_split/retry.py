@@ -1,7 +1,9 @@
-"""A rank's passes when one runs out of memory: what it holds is dropped, and its rows are computed in smaller passes.
+"""A rank's passes when one runs out of memory: what it holds is dropped, and its rows are computed
+in smaller passes.
 
-The other ranks wait in the sum. Nothing is lost or taken twice: gradients, buffers and random numbers are as they were
-before the pass, but for gradients that are on their way already, which are final.
+The other ranks wait in the sum. Nothing is lost or taken twice: gradients, buffers and random
+numbers are as they were before the pass, but for gradients that are on their way already, which are
+final.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from .exchange import Exchange
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error says that memory ran out, in PyTorch's allocator or in a library that it calls."""
+    """True if an error says that memory ran out, in PyTorch's allocator or in a library that it
+    calls.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
@@ -68,7 +72,9 @@ def describe_memory(device: torch.device) -> str:
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
     gib = [each / 2**30 for each in (total, own, free, held_by_others(device))]
-    return "of {:.1f} GiB the training holds {:.1f}, {:.1f} are free, others hold {:.1f}".format(*gib)
+    return "of {:.1f} GiB the training holds {:.1f}, {:.1f} are free, others hold {:.1f}".format(
+        *gib
+    )
 
 
 class Passes:
@@ -81,7 +87,9 @@ class Passes:
         self._rank, self._device, self._said = rank, device, said
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # buffers that passes leave as they are
-        self.check: Callable[[Part, int], None] | None = None  # RequestError where parts of some rows don't add up
+        self.check: Callable[[Part, int], None] | None = (
+            None  # RequestError where parts of some rows don't add up
+        )
         self.checked = False
         self._exchanges: list[Exchange] = []
         self._state: PassState | None = None
@@ -111,9 +119,11 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Each part, on the device for its turn, or its pieces; the models exchange gradients in the last one only.
+        """Each part, on the device for its turn, or its pieces; the models exchange gradients in
+        the last one only.
 
-        `begins`: they are the first of a batch; without `move`, the caller sends them to the device.
+        `begins`: they are the first of a batch; without `move`, the caller sends them to the
+        device.
         """
         self._exchanges = list(exchanges)
         queue = deque(parts)
@@ -130,18 +140,23 @@ class Passes:
             yield from self._turn(part, models if queue else (), self._device if move else None)
             if not part.error:
                 part.check_computed()
-                self._given |= {exchange for exchange in self._exchanges if exchange.has_gradients()}
+                self._given |= {
+                    exchange for exchange in self._exchanges if exchange.has_gradients()
+                }
                 if part.origin is None or not queue or queue[0].origin is not part.origin:
                     self._settle()
                 continue
             if not any(exchange.held.final is not None for exchange in self._exchanges):
-                part.origin = part  # gradients that become final from now on are so for this part's rows alone
+                # gradients that become final from now on are so for this part's rows alone
+                part.origin = part
             self._retreat(part)
             part.computed, part.error = False, ""
             queue.appendleft(part)
         self._exchanges = []
 
-    def _turn(self, part: Part, unsynced: Sequence[Any], device: torch.device | None) -> Iterator[Part]:
+    def _turn(
+        self, part: Part, unsynced: Sequence[Any], device: torch.device | None
+    ) -> Iterator[Part]:
         batch, self._opened, self._ended = part.batch, False, False
         self._state = PassState(self._exchanges, self._constant)
         part.passes, self._part, self._before = self, part, count_foreign()
@@ -183,12 +198,16 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """A loss goes backward; unless the part was opened for it, what it gives can't be undone."""
+        """A loss goes backward; unless the part was opened for it, what it gives can't be
+        undone.
+        """
         self._ended |= not self._opened
 
     def _least(self) -> int:
         """Rows that a pass must have; BatchNorm takes no statistics of one."""
-        return 1 + any(each.training for exchange in self._exchanges for each in exchange.normalizers)
+        return 1 + any(
+            each.training for exchange in self._exchanges for each in exchange.normalizers
+        )
 
     def _settle(self) -> None:
         self.limit.settle()
@@ -198,7 +217,9 @@ class Passes:
             self._constant |= self._state.unchanged()
 
     def catch(self, error: BaseException) -> str:
-        """The error as text if its pass can be computed again: memory ran out, and no backward pass has ended."""
+        """The error as text if its pass can be computed again: memory ran out, and no backward pass
+        has ended.
+        """
         if not is_out_of_memory(error) or self._ended:
             return ""
         if not self._exchanges and self._part is not None:
@@ -229,18 +250,26 @@ class Passes:
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def _look_for_meetings(self, part: Part) -> None:
-        """Note that the loop has met other ranks in this pass; DeviceError if it is a piece of the plan's pass."""
+        """Note that the loop has met other ranks in this pass; DeviceError if it is a piece of the
+        plan's pass.
+        """
         if count_foreign() == self._before:
             return
         self.meets = True
         if part.rows < part.planned and not part.error:
-            raise self._meeting(f"takes {part.rows} rows at once of a pass of {part.planned}, as memory was short")
+            raise self._meeting(
+                f"takes {part.rows} rows at once of a pass of {part.planned}, as memory was short"
+            )
 
     def _meeting(self, seen: str) -> DeviceError:
         return DeviceError(
-            f"Rank {self._rank} {seen}, and the loop meets other ranks in a pass, by torch.distributed or in a layer:"
+            f"Rank {self._rank} {seen}, and the loop meets other ranks in a pass, by "
+            f"torch.distributed or in a layer:"
             " they would wait for each other.",
-            "Gather figures after the step, or make a plan with smaller passes: evener balance --micro.",
+            (
+                "Gather figures after the step, or make a plan with smaller passes: evener "
+                "balance --micro."
+            ),
         )
 
     def _check_sum(self, part: Part) -> None:
@@ -252,11 +281,17 @@ class Passes:
                 self.check(part, rows)
             except RequestError as error:
                 if count_foreign() != self._before:
-                    raise self._meeting(f"ran out of memory in a pass of {part.rows} rows") from None
+                    raise self._meeting(
+                        f"ran out of memory in a pass of {part.rows} rows"
+                    ) from None
                 raise DeviceError(
-                    f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and smaller passes would learn"
+                    f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and "
+                    f"smaller passes would learn"
                     f" something else. {error.message}",
-                    "Take a smaller global batch, or a loss that is a mean over rows, or over what count= counts.",
+                    (
+                        "Take a smaller global batch, or a loss that is a mean over rows, or over "
+                        "what count= counts."
+                    ),
                 ) from None
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -267,9 +302,11 @@ class Passes:
                 self.checked = True
                 return
         raise DeviceError(
-            f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and there is no memory left to check"
+            f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and there is "
+            f"no memory left to check"
             " whether smaller passes learn the same.",
-            "Make a plan with smaller passes (evener balance --micro), or in a loop of your own call"
+            "Make a plan with smaller passes (evener balance --micro), or in a loop of your "
+            "own call"
             " split.check(loader, ...) before the first step.",
         )
 
@@ -284,25 +321,37 @@ class PassState:
         self._statistics = {id(buffer) for each in normalizers for buffer in each.buffers()}
         buffers = [each for exchange in exchanges for each in exchange.buffers.all()]
         self._buffers = [
-            (each, each._version, None if id(each) in constant else each.detach().clone()) for each in buffers
+            (each, each._version, None if id(each) in constant else each.detach().clone())
+            for each in buffers
         ]
 
     def unchanged(self) -> set[int]:
-        """The buffers that are as they were, by id; BatchNorm changes its own behind PyTorch's count of versions."""
-        same = {id(each) for each, _, copied in self._buffers if copied is not None and torch.equal(each, copied)}
+        """The buffers that are as they were, by id; BatchNorm changes its own behind PyTorch's
+        count of versions.
+        """
+        same = {
+            id(each)
+            for each, _, copied in self._buffers
+            if copied is not None and torch.equal(each, copied)
+        }
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if rows depend on random draws, or on one another, as far as the forward pass shows."""
+        """True if rows depend on random draws, or on one another, as far as the forward pass
+        shows.
+        """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 
     def restore(self) -> None:
         """Put random numbers and buffers back as they were before the pass."""
         self._numbers.restore()
-        if any(copied is None and each._version != version for each, version, copied in self._buffers):
+        if any(
+            copied is None and each._version != version for each, version, copied in self._buffers
+        ):
             raise DeviceError(
-                "Memory ran out in a pass that changed a buffer for the first time, and it can't be put back.",
+                "Memory ran out in a pass that changed a buffer for the first time, and it "
+                "can't be put back.",
                 "Train on from the last checkpoint.",
             )
         with torch.no_grad():

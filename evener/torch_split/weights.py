@@ -1,4 +1,6 @@
-"""The gradient weights of the batch that each forward pass computes, from the loader's step to the backward pass."""
+"""The gradient weights of the batch that each forward pass computes, from the loader's step to the
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ NUMBERS = 4  # of batches that ranks tell apart: their sum over 64 ranks is exac
 class BatchWeights(BatchTracker):
     """The rows and weight of one rank in the batch that it computes, by the `shares` in force.
 
-    `weigh` says who applies the weight: the sum of gradients; `scale`, to a loss; or a trainer's adapter. `timer` is
-    marked when a step's last gradient is there.
+    `weigh` says who applies the weight: the sum of gradients; `scale`, to a loss; or a trainer's
+    adapter. `timer` is marked when a step's last gradient is there.
     """
 
-    def __init__(self, shares: RankShares, weigh: Weigh, timer: StepTimer, noise: NoiseSampler | None) -> None:
+    def __init__(
+        self, shares: RankShares, weigh: Weigh, timer: StepTimer, noise: NoiseSampler | None
+    ) -> None:
         super().__init__()
         self.shares, self.weigh = shares, weigh
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
@@ -44,14 +48,18 @@ class BatchWeights(BatchTracker):
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
         self.is_loops = False  # the loss of the newest batch: the split has no part in it so far
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
-        self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
+        self._alone: weakref.WeakKeyDictionary[Any, Exchange] = (
+            weakref.WeakKeyDictionary()
+        )  # where no others train
         self.noise = noise  # of the one model that is trained
         self.in_pass = False  # of a trainer's, where shares take several
         self.equal_passes = False  # ranks meet in each pass of a sharded model
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = shares.rank
         self.timer = timer
-        self._scaled_pass: int | None = None  # the backward pass in which a scaled loss was seen last
+        self._scaled_pass: int | None = (
+            None  # the backward pass in which a scaled loss was seen last
+        )
 
     @property
     def by_loss(self) -> bool:
@@ -60,7 +68,9 @@ class BatchWeights(BatchTracker):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of all ranks in the current batch; after an epoch, in its last; before the first, in a full one."""
+        """The rows of all ranks in the current batch; after an epoch, in its last; before the
+        first, in a full one.
+        """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
 
@@ -70,7 +80,9 @@ class BatchWeights(BatchTracker):
         return gradient_weight(self.sizes, self._rank)
 
     def take_on(self, model: Any) -> list[Exchange]:
-        """Sum the gradients of a trainer's model from now on: its exchange, or none where another library sums them."""
+        """Sum the gradients of a trainer's model from now on: its exchange, or none where another
+        library sums them.
+        """
         if self.shares.world == 1:
             return [self._exchange_alone(model)]
         wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -92,12 +104,16 @@ class BatchWeights(BatchTracker):
         self.follow(model, device)
 
     def attach(self, model: Any, exchange: Exchange | None) -> None:
-        """Weigh what the exchange of a wrapped model sums; where losses are weighted, it takes their mean."""
+        """Weigh what the exchange of a wrapped model sums; where losses are weighted, it takes
+        their mean.
+        """
         self.models.add(model)
         if exchange is None:
             self.timer.has_own_work = False  # nothing says when its gradients are ready
             if self.noise is not None:
-                raise refuse_noise("DistributedDataParallel's communication hook or mixed_precision")
+                raise refuse_noise(
+                    "DistributedDataParallel's communication hook or mixed_precision"
+                )
             return
         self._sample(exchange)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
@@ -107,14 +123,17 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _sample(self, exchange: Exchange) -> None:
-        """Take the noise scale of this model's gradients, if it is wanted; the model may have been wrapped before."""
+        """Take the noise scale of this model's gradients, if it is wanted; the model may have been
+        wrapped before.
+        """
         if self.noise is None:
             return
         own = set(map(id, exchange.parameters))
         for other in (*self._exchanges, *self._alone.values()):
             if other.noise is not None and own.isdisjoint(map(id, other.parameters)):
                 raise RequestError(
-                    "Two models are trained, and a noise scale is of one.", "Leave noise out, or wrap one model."
+                    "Two models are trained, and a noise scale is of one.",
+                    "Leave noise out, or wrap one model.",
                 )
             other.noise = None
         self.noise.attach(exchange)
@@ -133,13 +152,19 @@ class BatchWeights(BatchTracker):
         if self.noise is not None and self.shares.world == 1:
             self._exchange_alone(model)
 
-    def _begin_backward(self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any) -> None:
-        """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in the same pass."""
+    def _begin_backward(
+        self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
+    ) -> None:
+        """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in
+        the same pass.
+        """
         if isinstance(batch, RequestError):
             raise batch
         if batch is None:
             return
-        exchange.number = batch.origin.batches[-1].number % NUMBERS  # of the newest, which doesn't depend on addresses
+        exchange.number = (
+            batch.origin.batches[-1].number % NUMBERS
+        )  # of the newest, which doesn't depend on addresses
         if exchange.noise is not None:
             exchange.noise.note(batch)
         if self.weigh == "loss" and self._scaled_pass != torch._C._current_graph_task_id():
@@ -148,8 +173,10 @@ class BatchWeights(BatchTracker):
             return
         if before is not batch and before is not None and not before.mixes_with(batch):
             raise RequestError(
-                "One backward pass mixes two batches that weigh differently, in this step or at the end of an epoch.",
-                "Call backward() for each batch by itself, or use drop_last=True in each split.loader, and no"
+                "One backward pass mixes two batches that weigh differently, in this step or "
+                "at the end of an epoch.",
+                "Call backward() for each batch by itself, or use drop_last=True in each "
+                "split.loader, and no"
                 " rebalance=True.",
             )
         exchange.weigh(gradient_weight(batch.sizes, self._rank))
@@ -159,7 +186,8 @@ class BatchWeights(BatchTracker):
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
             raise RequestError(
-                "split.parts is for a loop of your own: Lightning's strategy takes the passes itself.",
+                "split.parts is for a loop of your own: Lightning's strategy takes the passes "
+                "itself.",
                 "Compute all of the batch in training_step.",
             )
         self.is_loops = False
@@ -167,14 +195,18 @@ class BatchWeights(BatchTracker):
         return self.in_parts
 
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
-        """The models that exchange the batch's gradients: those given, else all that are wrapped."""
+        """The models that exchange the batch's gradients: those given, else all that are
+        wrapped.
+        """
         models, dealt = list(self.models if given is None else given), batch.origin.dealt
         if self.shares.world == 1 or not (self.shares.in_passes or dealt):
             return models
         if any(map(is_sharded, models)) and (dealt or len(set(self._count_passes(batch))) > 1):
             raise RequestError(
-                "FSDP gathers weights in each pass, and the ranks have different numbers of passes in this batch.",
-                "Use DistributedDataParallel, or a plan without passes (evener balance --micro off) and no lengths; if"
+                "FSDP gathers weights in each pass, and the ranks have different numbers of "
+                "passes in this batch.",
+                "Use DistributedDataParallel, or a plan without passes (evener balance "
+                "--micro off) and no lengths; if"
                 " only the last batch is short, drop_last=True.",
             )
         for model in models if dealt else ():
@@ -194,21 +226,28 @@ class BatchWeights(BatchTracker):
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
         """The passes that each rank needs of this batch, whose rows aren't dealt."""
-        return [max(1, count_passes(*each)) for each in zip(batch.sizes, self.shares.micros, strict=True)]
+        return [
+            max(1, count_passes(*each))
+            for each in zip(batch.sizes, self.shares.micros, strict=True)
+        ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """The passes that all ranks take of a sharded model's batch: the most that one needs; 0 for other models."""
+        """The passes that all ranks take of a sharded model's batch: the most that one needs; 0 for
+        other models.
+        """
         if not self.equal_passes:
             return 0
         if batch.origin.dealt:
             raise RequestError(
-                "Ranks meet in each unit of a sharded model, and rows dealt by length take unequal numbers of passes.",
+                "Ranks meet in each unit of a sharded model, and rows dealt by length take "
+                "unequal numbers of passes.",
                 "Leave lengths out.",
             )
         return max(self._count_passes(batch))
 
     def refuse_in_parts(self, name: str) -> None:
-        """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever.
+        """RequestError while parts are computed: the ranks have different numbers of passes, and
+        would wait forever.
 
         WholeBatchLoss where a loss that is checked needs no check.
         """
@@ -217,9 +256,11 @@ class BatchWeights(BatchTracker):
             raise WholeBatchLoss
         if self.in_parts is not None or self.in_pass:
             raise RequestError(
-                f"split.{name} can't be called inside split.parts, or training_step where shares take several passes:"
+                f"split.{name} can't be called inside split.parts, or training_step where "
+                f"shares take several passes:"
                 " it is of a whole batch, and ranks wait for each other in it.",
-                "Call it after the last part; part.backward(loss) weighs a loss, count= (of split.parts or"
+                "Call it after the last part; part.backward(loss) weighs a loss, count= (of "
+                "split.parts or"
                 " split.strategy) a mean that isn't over rows.",
             )
 
@@ -233,7 +274,9 @@ class BatchWeights(BatchTracker):
             self._checking = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """The batch that a wrapped model computes now, whose sizes its gradients count by; or why none can be."""
+        """The batch that a wrapped model computes now, whose sizes its gradients count by; or why
+        none can be.
+        """
         if self._checking:
             return None
         if not torch.is_grad_enabled():
@@ -252,20 +295,27 @@ class BatchWeights(BatchTracker):
         except RequestError as error:
             if model.training:
                 raise
-            # a model that only predicts has no backward pass to be refused; a traceback would keep the model alive
+            # a model that only predicts has no backward pass to be refused; a traceback would keep
+            # the model alive
             return error.with_traceback(None)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
         batch = self.find(inputs, training)
         if batch is None:
             raise RequestError(
-                "The model computes gradients, but no batch of split.loader is in hand to weigh them by.",
-                "Take batches from split.loader(...), or say split.begin(rows of each rank) before.",
+                "The model computes gradients, but no batch of split.loader is in hand to "
+                "weigh them by.",
+                (
+                    "Take batches from split.loader(...), or say split.begin(rows of each rank) "
+                    "before."
+                ),
             )
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """The mean loss of this rank's rows, weighted so that the mean over ranks is the mean over the batch."""
+        """The mean loss of this rank's rows, weighted so that the mean over ranks is the mean over
+        the batch.
+        """
         if self.current is not None and not self.current.used:
             self.find((), training=True)  # refuses if several are in use
         scaled = loss * (self.shares.world * self.weight)
@@ -283,21 +333,31 @@ class BatchWeights(BatchTracker):
         missing = sum(id(each) not in exchanged for each in parameters)
         if missing == len(parameters):
             raise RequestError(
-                "The optimizer trains a model whose gradients aren't weighted: the ranks would learn something else.",
-                "Write model = split.wrap(model) (after accelerate, split.wrap(accelerator.prepare(model)); of a copy,"
-                " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') and split.scale(loss); in"
+                "The optimizer trains a model whose gradients aren't weighted: the ranks "
+                "would learn something else.",
+                "Write model = split.wrap(model) (after accelerate, "
+                "split.wrap(accelerator.prepare(model)); of a copy,"
+                " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') "
+                "and split.scale(loss); in"
                 " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
             )
         if missing:
             raise RequestError(
-                f"Of {len(parameters)} parameters that the optimizer trains, {missing} weren't in the model when"
+                f"Of {len(parameters)} parameters that the optimizer trains, {missing} "
+                f"weren't in the model when"
                 " split.wrap was called, so their gradients aren't exchanged.",
-                "Add and unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
+                (
+                    "Add and unfreeze layers before split.wrap, or wrap again: model = "
+                    "split.wrap(model.module)."
+                ),
             )
         if not all(exchanged[id(each)] for each in parameters):
             raise RequestError(
                 "The gradients were never exchanged with the other ranks.",
-                "Call split.wrap's model, not model.module, end windows without no_sync, and step after backward().",
+                (
+                    "Call split.wrap's model, not model.module, end windows without no_sync, and "
+                    "step after backward()."
+                ),
             )
 
     def _parts_missing(self) -> RequestError:
@@ -305,9 +365,11 @@ class BatchWeights(BatchTracker):
         passes = list(map(count_passes, rows, self.shares.micros))
         rank = passes.index(max(passes))
         return RequestError(
-            f"The plan has rank {rank} compute its {rows[rank]} rows in {passes[rank]} passes, but this loop"
+            f"The plan has rank {rank} compute its {rows[rank]} rows in {passes[rank]} "
+            f"passes, but this loop"
             " computes a batch at once.",
-            "Write for part in split.parts(batch): and part.backward(loss), or make a plan with evener balance --micro"
+            "Write for part in split.parts(batch): and part.backward(loss), or make a plan "
+            "with evener balance --micro"
             " off.",
         )
 
@@ -317,6 +379,7 @@ class BatchWeights(BatchTracker):
 
 def _scale_forgotten() -> RequestError:
     return RequestError(
-        "With weigh='loss' a loss was not scaled, so its gradients would be the plain mean over ranks.",
+        "With weigh='loss' a loss was not scaled, so its gradients would be the plain mean "
+        "over ranks.",
         "Write split.scale(loss).backward().",
     )

@@ -1,4 +1,6 @@
-"""The dealing of a global batch's rows of unequal length: which rank computes which, and in which passes."""
+"""The dealing of a global batch's rows of unequal length: which rank computes which, and in which
+passes.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,17 @@ from ..shares.whole_rows import apportion, bounds, split_passes
 _NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer
 _LIMITS = 7  # seconds in which blocks are tried to end; the first exceeds the bound by this part:
 _MARGIN = 0.04
-_DEARER = (2, 4)  # prices of a further pass, in its fixed seconds: several ranks may open one for the same run
+_DEARER = (
+    2,
+    4,
+)  # prices of a further pass, in its fixed seconds: several ranks may open one for the same run
 _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks
 
 
 class Hands:
-    """The passes of each rank so far, as rows of the sorted batch, and the seconds that they take together."""
+    """The passes of each rank so far, as rows of the sorted batch, and the seconds that they take
+    together.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -29,9 +36,13 @@ class Hands:
 
 
 class DealWays:
-    """Ways to deal rows of these `lengths`, longest first; without `saves_padding`, in as few passes as can be."""
+    """Ways to deal rows of these `lengths`, longest first; without `saves_padding`, in as few
+    passes as can be.
+    """
 
-    def __init__(self, lengths: Sequence[int], ranks: Sequence[RankCost], saves_padding: bool) -> None:
+    def __init__(
+        self, lengths: Sequence[int], ranks: Sequence[RankCost], saves_padding: bool
+    ) -> None:
         self._lengths = lengths
         self._ranks = ranks
         self._fixed = [each.cost.fixed_s for each in ranks]
@@ -42,13 +53,17 @@ class DealWays:
         self._best_cut = self._cut(1)
 
     def least_seconds(self) -> float:
-        """A bound that no way can beat, if the ranks differ in speed only and a batch has few lengths; else nearly so.
+        """A bound that no way can beat, if the ranks differ in speed only and a batch has few
+        lengths; else nearly so.
 
-        The larger of (the least cost of the batch / the sum of speeds) and (the longest row on the fastest rank). The
-        least cost is that of the best cuts on one device: any way to deal is also a way to cut.
+        The larger of (the least cost of the batch / the sum of speeds) and (the longest row on the
+        fastest rank). The least cost is that of the best cuts on one device: any way to deal is
+        also a way to cut.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
-        longest = min(fixed + seconds[0] for fixed, seconds in zip(self._fixed, self._seconds, strict=True))
+        longest = min(
+            fixed + seconds[0] for fixed, seconds in zip(self._fixed, self._seconds, strict=True)
+        )
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
@@ -85,10 +100,12 @@ class DealWays:
                 yield self._cut(price)
 
     def _cut(self, price: float) -> list[int]:
-        """The ends of the runs that cost one device the least if a pass takes `price` times its fixed seconds.
+        """The ends of the runs that cost one device the least if a pass takes `price` times its
+        fixed seconds.
 
-        For each start of the last run, the cost of the rows up to a stop is a line over the stops, and the later the
-        start, the flatter the line. So the lowest line is found by walking on, and lines that are never lowest go.
+        For each start of the last run, the cost of the rows up to a stop is a line over the stops,
+        and the later the start, the flatter the line. So the lowest line is found by walking on,
+        and lines that are never lowest go.
         """
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
@@ -99,7 +116,9 @@ class DealWays:
             while len(lines) > lowest + 1 and _is_never_lowest(lines[-2], lines[-1], line):
                 lines.pop()
             lines.append(line)
-            while lowest + 1 < len(lines) and _at(lines[lowest + 1], stop) <= _at(lines[lowest], stop):
+            while lowest + 1 < len(lines) and _at(lines[lowest + 1], stop) <= _at(
+                lines[lowest], stop
+            ):
                 lowest += 1
             least, before[stop] = _at(lines[lowest], stop), lines[lowest][2]
             start = stop
@@ -109,7 +128,9 @@ class DealWays:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """The places where the batch may be cut, its end last: where rows get shorter by a part of their length."""
+        """The places where the batch may be cut, its end last: where rows get shorter by a part of
+        their length.
+        """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
             if length <= next_length and row:
@@ -118,7 +139,9 @@ class DealWays:
         yield len(self._lengths)
 
     def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
-        """The first rows as one block for each rank, ending as early as can be; None where a row doesn't fit."""
+        """The first rows as one block for each rank, ending as early as can be; None where a row
+        doesn't fit.
+        """
         if not rows:
             return Hands(len(self._ranks))
         low = 1 / sum(1 / each for each in self._seconds_alone(stops, rows))
@@ -133,7 +156,9 @@ class DealWays:
         return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """Blocks laid one after the other, each as large as it can be by `limit` seconds; None if rows are left."""
+        """Blocks laid one after the other, each as large as it can be by `limit` seconds; None if
+        rows are left.
+        """
         hands, row, run = Hands(len(self._ranks)), 0, 0
         for rank in self._by_speed:
             fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
@@ -154,12 +179,16 @@ class DealWays:
         return hands if row == rows else None
 
     def _deal_run(self, hands: Hands, start: int, stop: int) -> None:
-        """Deal the rows of one run, each to the rank that would be done first; a rank's first one begins a pass."""
+        """Deal the rows of one run, each to the rank that would be done first; a rank's first one
+        begins a pass.
+        """
         finish, passes, fixed, seconds = hands.finish, hands.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
         each = [own[start] for own in seconds]
-        done = [self._opened(rank, start, finish[rank]) for rank in range(len(finish))]  # with one more row
+        done = [
+            self._opened(rank, start, finish[rank]) for rank in range(len(finish))
+        ]  # with one more row
         for row in range(start, stop):
             rank = done.index(min(done))
             if space[rank]:
@@ -172,7 +201,9 @@ class DealWays:
                 passes[rank].append(opened[rank])
                 space[rank] = self._ranks[rank].most_rows(self._lengths[row])
             space[rank] -= 1
-            done[rank] = finish[rank] + each[rank] if space[rank] else self._opened(rank, row, finish[rank])
+            done[rank] = (
+                finish[rank] + each[rank] if space[rank] else self._opened(rank, row, finish[rank])
+            )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
         """The end of a pass that the rank begins with the row; infinite if it can't hold it."""
@@ -189,17 +220,25 @@ def _at(line: _Line, stop: int) -> float:
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
     """True if one of its neighbours is below a line everywhere."""
-    return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (steeper[0] - flatter[0])
+    return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
+        steeper[0] - flatter[0]
+    )
 
 
-CLOSE_ENOUGH = 0.005  # over the lower bound, and this for each rank: no further way to deal is tried
+CLOSE_ENOUGH = (
+    0.005  # over the lower bound, and this for each rank: no further way to deal is tried
+)
 CLOSE_PER_RANK = 0.0025
 
-Passes = tuple[tuple[tuple[int, ...], ...], ...]  # of each rank, the places in the batch of each pass's rows
+Passes = tuple[
+    tuple[tuple[int, ...], ...], ...
+]  # of each rank, the places in the batch of each pass's rows
 
 
 class Deal(msgspec.Struct, frozen=True):
-    """The passes of each rank; their seconds by the costs, and their tokens without and with padding, rank by rank."""
+    """The passes of each rank; their seconds by the costs, and their tokens without and with
+    padding, rank by rank.
+    """
 
     passes: Passes
     seconds: tuple[float, ...]
@@ -218,17 +257,21 @@ class Deal(msgspec.Struct, frozen=True):
 
 
 class Dealer(msgspec.Struct, frozen=True):
-    """Deals the rows of global batches to ranks; the same on every rank, as it depends on the lengths only."""
+    """Deals the rows of global batches to ranks; the same on every rank, as it depends on the
+    lengths only.
+    """
 
     ranks: tuple[RankCost, ...]
     ratios: tuple[float, ...]  # of rows to ranks where all rows are equally long
     saves_padding: bool = True  # in further passes; else there are only those that limits ask for
 
     def deal(self, lengths: Sequence[int]) -> Deal:
-        """Deal rows of these `lengths` for equal predicted finish times, each rank a row if there are enough.
+        """Deal rows of these `lengths` for equal predicted finish times, each rank a row if there
+        are enough.
 
-        Rows that are all equally long are dealt in their order, by the ratios, as they are without lengths. A pass
-        costs its rows times its longest, so the others are sorted, and a rank's pass has rows of like length.
+        Rows that are all equally long are dealt in their order, by the ratios, as they are without
+        lengths. A pass costs its rows times its longest, so the others are sorted, and a rank's
+        pass has rows of like length.
         """
         if min(lengths) == max(lengths):
             return self._make(self._deal_equal(len(lengths), lengths[0]), lengths)
@@ -240,47 +283,64 @@ class Dealer(msgspec.Struct, frozen=True):
             best = min(best, hands, key=lambda each: max(each.finish))
         passes = [[list(each) for each in own] for own in best.passes]
         _give_each_a_row(passes)
-        dealt = (tuple(tuple(sorted(map(order.__getitem__, each))) for each in own) for own in passes)
+        dealt = (
+            tuple(tuple(sorted(map(order.__getitem__, each))) for each in own) for own in passes
+        )
         return self._make(tuple(dealt), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
-        """RequestError unless there is a length for each of the data's `rows`, and a rank that can hold each row."""
+        """RequestError unless there is a length for each of the data's `rows`, and a rank that can
+        hold each row.
+        """
         if len(lengths) != rows:
             raise RequestError(
-                f"There are {len(lengths)} lengths for {rows} rows of data.", "Give one for each row, in their order."
+                f"There are {len(lengths)} lengths for {rows} rows of data.",
+                "Give one for each row, in their order.",
             )
         shortest, longest = min(lengths), max(lengths)
         if shortest < 0:
             raise RequestError(
-                f"Row {lengths.index(shortest)} has length {shortest}.", "A length is tokens, 0 or more."
+                f"Row {lengths.index(shortest)} has length {shortest}.",
+                "A length is tokens, 0 or more.",
             )
         if not any(rank.most_rows(longest) for rank in self.ranks):
             raise RequestError(
-                f"Row {lengths.index(longest)} has {longest} tokens, and no device of the plan holds more than"
+                f"Row {lengths.index(longest)} has {longest} tokens, and no device of the "
+                f"plan holds more than"
                 f" {max(rank.tokens for rank in self.ranks)} in a pass.",
                 "Cut such rows or leave them out, or make a plan on a device with more memory.",
             )
 
     def _deal_equal(self, rows: int, length: int) -> Passes:
         dealt = []
-        for rank, (first, last) in zip(self.ranks, bounds(apportion(rows, self.ratios)), strict=True):
-            sizes = split_passes(last - first, max(1, int(min(rank.most_rows(length), last - first))))
-            dealt.append(tuple(tuple(range(first + start, first + stop)) for start, stop in bounds(sizes)))
+        for rank, (first, last) in zip(
+            self.ranks, bounds(apportion(rows, self.ratios)), strict=True
+        ):
+            sizes = split_passes(
+                last - first, max(1, int(min(rank.most_rows(length), last - first)))
+            )
+            dealt.append(
+                tuple(tuple(range(first + start, first + stop)) for start, stop in bounds(sizes))
+            )
         return tuple(dealt)
 
     def _make(self, passes: Passes, lengths: Sequence[int]) -> Deal:
         cut = [[(len(each), max(map(lengths.__getitem__, each))) for each in own] for own in passes]
-        seconds = (sum(rank.cost.seconds(*each) for each in own) for rank, own in zip(self.ranks, cut, strict=True))
+        seconds = (
+            sum(rank.cost.seconds(*each) for each in own)
+            for rank, own in zip(self.ranks, cut, strict=True)
+        )
         tokens = (sum(sum(map(lengths.__getitem__, each)) for each in own) for own in passes)
         padded = (sum(rows * length for rows, length in own) for own in cut)
         return Deal(passes, tuple(seconds), tuple(tokens), tuple(padded))
 
 
 def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:
-    """A dealer by the costs of a plan's shares, or by its rows: `batches` of each rank, in passes of up to `micros`.
+    """A dealer by the costs of a plan's shares, or by its rows: `batches` of each rank, in passes
+    of up to `micros`.
 
-    Without costs, a token takes a rank as long as its rows of a full batch say, whatever the row's length, and a rank
-    takes no more passes than it has to, as nothing says what one costs.
+    Without costs, a token takes a rank as long as its rows of a full batch say, whatever the row's
+    length, and a rank takes no more passes than it has to, as nothing says what one costs.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]

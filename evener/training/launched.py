@@ -11,27 +11,35 @@ from contextlib import suppress
 from types import TracebackType
 
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
-REPLACED_PLAN = "EVENER_REPLACED_PLAN"  # the file that was launched, where PLAN is one for the devices that are left
+# the file that was launched, where PLAN is one for the devices that are left
+REPLACED_PLAN = "EVENER_REPLACED_PLAN"
 RUN = "EVENER_RUN"  # the name under which a training may keep a journal
 RESTART = "EVENER_RESTART"  # why the launcher has started it again
 PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener run
-PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"  # JSON of its words, where evener run --balance measures its trainer
+PROGRAM_COMMAND = (
+    "EVENER_PROGRAM_COMMAND"  # JSON of its words, where evener run --balance measures its trainer
+)
 
-ONE_PROCESS = "EVENER_ONE_PROCESS"  # set where one process trains on all devices, and there may be one for each
+# set where one process trains on all devices, and there may be one for each
+ONE_PROCESS = "EVENER_ONE_PROCESS"
 WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
 
 
 def ask_for_processes(why: str) -> None:
-    """End this process in a line, if evener launch will start one for each device instead; else nothing."""
+    """End this process in a line, if evener launch will start one for each device instead; else
+    nothing.
+    """
     if os.environ.get(ONE_PROCESS):
         print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
         raise SystemExit(WANTS_PROCESSES)
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """The plan's file with which evener launch started this process, or the one that the script names.
+    """The plan's file with which evener launch started this process, or the one that the script
+    names.
 
-    Where devices were lost and the script names the plan that was launched, it is the one for those that are left.
+    Where devices were lost and the script names the plan that was launched, it is the one for those
+    that are left.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
@@ -42,7 +50,9 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 
 
 def launched_device() -> str:
-    """The plan's name of the device that this process was started on; empty if evener launch didn't start it."""
+    """The plan's name of the device that this process was started on; empty if evener launch didn't
+    start it.
+    """
     return os.environ.get(DEVICE, "")
 
 
@@ -52,12 +62,16 @@ def launched_run() -> str:
 
 
 def restart_reason() -> str:
-    """The reason why evener launch has started this training again; empty if it is the first start."""
+    """The reason why evener launch has started this training again; empty if it is the first
+    start.
+    """
     return os.environ.get(RESTART, "")
 
 
 def find_host(hosts: Iterable[str]) -> str:
-    """This machine among a plan's hosts, by EVENER_HOST, its name or its addresses; empty if none or unclear."""
+    """This machine among a plan's hosts, by EVENER_HOST, its name or its addresses; empty if none
+    or unclear.
+    """
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:
         return os.environ.get(HOST, "") if names else ""
@@ -67,7 +81,9 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def _is_here(name: str) -> bool:
-    """True if a name or an address leads to this machine: only then can a socket have it as its own."""
+    """True if a name or an address leads to this machine: only then can a socket have it as its
+    own.
+    """
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)
@@ -84,7 +100,9 @@ def resolve(
     return []
 
 
-_FAILED = re.compile(r"(CUDA|HIP) (driver )?error|unhandled cuda error|Cuda failure|CUDNN_STATUS_EXECUTION_FAILED")
+_FAILED = re.compile(
+    r"(CUDA|HIP) (driver )?error|unhandled cuda error|Cuda failure|CUDNN_STATUS_EXECUTION_FAILED"
+)
 _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
@@ -100,7 +118,9 @@ def is_device_error(error: BaseException) -> bool:
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 
 
-def _end_process(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end_process(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     sys.__excepthook__(kind, error, trace)
     if is_device_error(error):
         sys.stdout.flush()

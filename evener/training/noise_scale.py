@@ -1,8 +1,9 @@
-"""The noise scale of a training's gradient, from squared norms: at how many rows a batch stops being worth its rows.
+"""The noise scale of a training's gradient, from squared norms: at how many rows a batch stops
+being worth its rows.
 
-A gradient of n rows is the true one, G, plus noise of variance tr(S) / n, where S is the covariance of one row's
-gradient. The noise scale is tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162): a step of B rows gains
-B / (B + noise scale) of what a step of endless rows would.
+A gradient of n rows is the true one, G, plus noise of variance tr(S) / n, where S is the covariance
+of one row's gradient. The noise scale is tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv
+1812.06162): a step of B rows gains B / (B + noise scale) of what a step of endless rows would.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
 
 
 class Sample(NamedTuple):
-    """Two unbiased estimates of one step; their ratio is none, so both are averaged over steps first."""
+    """Two unbiased estimates of one step; their ratio is none, so both are averaged over steps
+    first.
+    """
 
     noise: float  # tr(S): variance of one row's gradient, added up over parameters
     signal: float  # |G|^2; of few rows it may be below 0
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
-    """A noise scale with its 95 % interval, in rows; `high` is ENDLESS where the batch is too small to bound it."""
+    """A noise scale with its 95 % interval, in rows; `high` is ENDLESS where the batch is too small
+    to bound it.
+    """
 
     rows: Rows  # ENDLESS where no signal was seen
     low: Rows
@@ -48,9 +53,9 @@ class NoiseScale(msgspec.Struct, frozen=True):
 def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     """Noise and signal of one step whose parts have `sizes` rows, of which two or more aren't 0.
 
-    `weighted` is sum_i n_i |g_i|^2, g_i the mean gradient of part i, and `whole` is |g|^2 of the batch's mean gradient.
-    Analysis of variance: between parts, sum_i n_i |g_i - g|^2 / (K - 1) has the mean tr(S), whatever the sizes and G.
-    ValueError for fewer parts.
+    `weighted` is sum_i n_i |g_i|^2, g_i the mean gradient of part i, and `whole` is |g|^2 of the
+    batch's mean gradient. Analysis of variance: between parts, sum_i n_i |g_i - g|^2 / (K - 1) has
+    the mean tr(S), whatever the sizes and G. ValueError for fewer parts.
     """
     parts, rows = sum(size > 0 for size in sizes), sum(sizes)
     if parts < 2:
@@ -60,7 +65,9 @@ def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
 
 
 def worth(batch: int, noise_scale: float) -> float:
-    """The part of its rows' worth, 0 to 1, that a batch has beside batches that are far below the noise scale."""
+    """The part of its rows' worth, 0 to 1, that a batch has beside batches that are far below the
+    noise scale.
+    """
     return noise_scale / (noise_scale + batch)
 
 
@@ -70,14 +77,18 @@ def extra_rows(batch: int, other: int, noise_scale: float) -> float:
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """The factor for SGD's rate from `batch` rows a step to `other`: AdaScale's (arXiv 2007.05105)."""
+    """The factor for SGD's rate from `batch` rows a step to `other`: AdaScale's (arXiv
+    2007.05105).
+    """
     return other / batch / extra_rows(batch, other, noise_scale)
 
 
 class NoiseWindow:
-    """Averages noise and signal over the last samples; older ones count less, by `kept` for each block since.
+    """Averages noise and signal over the last samples; older ones count less, by `kept` for each
+    block since.
 
-    The weights are divided by their sum, so the first samples count in full. With `kept` of 1 all samples count alike.
+    The weights are divided by their sum, so the first samples count in full. With `kept` of 1 all
+    samples count alike.
     """
 
     def __init__(self, kept: float = KEPT) -> None:
@@ -88,7 +99,9 @@ class NoiseWindow:
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Take a step's sample; one that isn't finite, as of a step that overflowed, is left out."""
+        """Take a step's sample; one that isn't finite, as of a step that overflowed, is left
+        out.
+        """
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1
@@ -115,11 +128,13 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
     return math.fsum(map(mul, weights, values)) / math.fsum(weights)
 
 
-def _interval(weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]) -> tuple[float, float]:
+def _interval(
+    weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
+) -> tuple[float, float]:
     """The 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
 
-    A ratio r is in it if mean(noise) - r * mean(signal) is not surely different from 0. Where the signal isn't surely
-    above 0 the interval has no upper end.
+    A ratio r is in it if mean(noise) - r * mean(signal) is not surely different from 0. Where the
+    signal isn't surely above 0 the interval has no upper end.
     """
     a, b = _mean(weights, noise), _mean(weights, signal)
     parts = [weight / math.fsum(weights) for weight in weights]
@@ -145,16 +160,23 @@ def _interval(weights: Sequence[float], noise: Sequence[float], signal: Sequence
 
 
 def _student(freedom: float) -> float:
-    """Two-sided 95 % quantile of Student's t, by Cornish and Fisher; within 2 % from 4 degrees of freedom on."""
+    """Two-sided 95 % quantile of Student's t, by Cornish and Fisher; within 2 % from 4 degrees of
+    freedom on.
+    """
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """A sentence without its period: the noise scale after some steps, and what batches of `batch` rows are worth."""
+    """A sentence without its period: the noise scale after some steps, and what batches of `batch`
+    rows are worth.
+    """
     after = f"after {steps:,} steps"
     if found.rows == 0:
-        return f"noise scale below {write_rows(found.high)} rows {after}: the ranks' gradients hardly differ"
+        return (
+            f"noise scale below {write_rows(found.high)} rows {after}: the ranks' gradients "
+            f"hardly differ"
+        )
     span = f" ({write_rows(found.low)} - {write_rows(found.high)})" * (found.high < ENDLESS)
     part = f"{100 * worth(batch, found.safe_rows):.0f} % of the samples' worth"
     return f"noise scale {write_scale(found)}{span} {after}; {batch:,} rows: {part}"

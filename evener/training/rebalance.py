@@ -1,11 +1,12 @@
 """The rule by which a training's shares change, from the ranks' own work, window by window. Pure.
 
-Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. A window's medians say how
-many times as long as by its curve each device takes, and one slow step isn't seen in them. New shares are proposed
-where the last windows together would have gained enough by them, and each of the last two a little: a large change
-shows in two windows, a small one in up to 64. Once a change had to be taken back soon, the next need 32 windows, until
-one stands: what comes and goes too fast isn't chased. A pass costs the host about as much however few rows it has: what
-one more costs is seen when a rank takes more or fewer of them.
+Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. A
+window's medians say how many times as long as by its curve each device takes, and one slow step
+isn't seen in them. New shares are proposed where the last windows together would have gained enough
+by them, and each of the last two a little: a large change shows in two windows, a small one in up
+to 64. Once a change had to be taken back soon, the next need 32 windows, until one stands: what
+comes and goes too fast isn't chased. A pass costs the host about as much however few rows it has:
+what one more costs is seen when a rank takes more or fewer of them.
 """
 
 from __future__ import annotations
@@ -55,16 +56,20 @@ class Advice(msgspec.Struct, frozen=True):
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
-    by_curves: bool = False  # own work follows the plan's curves; else it is taken to be in proportion to rows
+    by_curves: bool = (
+        False  # own work follows the plan's curves; else it is taken to be in proportion to rows
+    )
     error: float = 0.0  # of the gain, by how own work varies: two standard errors
 
 
 class Rebalancer:
-    """Proposes new shares; fed with the same figures it decides the same, so each rank can have its own.
+    """Proposes new shares; fed with the same figures it decides the same, so each rank can have its
+    own.
 
-    `shares` are the rows of each rank, `curves` its device's seconds of rows, `most` the rows of one pass that its
-    memory holds (0: unknown). Without `passes` each share is one pass. `names` are the devices', for the reasons. A
-    wall that `grows` is a guess: a share may have a quarter more rows than one that ran, as failed ones are cut.
+    `shares` are the rows of each rank, `curves` its device's seconds of rows, `most` the rows of
+    one pass that its memory holds (0: unknown). Without `passes` each share is one pass. `names`
+    are the devices', for the reasons. A wall that `grows` is a guess: a share may have a quarter
+    more rows than one that ran, as failed ones are cut.
     """
 
     def __init__(
@@ -77,12 +82,18 @@ class Rebalancer:
         grows: Sequence[bool] = (),
     ) -> None:
         self._curves = tuple(curves)
-        self._walls = tuple(wall or math.ceil(GROWTH * share) for wall, share in zip(most, shares, strict=True))
+        self._walls = tuple(
+            wall or math.ceil(GROWTH * share) for wall, share in zip(most, shares, strict=True)
+        )
         self._grows = tuple(grows) or (False,) * len(shares)
         self._passes = passes
         self._limits = self._walls  # rows of a pass in force, where memory has run out too
-        self._extras: list[float | None] = [None] * len(shares)  # seconds of each further pass beside its rows, if seen
-        self._before: list[tuple[float, int, int]] = []  # with the last shares: own work, rows, passes
+        self._extras: list[float | None] = [None] * len(
+            shares
+        )  # seconds of each further pass beside its rows, if seen
+        self._before: list[
+            tuple[float, int, int]
+        ] = []  # with the last shares: own work, rows, passes
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)
@@ -99,37 +110,57 @@ class Rebalancer:
 
     def _begin(self, shares: tuple[int, ...]) -> None:
         if self._own:
-            self._before = list(zip(_medians(list(self._own)), self.shares, self._counts, strict=True))
+            self._before = list(
+                zip(_medians(list(self._own)), self.shares, self._counts, strict=True)
+            )
         self.shares = shares
         self._counts = self._count_passes(shares)
         self._planned = self._predict(shares)
-        self._slopes = [_slope(curve, share) for curve, share in zip(self._curves, shares, strict=True)]
+        self._slopes = [
+            _slope(curve, share) for curve, share in zip(self._curves, shares, strict=True)
+        ]
         self._own = deque(maxlen=FEWEST_WINDOWS)
         self._windows: deque[tuple[float, ...]] = deque(maxlen=MOST_WINDOWS)  # factors
         self._starts: deque[int] = deque(maxlen=MOST_WINDOWS)  # their first steps
         self._seen = 0  # windows with these shares
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Seconds of each rank's share by its curve, with what further passes cost beside their rows."""
-        given = zip(self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True)
+        """Seconds of each rank's share by its curve, with what further passes cost beside their
+        rows.
+        """
+        given = zip(
+            self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
+        )
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
         """The passes of each share, where memory holds as many rows of one as it did last."""
-        return [-(-share // limit) if self._passes else 1 for share, limit in zip(shares, self._limits, strict=True)]
+        return [
+            -(-share // limit) if self._passes else 1
+            for share, limit in zip(shares, self._limits, strict=True)
+        ]
 
     def observe(
-        self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Sequence[int] = ()
+        self,
+        step: int,
+        own_work_s: Sequence[float],
+        rows: Sequence[int],
+        limits: Sequence[int] = (),
     ) -> Change | None:
-        """A window that ended at `step`: medians of each rank's own work, and the rows that they were of.
+        """A window that ended at `step`: medians of each rank's own work, and the rows that they
+        were of.
 
-        `limits` are the rows of a pass that didn't run out of memory, 0 where none did. A change holds for the windows
-        that follow. Windows of other rows than the shares in force are passed over.
+        `limits` are the rows of a pass that didn't run out of memory, 0 where none did. A change
+        holds for the windows that follow. Windows of other rows than the shares in force are passed
+        over.
         """
         start, self._next_step = self._next_step, step + 1
         if tuple(rows) != self.shares or not all(0 < own < math.inf for own in own_work_s):
             return None
-        known = tuple(min(wall, most or wall) for wall, most in zip(self._walls, limits or self._walls, strict=True))
+        known = tuple(
+            min(wall, most or wall)
+            for wall, most in zip(self._walls, limits or self._walls, strict=True)
+        )
         if known != self._limits:
             self._limits = known
             self._begin(self.shares)
@@ -159,15 +190,22 @@ class Rebalancer:
                 for share, grows, count in zip(self.shares, self._grows, self._counts, strict=True)
             ]
             pairs = zip(self._limits, self._walls, ran, strict=True)
-            self._limits = tuple(max(wall, most) if limit == wall else limit for limit, wall, most in pairs)
+            self._limits = tuple(
+                max(wall, most) if limit == wall else limit for limit, wall, most in pairs
+            )
             self._walls = tuple(map(max, self._walls, ran))
 
     def _learn_extras(self) -> bool:
-        """Learn what a further pass costs from a step in more or fewer of them than before; True if that was seen.
+        """Learn what a further pass costs from a step in more or fewer of them than before; True if
+        that was seen.
 
-        Own work is F * (t(rows in k passes) + (k - 1) * extra) before and after; F drops out of its ratio.
+        Own work is F * (t(rows in k passes) + (k - 1) * extra) before and after; F drops out of its
+        ratio.
         """
-        learned, guess = False, self._list_extras() if any(each is not None for each in self._extras) else None
+        learned, guess = (
+            False,
+            self._list_extras() if any(each is not None for each in self._extras) else None,
+        )
         for rank, (own, share, count) in enumerate(self._before):
             ratio, now = _medians(list(self._own))[rank] / own, self._counts[rank]
             more = (now - 1) - ratio * (count - 1)
@@ -176,12 +214,17 @@ class Rebalancer:
                 then = step_in_passes(curve, share, count, 0.0)
                 rows = ratio * then - step_in_passes(curve, self.shares[rank], now, 0.0)
                 seen = max(0.0, rows / more)  # the device's speed may have changed meanwhile
-                self._extras[rank], learned = seen if guess is None else (guess[rank] + seen) / 2, True
+                self._extras[rank], learned = (
+                    seen if guess is None else (guess[rank] + seen) / 2,
+                    True,
+                )
         self._before = []
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Seconds of each rank's further passes by its curve; the mean of the others' where they weren't seen."""
+        """Seconds of each rank's further passes by its curve; the mean of the others' where they
+        weren't seen.
+        """
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
         return [usual if each is None else each for each in self._extras]
@@ -195,11 +238,15 @@ class Rebalancer:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1], strict=True)):
             noise = self._noise[rank]
-            seen = min(abs(math.log(now / before)) * 0.886, 3 * noise)  # a mean difference is 1.128 deviations
+            seen = min(
+                abs(math.log(now / before)) * 0.886, 3 * noise
+            )  # a mean difference is 1.128 deviations
             self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Shares that the last windows call for, with the factors behind them and the gain; None if it is too small."""
+        """Shares that the last windows call for, with the factors behind them and the gain; None if
+        it is too small.
+        """
         recent = list(self._windows)[-span:]
         factors = _medians(recent)
         needed = LEAST_SHIFT + NOISE_ERRORS * max(self._noise) / math.sqrt(span)
@@ -207,7 +254,9 @@ class Rebalancer:
             return None
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras, batch = list(map(mul, factors, self._list_extras())), sum(self.shares)
-        guesses = map(mul, self._grows, map(eq, self._limits, self._walls))  # which will be above that soon
+        guesses = map(
+            mul, self._grows, map(eq, self._limits, self._walls)
+        )  # which will be above that soon
         cut = [self._passes and not guess for guess in guesses]
         shares = solve_shares(curves, batch, self._limits, cut, self._quantum, extras)
         if shares is None or shares == self.shares:
@@ -219,18 +268,24 @@ class Rebalancer:
         return shares, factors, gain
 
     def _hope(self, factors: Sequence[float]) -> float:
-        """About the most that any shares gain, by slopes at those in force; solving takes far longer."""
+        """About the most that any shares gain, by slopes at those in force; solving takes far
+        longer.
+        """
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
         level = _level(own, rates)
-        stuck = [i for i, share in enumerate(self.shares) if self._is_stuck(i, share, own[i] > level)]
+        stuck = [
+            i for i, share in enumerate(self.shares) if self._is_stuck(i, share, own[i] > level)
+        ]
         for i in stuck:
             rates[i] = 0.0
         levels = [own[i] for i in stuck] + ([_level(own, rates)] if any(rates) else [])
         return max(own) / max(levels) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a share that is to give rows has none to give, or one that is to take some is at its wall."""
+        """True if a share that is to give rows has none to give, or one that is to take some is at
+        its wall.
+        """
         if gives:
             return share <= self._quantum
         return not self._passes and share + self._quantum > self._walls[rank]
@@ -240,9 +295,13 @@ class Rebalancer:
         before = math.fsum(max(map(mul, window, self._planned)) for window in windows)
         return before / math.fsum(max(map(mul, window, seconds)) for window in windows) - 1
 
-    def _change(self, shares: tuple[int, ...], factors: tuple[float, ...], gain: float, span: int) -> Change:
+    def _change(
+        self, shares: tuple[int, ...], factors: tuple[float, ...], gain: float, span: int
+    ) -> Change:
         soon = self._seen < SOON * self._patience
-        back = bool(self._last) and 2 * _distance(shares, self._last) < _distance(self.shares, self._last)
+        back = bool(self._last) and 2 * _distance(shares, self._last) < _distance(
+            self.shares, self._last
+        )
         if back and soon:
             self._patience = PATIENT_WINDOWS
         elif not soon and not self._taken_back:
@@ -253,7 +312,9 @@ class Rebalancer:
         return Change(shares, pass_rows(shares, self._walls), reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """The device that got slower, or faster, than in earlier windows, in words: by how much, and since when."""
+        """The device that got slower, or faster, than in earlier windows, in words: by how much,
+        and since when.
+        """
         windows = list(self._windows)
         usual = _medians(windows[:-span]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
@@ -265,8 +326,13 @@ class Rebalancer:
                 rank = max(range(len(factors)), key=self._counts.__getitem__)
                 return f"{self._names[rank]} takes {self._counts[rank]} passes"
             return f"{self._names[rank]} slower by {percent:.0f} % than planned"
-        word, percent = "slower" if shifts[rank] > 0 else "faster", 100 * abs(math.expm1(shifts[rank]))
-        first = len(windows) - 1  # since then they are nearer to the shifted factor than to the usual one
+        word, percent = (
+            "slower" if shifts[rank] > 0 else "faster",
+            100 * abs(math.expm1(shifts[rank])),
+        )
+        first = (
+            len(windows) - 1
+        )  # since then they are nearer to the shifted factor than to the usual one
         while first and math.log(windows[first - 1][rank] / usual[rank]) / shifts[rank] > 0.5:
             first -= 1
         since = f"{self._starts[first]:,}".replace(",", " ")
@@ -281,12 +347,19 @@ def advise(
     most: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """The shares that these medians call for, and the gain in a step of `step_s`; None where it is below 2 %.
+    """The shares that these medians call for, and the gain in a step of `step_s`; None where it is
+    below 2 %.
 
-    `most` are the rows of one pass that each memory holds, 0 where that is unknown; without `passes` no share is above.
+    `most` are the rows of one pass that each memory holds, 0 where that is unknown; without
+    `passes` no share is above.
     """
-    scaled = [scale(c, own / c.seconds(share)) for c, own, share in zip(curves, own_work_s, shares, strict=True)]
-    found = solve_shares(scaled, sum(shares), most or (0,) * len(shares), passes, choose_quantum(shares))
+    scaled = [
+        scale(c, own / c.seconds(share))
+        for c, own, share in zip(curves, own_work_s, shares, strict=True)
+    ]
+    found = solve_shares(
+        scaled, sum(shares), most or (0,) * len(shares), passes, choose_quantum(shares)
+    )
     if found is None:
         return None
     slowest = max(own_work_s)
@@ -301,11 +374,16 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
     names = [share.gpu_label or share.device for share in shares]
-    return tuple(f"{share.host}/{name}" if share.host else name for share, name in zip(shares, names, strict=True))
+    return tuple(
+        f"{share.host}/{name}" if share.host else name
+        for share, name in zip(shares, names, strict=True)
+    )
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """The quantum of new shares, which divides these too: up to 8, and fine enough for small shares."""
+    """The quantum of new shares, which divides these too: up to 8, and fine enough for small
+    shares.
+    """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
         quantum //= 2
@@ -318,7 +396,9 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """The time at which all are done together, if each rank does this many rows a second more or less."""
+    """The time at which all are done together, if each rank does this many rows a second more or
+    less.
+    """
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 

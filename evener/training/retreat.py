@@ -15,7 +15,8 @@ LOOK_STEPS = 10  # between looks whether other processes have given memory back
 MOST_FAILURES = 20  # of one row, in a row
 _SIGNS = re.compile(  # of frameworks' and libraries' errors that aren't of a type for it
     r"(CUDA|HIP)( error:)? out of memory|CUDA_ERROR_OUT_OF_MEMORY|can't allocate memory"
-    r"|BLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)"
+    r"|BLAS_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)"
     r"|miopenStatusAllocFailed"
 )
 
@@ -36,15 +37,22 @@ class Retreat(msgspec.Struct, frozen=True):
 
     def describe(self, device: str) -> str:
         """A line for the terminal."""
-        held = f" (others hold {self.others_bytes / 2**30:.0f} GiB)" if self.others_bytes >= 2**30 else ""
+        held = (
+            f" (others hold {self.others_bytes / 2**30:.0f} GiB)"
+            if self.others_bytes >= 2**30
+            else ""
+        )
         return (
-            f"{device} ran out of memory at step {self.step:,}{held}: passes of {self.rows} -> {self.smaller} rows,"
+            f"{device} ran out of memory at step {self.step:,}{held}: passes of {self.rows} "
+            f"-> {self.smaller} rows,"
             f" {self.seconds:.1f} s"
         )
 
 
 class PassLimit:
-    """The rows that a pass of this rank may have: fewer after one that didn't fit, more again after clean steps."""
+    """The rows that a pass of this rank may have: fewer after one that didn't fit, more again after
+    clean steps.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -55,12 +63,18 @@ class PassLimit:
         self._others_bytes = 0  # that other processes held at the last retreat
 
     def begin(self, others_bytes: Callable[[], int] = int) -> None:
-        """A batch begins; `others_bytes` says what other processes hold of the device: 0 where that isn't known."""
+        """A batch begins; `others_bytes` says what other processes hold of the device: 0 where that
+        isn't known.
+        """
         self.step += 1
         self._clean += 1
         if self.most is None:
             return
-        if self._others_bytes >= 2**30 and self._clean % LOOK_STEPS == 0 and others_bytes() < self._others_bytes / 2:
+        if (
+            self._others_bytes >= 2**30
+            and self._clean % LOOK_STEPS == 0
+            and others_bytes() < self._others_bytes / 2
+        ):
             self.most = None
         elif self._clean > CLEAN_STEPS:
             self.most, self._clean = 2 * self.most, 0
@@ -70,17 +84,25 @@ class PassLimit:
         self._failures = 0
 
     def fail(self, rows: int, least: int, held: str) -> None:
-        """A pass of these rows didn't fit; DeviceError, with what memory held, if the `least` rows keep failing."""
+        """A pass of these rows didn't fit; DeviceError, with what memory held, if the `least` rows
+        keep failing.
+        """
         self._failures += rows < 2 * least
         if self._failures >= MOST_FAILURES:
             raise DeviceError(
-                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a pass of {rows} rows"
+                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a "
+                f"pass of {rows} rows"
                 f" that can't be smaller: {held}.",
-                "Take a smaller model, shorter rows or activation checkpointing, or leave the device out of the plan.",
+                (
+                    "Take a smaller model, shorter rows or activation checkpointing, or leave the "
+                    "device out of the plan."
+                ),
             )
 
     def shrink(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """Rows of a pass that may fit where one of these rows didn't, while other processes hold this much."""
+        """Rows of a pass that may fit where one of these rows didn't, while other processes hold
+        this much.
+        """
         self.most, self._clean, self._others_bytes = max(least, rows // 2), 0, others_bytes
         return self.most
 

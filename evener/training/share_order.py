@@ -1,4 +1,5 @@
-"""The owners of shares: a process finds its own in a plan by its host and device, never by its rank. Pure.
+"""The owners of shares: a process finds its own in a plan by its host and device, never by its
+rank. Pure.
 
 Without a plan, ratios divide the global batch in the order of ranks.
 """
@@ -20,7 +21,9 @@ class RankInfo(msgspec.Struct, frozen=True):
     """A process' host and device among those of the plan, as it names itself before a training."""
 
     machine: str  # its host name, for messages
-    host: str  # as the plan names it; empty if the plan has no hosts, or the machine is none of them
+    host: (
+        str  # as the plan names it; empty if the plan has no hosts, or the machine is none of them
+    )
     device: str = ""  # the plan's name of its device, where that is settled
     visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
     local_rank: int = 0
@@ -31,17 +34,21 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
-    """PlanError or RequestError, the same on every rank, if one can't train, or would train otherwise than rank 0."""
+    """PlanError or RequestError, the same on every rank, if one can't train, or would train
+    otherwise than rank 0.
+    """
     for rank, info in enumerate(ranks):
         if info.fault:
             raise PlanError(
-                f"Rank {rank}, on {info.machine}, has no plan that it can use: {info.fault.rstrip('.')}.",
+                f"Rank {rank}, on {info.machine}, has no plan that it can use: "
+                f"{info.fault.rstrip('.')}.",
                 "Give every process the same plan file.",
             )
     other = [str(rank) for rank, info in enumerate(ranks) if info.plan != ranks[0].plan]
     if other:
         raise PlanError(
-            f"Rank {', '.join(other)} trains by another plan, or at another global batch, than rank 0.",
+            f"Rank {', '.join(other)} trains by another plan, or at another global batch, "
+            f"than rank 0.",
             "Give every process the same plan file, or the same ratios.",
         )
     for name, value in ranks[0].options.items():
@@ -64,11 +71,14 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """The places of all ranks' shares; PlanError, the same on every rank, if one is missing or taken twice."""
+    """The places of all ranks' shares; PlanError, the same on every rank, if one is missing or
+    taken twice.
+    """
     for rank, place in enumerate(places):
         if place is None:
             raise PlanError(
-                f"Rank {rank} trains on none of the plan's devices: {', '.join(map(describe, active))}.",
+                f"Rank {rank} trains on none of the plan's devices: "
+                f"{', '.join(map(describe, active))}.",
                 "Start it with evener launch, or one process on each of them.",
             )
     taken = Counter(places)
@@ -84,17 +94,23 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """The share of a process by its settled device, else by the GPU of the plan that its local rank counts to."""
+    """The share of a process by its settled device, else by the GPU of the plan that its local rank
+    counts to.
+    """
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:
         return here.get(info.device)
     found = sorted(here[device] for device in info.visible if device in here)
-    number = 0 if len(info.visible) == 1 else info.local_rank  # a launcher may show each process its own
+    number = (
+        0 if len(info.visible) == 1 else info.local_rank
+    )  # a launcher may show each process its own
     return found[number] if number < len(found) else None
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """The share of a process by its order on its host, where devices have no names for the framework."""
+    """The share of a process by its order on its host, where devices have no names for the
+    framework.
+    """
     if not any(share.host == info.host for share in active):
         hosts = ", ".join(dict.fromkeys(share.host for share in active))
         raise PlanError(
@@ -105,8 +121,12 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
     return own[info.local_rank] if info.local_rank < len(own) else None
 
 
-def divide_by_ratios(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:
-    """Each process' rows of a global batch, by the ratios, or as even as can be; RequestError if they don't fit."""
+def divide_by_ratios(
+    ratios: Sequence[float] | None, global_batch: int | None, world: int
+) -> tuple[int, ...]:
+    """Each process' rows of a global batch, by the ratios, or as even as can be; RequestError if
+    they don't fit.
+    """
     if global_batch is None:
         raise RequestError(
             "Neither a plan nor a global batch is given.",
@@ -117,11 +137,15 @@ def divide_by_ratios(ratios: Sequence[float] | None, global_batch: int | None, w
     check_ratios(chosen)
     if min(chosen) <= 0:
         raise RequestError(
-            f"A ratio of {min(chosen)} leaves a process without work.", "Start no process for a device left out."
+            f"A ratio of {min(chosen)} leaves a process without work.",
+            "Start no process for a device left out.",
         )
     if len(chosen) != world:
         raise RequestError(
             f"There are {len(chosen)} ratios, but {world} processes take part.",
-            f"Start the script with torchrun --nproc-per-node {len(chosen)}, or give {world} ratios.",
+            (
+                f"Start the script with torchrun --nproc-per-node {len(chosen)}, or give {world} "
+                f"ratios."
+            ),
         )
     return apportion(global_batch, chosen)

@@ -1,6 +1,8 @@
-"""Becomes a training script, `python -m evener.training.start_rank train.py ARGS`, on the device that a launch chose.
+"""Becomes a training script, `python -m evener.training.start_rank train.py ARGS`, on the device
+that a launch chose.
 
-It replaces itself by the script, so that nothing of evener is in the script's arguments, modules or tracebacks.
+It replaces itself by the script, so that nothing of evener is in the script's arguments, modules or
+tracebacks.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import os
 import signal
 import sys
 
-STARTS = "EVENER_STARTS"  # JSON: variables and cores of each process of this host; the launcher's pid and folder
+# JSON: variables and cores of each process of this host; the launcher's pid and folder
+STARTS = "EVENER_STARTS"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
@@ -19,7 +22,9 @@ def main() -> None:
     """Take this process's part of the variable, and run the script in its place."""
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)  # a launcher that is killed leaves no training behind
+    ctypes.CDLL(None).prctl(
+        _DEATH_SIGNAL, signal.SIGTERM
+    )  # a launcher that is killed leaves no training behind
     if os.getppid() != own["launcher"]:  # also if it was killed before that
         sys.exit(1)
     for stream, path in enumerate(own.get("output", ()), 1):
@@ -32,7 +37,8 @@ def main() -> None:
 
 
 def _count_starts(folder: str) -> dict[str, str]:
-    """Count restarts, on every host, where PyTorch's agents over several hosts start all ranks again by themselves.
+    """Count restarts, on every host, where PyTorch's agents over several hosts start all ranks
+    again by themselves.
 
     An agent counts only those that a process of its own host has caused.
     """
@@ -44,7 +50,9 @@ def _count_starts(folder: str) -> dict[str, str]:
         before = starts.read().split()
         starts.write(f"{own} ")
     if before and os.environ["LOCAL_RANK"] == "0":
-        where, times = ("this", f", {own} of {most} times") if own != before[-1] else ("another", "")
+        where, times = (
+            ("this", f", {own} of {most} times") if own != before[-1] else ("another", "")
+        )
         words = f"a process of {where} host has ended; all start again{times}"
         print(f"evener: {words}", file=sys.stderr, flush=True)
     return {"TORCHELASTIC_RESTART_COUNT": str(len(before))}

@@ -18,10 +18,13 @@ from tests.support.sources import parsed
 REPO = Path(__file__).resolve().parents[2]
 CLEAN = ("balancer", "devices", "evener", "tui", "workloads")
 WITHOUT_A_NOUN = re.compile(
-    r"(Of|The same|Its?|As|Also|And|Those|These|That|What|Whether|How|They|Which|Who|Whose|Where|When"
+    r"(Of|The "
+    r"same|Its?|As|Also|And|Those|These|That|What|Whether|How|They|Which|Who|Whose|Where|When"
     r"|With|Without|Then|There|Before|After|Again|Likewise|Does|If)\b"
 )
-FRAGMENTS = re.compile(r"\b(so\s+many|in\s+hand|as\s+they\s+come|who(m|so)?ever)\b|\b[Tt]his one\.$", re.IGNORECASE)
+FRAGMENTS = re.compile(
+    r"\b(so\s+many|in\s+hand|as\s+they\s+come|who(m|so)?ever)\b|\b[Tt]his one\.$", re.IGNORECASE
+)
 Named = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -37,7 +40,9 @@ def named(tree: ast.Module) -> Iterator[tuple[str, Named]]:
     left: list[ast.AST] = list(tree.body)
     while left:
         node = left.pop(0)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        if isinstance(
+            node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and not node.name.startswith("_"):
             yield node.name, node
             left += node.body if isinstance(node, ast.ClassDef) else []
 
@@ -60,13 +65,18 @@ def test_docstrings_of_public_names_name_their_nouns(folder: str) -> None:
     assert [each for path in paths for each in dependent(path)] == []
 
 
-def test_a_dependent_docstring_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check itself, on a file with one good docstring and three that need what is above them."""
+def test_a_dependent_docstring_would_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check itself, on a file with one good docstring and three that need what is above
+    them.
+    """
     monkeypatch.setitem(globals(), "REPO", tmp_path)
     file = tmp_path / "example.py"
     file.write_text(
         'class Run:\n    """A run."""\n    def seconds(self):\n        """Of all passes."""\n'
-        '    def _own(self):\n        """The same."""\n\ndef more():\n    """Rows as they come."""\n'
+        '    def _own(self):\n        """The same."""\n\ndef more():\n    """Rows as they '
+        'come."""\n'
         'def other():\n    """As without."""\n'
     )
     assert [each.split()[1] for each in dependent(file)] == ["more:", "other:", "seconds:"]

@@ -1,4 +1,6 @@
-"""What static contracts can't see: which modules a command really loads, and whose packages they are."""
+"""What static contracts can't see: which modules a command really loads, and whose packages they
+are.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,18 @@ SCREEN = {"textual", "textual_plotext", "plotext"}
 
 def modules_after(code: str, tmp_path: Path) -> set[str]:
     """The top-level modules that a fresh interpreter holds after running `code`."""
-    program = f"{code}\nimport sys, json\nprint(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
+    program = (
+        f"{code}\nimport sys, json\nprint(json.dumps(sorted({{m.partition('.')[0] for m in "
+        f"sys.modules}})))"
+    )
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     answer = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=True,
     )
     return set(json.loads(answer.stdout.splitlines()[-1]))
 
@@ -41,7 +51,9 @@ def test_import_evener_loads_no_framework(tmp_path: Path) -> None:
 
 def test_a_headless_balance_loads_no_screen_and_no_framework(tmp_path: Path) -> None:
     """Simulated, start to end, with JSON out."""
-    loaded = modules_after(command("balance", "--devices", "sim:gtx1080ti,gtx1080", "--json"), tmp_path)
+    loaded = modules_after(
+        command("balance", "--devices", "sim:gtx1080ti,gtx1080", "--json"), tmp_path
+    )
     assert not loaded & (FRAMEWORKS | SCREEN)
 
 
@@ -56,14 +68,18 @@ def test_a_headless_balance_loads_no_screen_and_no_framework(tmp_path: Path) -> 
     ],
     ids=" ".join,
 )
-def test_headless_commands_load_no_screen_and_no_framework(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_headless_commands_load_no_screen_and_no_framework(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     """Whatever prints lines starts as fast as a shell user expects."""
     assert not modules_after(command(*arguments), tmp_path) & (FRAMEWORKS | SCREEN)
 
 
 def test_the_version_is_answered_before_anything_is_imported(tmp_path: Path) -> None:
     """`evener --version` loads neither the parser nor the records."""
-    code = "import sys; sys.argv = ['evener', '--version']\nfrom evener.__main__ import main\nmain()"
+    code = (
+        "import sys; sys.argv = ['evener', '--version']\nfrom evener.__main__ import main\nmain()"
+    )
     assert not modules_after(code, tmp_path) & {"typer", "msgspec", "rich", "psutil"}
 
 
@@ -83,9 +99,15 @@ def test_evener_is_the_only_name_that_an_install_offers(tmp_path: Path) -> None:
 
 
 def imports_by_module(package: Path) -> dict[str, set[str]]:
-    """Each module's own imports within the package, those for types alone and those inside functions included."""
-    paths = [Path(path) for path in glob.iglob(f"{package}/**/*.py", recursive=True)]  # which follows links
-    dotted = {path: ".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths}
+    """Each module's own imports within the package, those for types alone and those inside
+    functions included.
+    """
+    paths = [
+        Path(path) for path in glob.iglob(f"{package}/**/*.py", recursive=True)
+    ]  # which follows links
+    dotted = {
+        path: ".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths
+    }
     names = {name.removesuffix(".__init__"): path for path, name in dotted.items()}
     found: dict[str, set[str]] = {}
     for name, path in names.items():
@@ -94,7 +116,9 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 wanted |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                base = ".".join(filter(None, [*dotted[path].split(".")[: -node.level or 0], node.module]))
+                base = ".".join(
+                    filter(None, [*dotted[path].split(".")[: -node.level or 0], node.module])
+                )
                 modules = {f"{base}.{alias.name}" for alias in node.names} & names.keys()
                 wanted |= modules if len(modules) == len(node.names) else {*modules, base}
         found[name] = (wanted & names.keys()) - {name}
@@ -102,7 +126,9 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Modules in circles, or between two: what nothing imports, or imports nothing, is removed until none is left."""
+    """Modules in circles, or between two: what nothing imports, or imports nothing, is removed
+    until none is left.
+    """
     left = {name: set(wanted) for name, wanted in imports.items()}
     while True:
         imported = set().union(*left.values()) if left else set()
@@ -120,7 +146,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     package = Path(evener.__file__).parent
     imports = imports_by_module(package)
     assert "evener.errors" in imports["evener.plan.file"], "relative imports count"
-    assert {"evener.plan.file", "evener.tui.app", "evener.balancer.session"} <= imports.keys(), "every package is read"
+    assert {"evener.plan.file", "evener.tui.app", "evener.balancer.session"} <= imports.keys(), (
+        "every package is read"
+    )
     assert circles(imports) == []
 
 
@@ -148,6 +176,8 @@ for path in glob.glob("tests/*/**/test_*.py", recursive=True):
 
 
 def test_tests_are_found_without_the_optional_packages() -> None:
-    """Each worker of a run imports all test files: what one imports at its top costs as often as there are workers."""
+    """Each worker of a run imports all test files: what one imports at its top costs as often as
+    there are workers.
+    """
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", WITHOUT], cwd=root, check=True)

@@ -1,4 +1,6 @@
-"""A maker of devices is named in its own folder and in one line of the registry, and nowhere else in the product."""
+"""A maker of devices is named in its own folder and in one line of the registry, and nowhere else
+in the product.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,12 @@ from evener.plan.layout import GPU_IDS
 from tests.support.sources import PACKAGES, REPO, compared, files, nodes, parsed, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
-KIND = re.compile(rf"({'|'.join(BACKENDS)})([-:].*)?", re.IGNORECASE)  # of devices, and how their labels and ids begin
+KIND = re.compile(
+    rf"({'|'.join(BACKENDS)})([-:].*)?", re.IGNORECASE
+)  # of devices, and how their labels and ids begin
 OWN = ("devices/nvidia/", "devices/registry.py", "evener/plan/layout.py")  # the last has GPU_IDS
-# "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both frameworks read
+# "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both
+# frameworks read
 FRAMEWORKS = (
     "evener/torch_rows/",
     "evener/torch_shards/",
@@ -32,7 +37,9 @@ SHOWN = (
 
 
 def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Imports, names and strings that name a maker; a text with a space is written for people, and compares nothing."""
+    """Imports, names and strings that name a maker; a text with a space is written for people, and
+    compares nothing.
+    """
     for node in nodes(tree):
         match node:
             case ast.Import(names=found):
@@ -41,7 +48,11 @@ def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 words = [module or "", *(alias.name for alias in found)]
             case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
                 words = [word]
-            case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):
+            case (
+                ast.FunctionDef(name=word)
+                | ast.AsyncFunctionDef(name=word)
+                | ast.ClassDef(name=word)
+            ):
                 words = [word]
             case ast.Constant(value=str() as word) if " " not in word.strip():
                 words = [word]
@@ -53,13 +64,17 @@ def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def kinds_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Comparisons with the name of a kind of devices, or with how the labels and ids of one begin."""
+    """Comparisons with the name of a kind of devices, or with how the labels and ids of one
+    begin.
+    """
     for line, said, called in compared(tree):
         yield from ((line, word) for word in said if called and KIND.fullmatch(word))
 
 
 def test_no_maker_is_named_outside_its_folder() -> None:
-    """What depends on the maker asks `find_backend`, so that another maker needs a class and a line."""
+    """What depends on the maker asks `find_backend`, so that another maker needs a class and a
+    line.
+    """
     hits = [
         f"{place(path, line)}  {word}"
         for package in PACKAGES
@@ -71,7 +86,9 @@ def test_no_maker_is_named_outside_its_folder() -> None:
 
 
 def test_no_kind_of_devices_is_compared() -> None:
-    """CPU slices and simulated devices are asked as a maker's are; only devices/ reads what a person has typed."""
+    """CPU slices and simulated devices are asked as a maker's are; only devices/ reads what a
+    person has typed.
+    """
     hits = [
         f"{place(path, line)}  {word}"
         for package in PACKAGES
@@ -83,15 +100,26 @@ def test_no_kind_of_devices_is_compared() -> None:
 
 
 def test_plans_know_the_ids_of_every_makers_gpus() -> None:
-    """A training script, which can't ask a backend, would put a GPU that it doesn't know on the CPU."""
+    """A training script, which can't ask a backend, would put a GPU that it doesn't know on the
+    CPU.
+    """
     makers = [backend for backend in all_backends() if backend.own_memory]
-    assert {prefix.upper(): each.kind.upper() for each in makers for prefix in each.id_prefixes} == GPU_IDS
+    assert {
+        prefix.upper(): each.kind.upper() for each in makers for prefix in each.id_prefixes
+    } == GPU_IDS
 
 
 def test_a_makers_name_would_be_found() -> None:
-    """The check itself: an import, a name, a string and a comparison, but not what is written for people."""
+    """The check itself: an import, a name, a string and a comparison, but not what is written for
+    people.
+    """
     found = ["from evener.devices.nvidia import x", "CUDA = 1", 'name == "NVIDIA"']
     assert [len(list(makers_in(ast.parse(code)))) for code in found] == [1, 1, 1]
-    kinds = ['device.kind == "gpu"', 'share.device.startswith("cpu-")', 'kinds & {"sim"}', 'label[:4] in ("SIM:",)']
+    kinds = [
+        'device.kind == "gpu"',
+        'share.device.startswith("cpu-")',
+        'kinds & {"sim"}',
+        'label[:4] in ("SIM:",)',
+    ]
     assert [len(list(kinds_in(ast.parse(code)))) for code in kinds] == [1, 1, 1, 1]
     assert list(makers_in(ast.parse('print("an NVIDIA GPU is here", device.kind)'))) == []

@@ -1,6 +1,7 @@
 """One name for one class, and none of the words that only this project's authors would understand.
 
-`python -m tests.arch.test_names` prints what every package has left; CLEAN lists those that have nothing left.
+`python -m tests.arch.test_names` prints what every package has left; CLEAN lists those that have
+nothing left.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def components(name: str) -> set[str]:
 def forbidden_names(package: str) -> Iterator[Hit]:
     """Modules, classes and functions with a forbidden word in their names."""
     for path in files(package):
-        defined = [(node.name, node.lineno) for node in nodes(parsed(path)) if isinstance(node, DEFINITIONS)]
+        defined = [
+            (node.name, node.lineno)
+            for node in nodes(parsed(path))
+            if isinstance(node, DEFINITIONS)
+        ]
         for name, line in [(path.stem, 1), *defined]:
             if words := components(name) & FORBIDDEN:
                 yield Hit(place(path, line), f"{name}: {', '.join(sorted(words))}")
@@ -64,7 +69,9 @@ def repeated_classes(packages: tuple[str, ...]) -> Iterator[Hit]:
 
 
 def jargon(folder: str) -> Iterator[Hit]:
-    """Private words in documents, comments, docstrings and messages; a text without a space is no prose."""
+    """Private words in documents, comments, docstrings and messages; a text without a space is no
+    prose.
+    """
     for path in files(folder, (".py", ".md")):
         for line, text in prose(path) if path != THIS_FILE else ():
             for number, each in enumerate(text.splitlines(), line):
@@ -87,7 +94,12 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 def folders() -> list[str]:
     """Every folder of the repository with something to read in it, and its root."""
-    return [".", *sorted(each.name for each in REPO.iterdir() if each.is_dir() and not each.name.startswith("."))]
+    return [
+        ".",
+        *sorted(
+            each.name for each in REPO.iterdir() if each.is_dir() and not each.name.startswith(".")
+        ),
+    ]
 
 
 def lines(hits: Iterator[Hit]) -> list[str]:

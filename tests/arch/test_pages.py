@@ -1,4 +1,6 @@
-"""The pages: each is in the site's menu, its paths are there, and its commands have the program's own options."""
+"""The pages: each is in the site's menu, its paths are there, and its commands have the program's
+own options.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,19 @@ BLOCK = re.compile(r"^( *)```(?:sh|bash|console)?\n(.*?)^\1```", re.DOTALL | re.
 INLINE = re.compile(r"`(evener [^`]+)`")
 PLACES = re.compile(r"\b(ID|DIR|FIRST|FILE|HOST|PORT|N)\b")  # that a reader fills in
 PART = re.compile(r"^Missing|requires an argument")
-OPEN = re.compile(r"\.\.\.|…|COMMAND|^evener \d|NAME=")  # more than the parser can take: a form, a version
+OPEN = re.compile(
+    r"\.\.\.|…|COMMAND|^evener \d|NAME="
+)  # more than the parser can take: a form, a version
 
 
 def test_every_path_that_the_architecture_names_is_there() -> None:
     """A path from the top; a file alone is somewhere."""
     quoted = re.findall(r"`([\w/]+(?:\.\w+)?/?)`", (REPO / "docs" / "architecture.md").read_text())
-    paths = {name for name in quoted if name.partition("/")[0] in FOLDERS and not name.startswith(TO_WRITE)}
+    paths = {
+        name
+        for name in quoted
+        if name.partition("/")[0] in FOLDERS and not name.startswith(TO_WRITE)
+    }
     alone = {name for name in quoted if re.fullmatch(r"\w+\.py", name)}
     there = {path.name for folder in FOLDERS for path in (REPO / folder).rglob("*.py")}
     assert len(paths) > 40
@@ -56,12 +64,16 @@ def test_every_page_is_in_the_menu_once() -> None:
 
 
 def _commands() -> Iterator[tuple[str, str, bool]]:
-    """(page, command, whether it is whole) of each in a block or in a line; output in a console block is none."""
+    """(page, command, whether it is whole) of each in a block or in a line; output in a console
+    block is none.
+    """
     for path in PAGES:
         page = str(path.relative_to(REPO))
         content = path.read_text()
         lines = INLINE.findall(re.sub(r"\s*\n\s*", " ", BLOCK.sub("", content)))
-        yield from ((page, line.replace("\\|", "|"), False) for line in lines if not OPEN.search(line))
+        yield from (
+            (page, line.replace("\\|", "|"), False) for line in lines if not OPEN.search(line)
+        )
         for _, block in BLOCK.findall(content):
             prompted = re.search(r"^\s*\$ ", block, re.MULTILINE)
             for line in block.replace("\\\n", " ").splitlines():
@@ -79,12 +91,16 @@ COMMANDS = sorted(set(_commands()))
 def test_there_are_commands_to_check() -> None:
     """The blocks are found at all."""
     assert len(COMMANDS) > 100
-    assert {"README.md", "docs/index.md", "docs/howto/slower.md"} <= {page for page, _, _ in COMMANDS}
+    assert {"README.md", "docs/index.md", "docs/howto/slower.md"} <= {
+        page for page, _, _ in COMMANDS
+    }
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _, _ in COMMANDS}))
 def test_commands_have_options_that_there_are(page: str) -> None:
-    """The program's own parser takes each of them; it is not run. In a line, an argument may be missing."""
+    """The program's own parser takes each of them; it is not run. In a line, an argument may be
+    missing.
+    """
     wrong = [
         f"{text}: {fault}"
         for where, text, whole in COMMANDS
@@ -96,18 +112,26 @@ def test_commands_have_options_that_there_are(page: str) -> None:
 def _find_fault(text: str) -> str:
     """What the parser says against a command; empty if nothing."""
     words = shlex.split(text, comments=True)
-    arguments = words[next(i for i, word in enumerate(words) if word.rpartition("/")[2] == "evener") + 1 :]
+    arguments = words[
+        next(i for i, word in enumerate(words) if word.rpartition("/")[2] == "evener") + 1 :
+    ]
     for stop in ("|", ">", "2>", "&", "&&"):
         arguments = arguments[: arguments.index(stop)] if stop in arguments else arguments
     arguments = [PLACES.sub("1", word) for word in arguments]
-    started = arguments[arguments.index("--") + 1 :] if arguments[:1] == ["run"] and "--" in arguments else []
+    started = (
+        arguments[arguments.index("--") + 1 :]
+        if arguments[:1] == ["run"] and "--" in arguments
+        else []
+    )
     if set(started[:1]) & set(LAUNCHERS):
         return "evener run starts the processes itself."
     group: Any = get_group(app)
     rest = arguments if arguments[:1] in (["launch"], ["run"]) else spread_lists(arguments)
     try:
         context = group.make_context("evener", list(rest))
-        while (rest := [*getattr(context, "_protected_args", ()), *context.args]) and hasattr(group, "commands"):
+        while (rest := [*getattr(context, "_protected_args", ()), *context.args]) and hasattr(
+            group, "commands"
+        ):
             name, group, rest = group.resolve_command(context, rest)
             context = group.make_context(name, rest, parent=context)
     except Exception as error:  # the parser's own classes are private to typer
@@ -133,8 +157,18 @@ def test_modules_and_targets_that_pages_name_are_there() -> None:
     text = "\n".join(path.read_text() for path in PAGES)
     modules = set(re.findall(r"-m ((?:benchmarks|docs|tests\.arch)\.\w+)", text))
     assert len(modules) > 20
-    assert sorted(name for name in modules if not (REPO / f"{name.replace('.', '/')}.py").exists()) == []
-    assert sorted(name for name in set(re.findall(r"\bexamples/\w+\.py", text)) if not (REPO / name).exists()) == []
+    assert (
+        sorted(name for name in modules if not (REPO / f"{name.replace('.', '/')}.py").exists())
+        == []
+    )
+    assert (
+        sorted(
+            name
+            for name in set(re.findall(r"\bexamples/\w+\.py", text))
+            if not (REPO / name).exists()
+        )
+        == []
+    )
     targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make (\w+)`", text)) <= targets
 

@@ -31,7 +31,11 @@ def test_its_links_and_pictures_are_there() -> None:
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", README)]
     assert len(targets) > 15
     assert [target for target in targets if not (REPO / target).exists()] == []
-    assert [t for t in targets if t.endswith(".svg") and (REPO / t).stat().st_size > LARGEST_PICTURE_BYTES] == []
+    assert [
+        t
+        for t in targets
+        if t.endswith(".svg") and (REPO / t).stat().st_size > LARGEST_PICTURE_BYTES
+    ] == []
 
 
 def test_its_first_example_has_a_fixed_global_batch() -> None:
@@ -42,7 +46,9 @@ def test_its_first_example_has_a_fixed_global_batch() -> None:
 
 
 def test_a_moving_picture_draws_what_stays_once() -> None:
-    """Two frames that differ in one row: two groups take turns, and a reader without animations sees the second."""
+    """Two frames that differ in one row: two groups take turns, and a reader without animations
+    sees the second.
+    """
     frame = (REPO / "docs" / "pictures" / "monitor.svg").read_text()
     clock = re.search(r"\d\d:\d\d:\d\d", frame)
     assert clock is not None

@@ -1,4 +1,6 @@
-"""Families and objectives are asked, not compared by name: nobody outside their files knows what they are called."""
+"""Families and objectives are asked, not compared by name: nobody outside their files knows what
+they are called.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,44 @@ from evener.plan.layout import KINDS
 from tests.support.sources import PACKAGES, REPO, compared, files, parsed
 
 FAMILY_NAMES, OBJECTIVE_NAMES = {*FAMILIES, *KINDS}, set(OBJECTIVES)
-FAMILY_ROOM = "balancer/families.py", "evener/plan/layout.py"  # the second reads them from plans and journals
+FAMILY_ROOM = (
+    "balancer/families.py",
+    "evener/plan/layout.py",
+)  # the second reads them from plans and journals
 OBJECTIVE_ROOM = ("balancer/objectives.py",)
-OTHER_WORDS = {"stage", "engine"}  # a stage of a search and an engine of Keras may have the same names,
-OTHER_NAMES = {"rest", "race", "knobs", "check", "towers", "multiworker", "even_by_rows"}  # as beside these
+OTHER_WORDS = {
+    "stage",
+    "engine",
+}  # a stage of a search and an engine of Keras may have the same names,
+OTHER_NAMES = {
+    "rest",
+    "race",
+    "knobs",
+    "check",
+    "towers",
+    "multiworker",
+    "even_by_rows",
+}  # as beside these
 
 
 def families_in(tree: ast.AST) -> list[int]:
     """The lines that compare with the name of a family."""
     found = (one for one in compared(tree) if one[1] & FAMILY_NAMES and not one[1] & OTHER_NAMES)
-    return [line for line, said, called in found if not called & OTHER_WORDS and (called or said <= FAMILY_NAMES)]
+    return [
+        line
+        for line, said, called in found
+        if not called & OTHER_WORDS and (called or said <= FAMILY_NAMES)
+    ]
 
 
 def objectives_in(tree: ast.AST) -> list[int]:
     """The lines that compare an objective, or with a name that only an objective has."""
     found = (one for one in compared(tree) if one[1] & OBJECTIVE_NAMES)
-    return [line for line, said, called in found if "objective" in called or any("-" in word for word in said)]
+    return [
+        line
+        for line, said, called in found
+        if "objective" in called or any("-" in word for word in said)
+    ]
 
 
 def outside(room: Collection[str]) -> Iterator[Path]:
@@ -40,13 +64,19 @@ def outside(room: Collection[str]) -> Iterator[Path]:
 
 
 def test_nobody_compares_the_names_of_families() -> None:
-    hits = [f"{path.relative_to(REPO)}:{line}" for path in outside(FAMILY_ROOM) for line in families_in(parsed(path))]
+    hits = [
+        f"{path.relative_to(REPO)}:{line}"
+        for path in outside(FAMILY_ROOM)
+        for line in families_in(parsed(path))
+    ]
     assert hits == []
 
 
 def test_nobody_compares_the_names_of_objectives() -> None:
     paths = outside(OBJECTIVE_ROOM)
-    assert [f"{path.relative_to(REPO)}:{line}" for path in paths for line in objectives_in(parsed(path))] == []
+    assert [
+        f"{path.relative_to(REPO)}:{line}" for path in paths for line in objectives_in(parsed(path))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -59,7 +89,12 @@ def test_nobody_compares_the_names_of_objectives() -> None:
         ('x = {"solo": 1, "pack": 2}', 1, 0),
         ('match layout.kind:\n    case "split" | "solo":\n        pass', 2, 0),
         ('layout.kind.startswith("pack") or {layout.kind} & {"shard"}', 2, 0),
-        ('words["pack"] + words.get("place") + getattr(view, "solo") + operator.eq(kind, "even")', 4, 0),
+        (
+            'words["pack"] + words.get("place") + getattr(view, "solo") + operator.eq(kind, '
+            '"even")',
+            4,
+            0,
+        ),
         ('probe.stage == "solo" or self.engine.name != "solo"', 0, 0),
         ('x = {"solo": 1, "race": 2}', 0, 0),
         ('x = {"part": 0.5, "seconds": 2}', 0, 0),
@@ -69,4 +104,7 @@ def test_nobody_compares_the_names_of_objectives() -> None:
     ],
 )
 def test_a_comparison_would_be_found(code: str, families: int, objectives: int) -> None:
-    assert (len(families_in(ast.parse(code))), len(objectives_in(ast.parse(code)))) == (families, objectives)
+    assert (len(families_in(ast.parse(code))), len(objectives_in(ast.parse(code)))) == (
+        families,
+        objectives,
+    )

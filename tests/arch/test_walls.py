@@ -1,4 +1,6 @@
-"""An import block says what leaves the room: relative within a top-level folder, absolute between folders."""
+"""An import block says what leaves the room: relative within a top-level folder, absolute between
+folders.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ INSIDE = ("tui", "balancer", "workloads", "devices")  # under evener/ they are l
 def sources() -> Iterator[tuple[Path, str]]:
     """Each file of the product, and the name under which its folder is imported."""
     for folder in PACKAGES:
-        yield from ((path, f"evener.{folder}" if folder in INSIDE else folder) for path in files(folder))
+        yield from (
+            (path, f"evener.{folder}" if folder in INSIDE else folder) for path in files(folder)
+        )
 
 
 def room_of(module: str) -> str:
@@ -24,7 +28,9 @@ def room_of(module: str) -> str:
 
 
 def test_imports_within_a_folder_are_relative() -> None:
-    """`from evener.balancer.types import Probe` inside balancer/ would look like another folder's."""
+    """`from evener.balancer.types import Probe` inside balancer/ would look like another
+    folder's.
+    """
     wrong = []
     for path, room in sources():
         for node in nodes(parsed(path)):
@@ -44,6 +50,8 @@ def test_no_relative_import_leaves_its_folder() -> None:
         for node in nodes(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 into = (node.module or node.names[0].name).split(".")[0]
-                if node.level > depth or (room == "evener" and node.level == depth and into in INSIDE):
+                if node.level > depth or (
+                    room == "evener" and node.level == depth and into in INSIDE
+                ):
                     wrong.append(place(path, node.lineno))
     assert not wrong

@@ -13,7 +13,12 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
 def test_actions_are_pinned_by_commit() -> None:
     """With the version behind it, for a reader and for updates."""
-    uses = [line.strip() for text in WORKFLOWS.values() for line in text.splitlines() if re.search(r"uses: [^$]", line)]
+    uses = [
+        line.strip()
+        for text in WORKFLOWS.values()
+        for line in text.splitlines()
+        if re.search(r"uses: [^$]", line)
+    ]
     assert len(uses) > 6
     assert [line for line in uses if not re.search(r"@[0-9a-f]{40} # v\d+(\.\d+)+$", line)] == []
 
@@ -27,15 +32,21 @@ def test_what_they_run_is_there() -> None:
     assert all((REPO / name).stat().st_mode & 0o111 for name in scripts)
     targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake (\w+)", text)) <= targets
-    extras = {name for found in re.findall(r"-e \"\.\[([\w,-]+)\]", text) for name in found.split(",")}
+    extras = {
+        name for found in re.findall(r"-e \"\.\[([\w,-]+)\]", text) for name in found.split(",")
+    }
     assert extras <= set(PROJECT["optional-dependencies"])
-    claimed = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
+    claimed = {
+        each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)
+    }
     assert set(re.findall(r"^ +(3\.\d+)$", WORKFLOWS["ci.yml"], re.MULTILINE)) == claimed
 
 
 def test_a_release_is_tested_first() -> None:
     """By all that CI runs, at the tag."""
-    assert re.search(r"  tests:\n.*?uses: \$/\.github/workflows/ci\.yml\n", WORKFLOWS["release.yml"], re.DOTALL)
+    assert re.search(
+        r"  tests:\n.*?uses: \$/\.github/workflows/ci\.yml\n", WORKFLOWS["release.yml"], re.DOTALL
+    )
     assert re.search(r"  build:\n(    .*\n)*    needs: tests\n", WORKFLOWS["release.yml"])
     assert re.search(r"  publish:\n(    .*\n)*    needs: build\n", WORKFLOWS["release.yml"])
 

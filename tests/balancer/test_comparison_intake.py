@@ -14,14 +14,18 @@ from evener.balancer.request import Request
 
 
 @pytest.fixture
-def request_of_two(fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Request:
+def request_of_two(
+    fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Request:
     """Two GPUs of a scripted driver, no daemon where programs look for one."""
     fake_nvml(2)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     return Request(devices="gpu", workload="synthetic")
 
 
-def test_a_daemon_is_named_as_processes_share_through_it(request_of_two: Request, tmp_path: Path) -> None:
+def test_a_daemon_is_named_as_processes_share_through_it(
+    request_of_two: Request, tmp_path: Path
+) -> None:
     """It is known by the file that it keeps its process id in."""
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
     wanted = take_in_comparison(request_of_two).request.compare

@@ -1,4 +1,6 @@
-"""A dry run says what a search then does: on simulated devices, against the search itself; failures in one sentence."""
+"""A dry run says what a search then does: on simulated devices, against the search itself; failures
+in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> 
     for position, device in enumerate(outlook.devices):
         fits = device.largest_batch
         assert fits is not None
-        assert machine.memory_bytes(position, round(0.95 * fits)) <= machine.usable_memory_bytes(position)
-        assert machine.memory_bytes(position, round(1.05 * fits)) > machine.usable_memory_bytes(position)
+        assert machine.memory_bytes(position, round(0.95 * fits)) <= machine.usable_memory_bytes(
+            position
+        )
+        assert machine.memory_bytes(position, round(1.05 * fits)) > machine.usable_memory_bytes(
+            position
+        )
     assert [size for size, _ in outlook.steps] == [8, 64]
 
 
@@ -57,7 +63,9 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
     assert {one.probe.layout.shares for one in phases} == {(8,), (64,)}
     assert {"building", "measuring"} <= {one.phase for one in phases}
     broken = msgspec.structs.replace(REAL, settings={"fail": "raise"})
-    with pytest.raises(NoLayoutError, match=r"asked to raise at step 0 of 8 samples \(traceback in .*\)\. ") as fault:
+    with pytest.raises(
+        NoLayoutError, match=r"asked to raise at step 0 of 8 samples \(traceback in .*\)\. "
+    ) as fault:
         foresee(broken)
     errors = Path(fault.value.message.partition("(traceback in ")[2].removesuffix(")."))
     assert "in step\n" in errors.read_text()
@@ -67,7 +75,9 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
         timed_runs(take_in(broken), solo(2, 0, 8), 1, RunLength(0.2), threading.Event()) as turns,
     ):
         next(turns)
-    assert errors.read_text().startswith("CPU:0, warming up: ValueError: synthetic was asked to raise")
+    assert errors.read_text().startswith(
+        "CPU:0, warming up: ValueError: synthetic was asked to raise"
+    )
     stop = threading.Event()
     stop.set()
     assert dry_run(take_in(REAL), lambda _: None, stop) is None
@@ -77,7 +87,9 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
 def test_a_workload_that_hangs_ends_with_the_budget() -> None:
     """And says where it was."""
     hanging = msgspec.structs.replace(REAL, settings={"fail": "hang"}, budget_seconds=1.5)
-    with pytest.raises(NoLayoutError, match=r"The first steps of synthetic had not ended after \d s on CPU:0"):
+    with pytest.raises(
+        NoLayoutError, match=r"The first steps of synthetic had not ended after \d s on CPU:0"
+    ):
         foresee(hanging)
 
 
@@ -97,7 +109,9 @@ def test_the_command_prints_a_row_for_each_device_and_makes_no_plan(
 def test_a_model_that_simulated_devices_do_not_run_is_not_named_as_if_they_had(
     capsys: pytest.CaptureFixture[str], own_folder: Path, tmp_path: Path
 ) -> None:
-    """A model of the user's own that would never return gets a plan there, whose first warning says why."""
+    """A model of the user's own that would never return gets a plan there, whose first warning says
+    why.
+    """
     (tmp_path / "hangs.py").write_text("def build():\n    while True:\n        pass\n")
     own = ["-d", "sim:gtx1080ti,gtx1080", "-w", f"{tmp_path}/hangs.py:build"]
     assert run(["balance", *own, "--dry-run"]) == 0

@@ -1,4 +1,6 @@
-"""Energy: what drivers count becomes watts of a probe, and samples per joule decide where they are asked to."""
+"""Energy: what drivers count becomes watts of a probe, and samples per joule decide where they are
+asked to.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def timed(layout: Layout, rate: float, *watts: float | None) -> Timed:
     """A layout that ran at so many samples/s."""
     step = layout.global_batch / rate
     probe = Probe(layout, "race", 1.0)
-    return Timed(probe, step, step * 0.99, step * 1.01, 10, (None,) * 2, (None,) * 2, step, 1.0, watts=watts)
+    return Timed(
+        probe, step, step * 0.99, step * 1.01, 10, (None,) * 2, (None,) * 2, step, 1.0, watts=watts
+    )
 
 
 def value_of(turns: dict[int, Timed]) -> float:
@@ -64,14 +68,18 @@ def value_of(turns: dict[int, Timed]) -> float:
 
 @given(
     st.lists(
-        st.tuples(st.floats(10, 1000), st.none() | st.floats(10, 1000), st.floats(0, 100)), min_size=1, max_size=6
+        st.tuples(st.floats(10, 1000), st.none() | st.floats(10, 1000), st.floats(0, 100)),
+        min_size=1,
+        max_size=6,
     ),
     st.floats(0, 0.9),
 )
 def test_the_most_efficient_layout_within_the_slowdown_is_chosen(
     drawn: list[tuple[float, float | None, float]], slowdown: float
 ) -> None:
-    """No layout that is fast enough trains more samples per joule, and the chosen one is fast enough."""
+    """No layout that is fast enough trains more samples per joule, and the chosen one is fast
+    enough.
+    """
     layouts = [layout_of((10 + place, 10)) for place in range(len(drawn))]
     turns = {
         layout: {0: timed(layout, rate, watts, idle)}
@@ -118,7 +126,9 @@ def test_the_mean_power_of_a_probe_is_what_the_counters_rose_by() -> None:
         watch.annotate(Block(10, 0.7))
     assert watch.mean_watts() == pytest.approx({0: 300.0, 1: 50.0})
     driver.gone = True
-    assert watch.mean_watts() == pytest.approx({0: 300.0}), "an idle device that has gone doesn't fail the probe"
+    assert watch.mean_watts() == pytest.approx({0: 300.0}), (
+        "an idle device that has gone doesn't fail the probe"
+    )
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -143,8 +153,12 @@ def test_a_chip_without_the_counter_is_asked_for_its_power(
     assert last - first == pytest.approx(1000.0 if counted else 800.0)  # the mean of 300 and 500 W
 
 
-def test_a_search_by_energy_takes_the_lean_device_alone(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The split is 5 % faster and draws three times as much; the plan, its evidence and the texts say so."""
+def test_a_search_by_energy_takes_the_lean_device_alone(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The split is 5 % faster and draws three times as much; the plan, its evidence and the texts
+    say so.
+    """
     Path("machine.toml").write_text(LEAN)
     asked = ["balance", "-d", "sim:machine.toml", "--global-batch", "4096", "--export", "plan.toml"]
     efficient = [*asked, "--objective", "samples-per-joule"]
@@ -156,7 +170,9 @@ def test_a_search_by_energy_takes_the_lean_device_alone(own_folder: Path, capsys
     assert plan.batches == (4096, 0)
     split = next(one for one in plan.evidence if one.name == "best split").throughput
     own = plan.throughput
-    assert own.samples_per_joule == pytest.approx(own.samples_per_second / (own.active_watts + own.idle_watts))
+    assert own.samples_per_joule == pytest.approx(
+        own.samples_per_second / (own.active_watts + own.idle_watts)
+    )
     assert own.idle_watts == pytest.approx(0.08 * 450)
     assert own.samples_per_joule > 1.5 * split.samples_per_joule > 0
     assert split.samples_per_second > own.samples_per_second
@@ -182,9 +198,21 @@ def test_simulated_machines_train_most_samples_per_joule_within_the_slowdown() -
 
 def test_a_slower_card_that_draws_little_is_raced_alone(own_folder: Path) -> None:
     """It has less than half of the samples/s, and draws a seventeenth."""
-    slower = LEAN.replace("[[1, 10.0], [1000, 110.0], [4000, 410.0]]", "[[1, 4.0], [1000, 28.0], [4000, 100.0]]")
-    Path("machine.toml").write_text(slower.replace("watts = 200", "watts = 700").replace("watts = 450", "watts = 40"))
-    asked = ["balance", "-d", "sim:machine.toml", "--objective", "samples-per-joule", "--export", "plan.toml"]
+    slower = LEAN.replace(
+        "[[1, 10.0], [1000, 110.0], [4000, 410.0]]", "[[1, 4.0], [1000, 28.0], [4000, 100.0]]"
+    )
+    Path("machine.toml").write_text(
+        slower.replace("watts = 200", "watts = 700").replace("watts = 450", "watts = 40")
+    )
+    asked = [
+        "balance",
+        "-d",
+        "sim:machine.toml",
+        "--objective",
+        "samples-per-joule",
+        "--export",
+        "plan.toml",
+    ]
     assert run([*asked, "--max-slowdown", "80%"]) == 0
     assert [share.index for share in load_plan("plan.toml").layout.active] == [1]
     assert run([*asked, "--max-slowdown", "10%"]) == 0
@@ -194,7 +222,9 @@ def test_a_slower_card_that_draws_little_is_raced_alone(own_folder: Path) -> Non
 def test_a_probe_says_samples_per_joule_of_each_run_and_of_all(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Devices that are left out count, and stand apart; where one tells no energy, there is no figure."""
+    """Devices that are left out count, and stand apart; where one tells no energy, there is no
+    figure.
+    """
     Path("machine.toml").write_text(LEAN)
     asked = ["probe", "-d", "sim:machine.toml", "--batches", "4096", "--repeat", "2"]
     assert run(asked) == 0
@@ -214,15 +244,39 @@ def test_a_probe_says_samples_per_joule_of_each_run_and_of_all(
 @pytest.mark.parametrize(
     ("devices", "options", "said"),
     [
-        ("cpu:0", ["--objective", "samples-per-joule"], "CPU slices report no energy, so samples per joule can't"),
-        ("sim:dark.toml", ["--objective", "samples-per-joule"], "The power of SIM:0 isn't written down"),
-        ("sim:gtx1080", ["--max-slowdown", "5%"], "--max-slowdown goes with --objective samples-per-joule."),
-        ("sim:gtx1080", ["--objective", "samples-per-joule", "--max-slowdown", "105%"], "--max-slowdown is 105%."),
-        ("sim:gtx1080", ["--objective", "samples-per-joule", "--max-slowdown", "x"], "'x' is not a number"),
+        (
+            "cpu:0",
+            ["--objective", "samples-per-joule"],
+            "CPU slices report no energy, so samples per joule can't",
+        ),
+        (
+            "sim:dark.toml",
+            ["--objective", "samples-per-joule"],
+            "The power of SIM:0 isn't written down",
+        ),
+        (
+            "sim:gtx1080",
+            ["--max-slowdown", "5%"],
+            "--max-slowdown goes with --objective samples-per-joule.",
+        ),
+        (
+            "sim:gtx1080",
+            ["--objective", "samples-per-joule", "--max-slowdown", "105%"],
+            "--max-slowdown is 105%.",
+        ),
+        (
+            "sim:gtx1080",
+            ["--objective", "samples-per-joule", "--max-slowdown", "x"],
+            "'x' is not a number",
+        ),
     ],
 )
 def test_what_tells_no_energy_is_refused_in_a_sentence(
-    devices: str, options: list[str], said: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
+    devices: str,
+    options: list[str],
+    said: str,
+    own_folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("dark.toml").write_text(LEAN.replace("power_watts = 200", ""))
     assert run(["balance", "-d", devices, *options]) == 2

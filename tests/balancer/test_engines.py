@@ -60,9 +60,14 @@ def test_limits_that_an_engine_can_keep_are_let_through(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process for each device keeps any; one for all GPUs keeps each of them to its memory."""
-    monkeypatch.setattr("evener.balancer.intake.find_spec", lambda _: True)  # TensorFlow need not be installed
+    monkeypatch.setattr(
+        "evener.balancer.intake.find_spec", lambda _: True
+    )  # TensorFlow need not be installed
     fake_nvml(2)
-    assert take_in(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine == "multiworker"
+    assert (
+        take_in(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine
+        == "multiworker"
+    )
     assert take_in(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
 
 
@@ -70,10 +75,14 @@ def test_limits_that_an_engine_can_keep_are_let_through(
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_servers")
 def test_one_process_trains_on_both_slices_by_the_engine_asked_for(cores_of_one_user: int) -> None:
-    """Real steps of uneven shares, by the engine that nothing else would choose; the plan would name it."""
+    """Real steps of uneven shares, by the engine that nothing else would choose; the plan would
+    name it.
+    """
     prober = make_prober(take_in(asked()))
     try:
-        (seen,) = prober.measure((Probe(SPLIT, "split", 0.3, 0),), lambda _: None, threading.Event())
+        (seen,) = prober.measure(
+            (Probe(SPLIT, "split", 0.3, 0),), lambda _: None, threading.Event()
+        )
         assert isinstance(seen, Timed)
         assert seen.samples_per_second > 0
         assert prober.facts().engine == "towers"

@@ -31,7 +31,9 @@ from evener.balancer.types import (
 from evener.devices.types import Device
 from evener.errors import NoLayoutError
 
-HUNG = Finding("unfinished.preparing", {"name": "It", "seconds": 9, "devices": ["GPU:0"], "where": ""})
+HUNG = Finding(
+    "unfinished.preparing", {"name": "It", "seconds": 9, "devices": ["GPU:0"], "where": ""}
+)
 WORDS = "It had not been built after 9 s on GPU:0."
 DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range(2))
 
@@ -65,7 +67,13 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
     seen: list[Observation] = [
         OutOfMemory(Probe(solo(2, 0, 64), "solo", 1.0), (0,), "full", 1.0),
         OutOfMemory(Probe(solo(2, 0, 8), "solo", 1.0), (0,), "full", 1.0),
-        Failed(Probe(solo(2, 1, 8), "solo", 1.0), "raised", "GPU:1, building: t.py:3: ValueError: no", (1,), 1.0),
+        Failed(
+            Probe(solo(2, 1, 8), "solo", 1.0),
+            "raised",
+            "GPU:1, building: t.py:3: ValueError: no",
+            (1,),
+            1.0,
+        ),
     ]
     assert say_all(find_failures(seen, DEVICES)) == (
         "GPU:0 ran out of memory with 8 samples",
@@ -75,10 +83,18 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
 
 def test_a_failure_that_all_devices_share_is_said_once() -> None:
     seen = [
-        Failed(Probe(solo(2, i, 8), "solo", 1.0), "raised", f"GPU:{i}, building: there is no torch.", (i,), 1.0)
+        Failed(
+            Probe(solo(2, i, 8), "solo", 1.0),
+            "raised",
+            f"GPU:{i}, building: there is no torch.",
+            (i,),
+            1.0,
+        )
         for i in range(2)
     ]
-    assert say_all(find_failures(seen, DEVICES)) == ("GPU:0 and GPU:1 failed, building: there is no torch",)
+    assert say_all(find_failures(seen, DEVICES)) == (
+        "GPU:0 and GPU:1 failed, building: there is no torch",
+    )
 
 
 @pytest.mark.parametrize("batch", [1800, 1_000_000])
@@ -102,10 +118,20 @@ def test_four_times_what_fits_is_a_plan_in_passes() -> None:
 
 def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     """It fits, and time is left: neither is the reason."""
-    alone = Timed(Probe(solo(2, 0, 8), "solo", 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0)
-    split = Failed(Probe(Layout("split", (8, 8)), "split", 1.0), "raised", "GPU:0, building: no NCCL.", (0,), 1.0)
+    alone = Timed(
+        Probe(solo(2, 0, 8), "solo", 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0
+    )
+    split = Failed(
+        Probe(Layout("split", (8, 8)), "split", 1.0),
+        "raised",
+        "GPU:0, building: no NCCL.",
+        (0,),
+        1.0,
+    )
     request = Request(global_batch=16, budget_seconds=120.0)
-    header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0")
+    header = Header(
+        "run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0"
+    )
     curves = tuple(CurveSketch(i, (), (), 64, None) for i in range(2))
     belief = Belief(curves, "Done.")
     fault = explain_no_plan(record(header, alone, split), belief, RunEnd(Stop.TIED.value, 60.0))
@@ -117,7 +143,10 @@ def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
 def test_a_budget_that_was_too_short_is_said_with_a_longer_one() -> None:
     """Devices ran alone, at less than the batch that is asked for."""
     fault = faulted(budget_seconds=2.0, global_batch=1024)
-    assert fault.message == "The budget of 2 s was over before a layout of the global batch was measured."
+    assert (
+        fault.message
+        == "The budget of 2 s was over before a layout of the global batch was measured."
+    )
     assert "--budget 4s" in fault.remedy
 
 
@@ -129,12 +158,17 @@ def building(position: int, seconds: float, phase: str = "building") -> ProbePro
 @pytest.mark.parametrize(
     ("workload", "words"),
     [
-        ("/home/me/train.py:build", "train.py's build() had not returned after 28 s on GPU:0 and GPU:1."),
+        (
+            "/home/me/train.py:build",
+            "train.py's build() had not returned after 28 s on GPU:0 and GPU:1.",
+        ),
         ("my.package:make", "my.package's make() had not returned after 28 s on GPU:0 and GPU:1."),
         ("keras_mnist", "keras_mnist had not been built after 28 s on GPU:0 and GPU:1."),
     ],
 )
-def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(workload: str, words: str) -> None:
+def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(
+    workload: str, words: str
+) -> None:
     """What was being measured is no reason."""
     running = [building(1, 28.2), building(0, 27.0), building(0, 3.0, "measuring")]
     assert say_all(find_unfinished(workload, DEVICES, running)) == (words,)
@@ -144,31 +178,47 @@ def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(workl
 
 def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
     """Stopped within an import statement, within the file's own lines, within the function."""
-    header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "/home/me/train.py:build", "tensorflow", "0")
+    header = Header(
+        "run",
+        "2026-01-01T00:00:00Z",
+        Request(),
+        DEVICES,
+        "/home/me/train.py:build",
+        "tensorflow",
+        "0",
+    )
     belief = Belief((), "Done.")
     faults = {}
     for phase in ("importing", "loading", "building"):
         stopped = msgspec.structs.replace(building(0, 25.0, phase), where="/home/me/train.py:3")
         said = find_unfinished(header.workload, DEVICES, [stopped])
         faults[phase] = explain_no_plan(record(header), belief, late(said))
-    assert "Importing had not ended after 25 s on GPU:0, at /home/me/train.py:3." in faults["importing"].message
+    assert (
+        "Importing had not ended after 25 s on GPU:0, at /home/me/train.py:3."
+        in faults["importing"].message
+    )
     assert "endless loop" not in faults["importing"].remedy
     assert faults["loading"].message.startswith("The import of train.py had not ended after 25 s")
     assert (
-        faults["building"].message == "train.py's build() had not returned after 25 s on GPU:0, at /home/me/train.py:3."
+        faults["building"].message
+        == "train.py's build() had not returned after 25 s on GPU:0, at /home/me/train.py:3."
     )
     assert "endless loop" in faults["building"].remedy
 
 
 def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budget() -> None:
     """Of a built-in workload, or if the user stopped it, in addition to that."""
-    header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "train.py:build", "tensorflow", "0")
+    header = Header(
+        "run", "2026-01-01T00:00:00Z", Request(), DEVICES, "train.py:build", "tensorflow", "0"
+    )
     belief = Belief((), "Done.")
     own = explain_no_plan(record(header), belief, late((HUNG,)))
     assert (own.message, "--budget 240s" in own.remedy) == (WORDS, True)
     listed = record(msgspec.structs.replace(header, workload="keras_mnist"))
     built_in = explain_no_plan(listed, belief, late((HUNG,)))
     assert built_in.message == "The budget of 120 s was over before anything was measured. " + WORDS
-    stopped = explain_no_plan(record(header), belief, RunEnd(Stop.INTERRUPTED.value, 60.0, True, (HUNG,)))
+    stopped = explain_no_plan(
+        record(header), belief, RunEnd(Stop.INTERRUPTED.value, 60.0, True, (HUNG,))
+    )
     assert stopped.message == "The search was stopped before anything was measured. " + WORDS
     assert "--resume run" in stopped.remedy

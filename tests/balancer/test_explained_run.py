@@ -13,17 +13,24 @@ from evener.balancer.session import Session
 from evener.balancer.types import Timed
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
-ROW = re.compile(r"^\| (solo|rest|split|race|check) (\d+), (\d+) \| ([\d.]+)(?: and ([\d.]+))? ms \|", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (solo|rest|split|race|check) (\d+), (\d+) \| ([\d.]+)(?: and ([\d.]+))? ms \|",
+    re.MULTILINE,
+)
 
 
 def test_the_explained_run_is_what_the_search_does(own_folder: Path) -> None:
-    """Each row of the table: the stage, the rows of both devices, and the milliseconds that were seen."""
+    """Each row of the table: the stage, the rows of both devices, and the milliseconds that were
+    seen.
+    """
     steps: dict[tuple[str, int], list[tuple[tuple[int, ...], float]]] = {}
     with closing(Session(open_run(Request("sim:gtx1080ti,gtx1080", global_batch=256)))) as session:
         for event in session.events():
             if isinstance(event, Observed) and isinstance(event.seen, Timed):
                 probe = event.seen.probe
-                shares = probe.layout.shares if probe.stage != "solo" else (max(probe.layout.shares),)
+                shares = (
+                    probe.layout.shares if probe.stage != "solo" else (max(probe.layout.shares),)
+                )
                 found = steps.setdefault((probe.stage, probe.turn), [])
                 found.append((shares, round(1000 * event.seen.step_seconds, 1)))
     seen = [

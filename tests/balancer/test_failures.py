@@ -18,7 +18,10 @@ MEMORY = [
     (("RuntimeError",), "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
     (("RuntimeError",), "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
     (("NotFoundError",), "No algorithm worked!  Error messages: CUDNN_STATUS_ALLOC_FAILED"),
-    (("RuntimeError",), "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    (
+        ("RuntimeError",),
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+    ),
     (("OSError",), "[Errno 12] Cannot allocate memory"),
     (("InternalError",), "CUDA_ERROR_OUT_OF_MEMORY"),
 ]
@@ -49,7 +52,13 @@ def test_these_do_not(types: tuple[str, ...], text: str) -> None:
         (-signal.SIGKILL, 1.0, False, "", False),  # somebody else's kill
         (-signal.SIGSEGV, 0.9, False, "", True),  # at its cap
         (-signal.SIGSEGV, 0.2, False, "", False),
-        (-signal.SIGABRT, 0.0, False, "terminate called after throwing an instance of 'std::bad_alloc'", True),
+        (
+            -signal.SIGABRT,
+            0.0,
+            False,
+            "terminate called after throwing an instance of 'std::bad_alloc'",
+            True,
+        ),
         (1, 0.0, False, "RuntimeError: CUDA out of memory", True),
         (1, 0.1, False, "Traceback", False),
         (0, 1.0, False, "out of memory", False),  # it ended in order
@@ -72,7 +81,12 @@ def test_ends_in_words_name_the_signal_or_the_code() -> None:
 
 def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
     """Two names are no answer."""
-    assert failures.find_gpu_number("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
+    assert (
+        failures.find_gpu_number(
+            "OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc"
+        )
+        == 1
+    )
     assert failures.find_gpu_number("device:GPU:0 and device:GPU:1") is None
     assert failures.find_gpu_number("somewhere") is None
 
@@ -92,9 +106,13 @@ def test_a_traced_error_is_reported_by_its_last_line() -> None:
 
 
 def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
-    """Its graph errors begin with where they were; the cause stands last, before the node's name."""
+    """Its graph errors begin with where they were; the cause stands last, before the node's
+    name.
+    """
     text = "Graph execution error:\n\nDetected at node conv defined at (most recent call last):\n"
-    text += '  File "train.py", line 3, in step\n\nCUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor'
+    text += (
+        '  File "train.py", line 3, in step\n\nCUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor'
+    )
     text += "\n\t [[{{node conv}}]]"
     assert failures.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
     assert failures.one_line("Graph execution error:") == "Graph execution error:"
@@ -102,7 +120,10 @@ def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
 
 def test_a_layer_s_error_is_reported_without_colors_and_without_its_arguments() -> None:
     """Keras names the layer first, then in bold what was wrong, then the arguments."""
-    text = "Exception encountered when calling Net.call().\n\n\x1b[1mno such layer\x1b[0m\n\nArguments received: x"
+    text = (
+        "Exception encountered when calling Net.call().\n\n\x1b[1mno such "
+        "layer\x1b[0m\n\nArguments received: x"
+    )
     assert failures.one_line(text) == "no such layer"
 
 

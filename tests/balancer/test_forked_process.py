@@ -1,4 +1,6 @@
-"""The process that children are forked from: what it can't import, and what it can't survive, is left to each child."""
+"""The process that children are forked from: what it can't import, and what it can't survive, is
+left to each child.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,18 @@ def test_what_starts_cuda_is_not_imported_before_the_fork(
     assert is_ready(server)
     assert is_ready(server)
     assert (tmp_path / "imported").read_text() == "x"
-    held = [path.readlink().name for path in Path(f"/proc/{server.pid}/fd").iterdir() if path.is_symlink()]
+    held = [
+        path.readlink().name
+        for path in Path(f"/proc/{server.pid}/fd").iterdir()
+        if path.is_symlink()
+    ]
     assert "nvidia-uvm" not in held
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "synthetic_workload:no_such_name"])
-def test_what_can_t_be_imported_is_left_to_the_children(servers: list[ServerProcess], name: str) -> None:
+def test_what_can_t_be_imported_is_left_to_the_children(
+    servers: list[ServerProcess], name: str
+) -> None:
     servers.append(server := ServerProcess({}, (name,)))
     assert is_ready(server)
 
@@ -89,7 +97,9 @@ def test_a_child_runs_in_the_folder_that_its_session_is_in(
 def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The child has ended as the server did, with what it wrote: it may have died just before it was asked."""
+    """The child has ended as the server did, with what it wrote: it may have died just before it
+    was asked.
+    """
     (tmp_path / "sitecustomize.py").write_text(
         "import os; os.write(2, b'no such instruction'); os.kill(os.getpid(), 4)"
     )

@@ -46,13 +46,17 @@ def test_when_every_gpu_is_full_nothing_is_measured(nvml: Any) -> None:
         resolve_notes()
     assert fault.value.exit_code == 3
     assert fault.value.message == (
-        "GPU:0 has too little free memory to measure on, 1.0 of 140.0 GiB: other processes (pid 41, 42, 43, ...) hold "
-        "the rest. GPU:1 has too little free memory to measure on, 0.5 of 140.0 GiB: processes that the driver doesn't "
+        "GPU:0 has too little free memory to measure on, 1.0 of 140.0 GiB: other processes "
+        "(pid 41, 42, 43, ...) hold "
+        "the rest. GPU:1 has too little free memory to measure on, 0.5 of 140.0 GiB: "
+        "processes that the driver doesn't "
         "name hold the rest."
     )
 
 
-def test_the_command_ends_with_exit_code_3_before_it_measures(nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_exit_code_3_before_it_measures(
+    nvml: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One sentence, and what to do."""
     fill(nvml, 0, GIB)
     fill(nvml, 1, GIB)
@@ -80,7 +84,9 @@ def test_a_gpu_with_enough_room_is_measured(nvml: Any) -> None:
     assert not any("too little free memory" in note for note in resolve_notes("gpu:0,gpu:1@1GiB"))
 
 
-def test_memory_that_is_being_freed_is_waited_for(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_being_freed_is_waited_for(
+    nvml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that has just ended still holds its memory for a moment."""
     fill(nvml, 0, GIB)
     fill(nvml, 1, GIB)

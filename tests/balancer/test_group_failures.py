@@ -19,7 +19,9 @@ from evener.balancer.probes.protocol import Built, ChildError, Exited, Stack
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a rank has failed, the others get a moment to say why they stopped: here all has been said."""
+    """Once a rank has failed, the others get a moment to say why they stopped: here all has been
+    said.
+    """
     monkeypatch.setattr(children, "GRACE_SECONDS", 0.1)
 
 
@@ -38,7 +40,9 @@ def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
     return caught.value
 
 
-@pytest.mark.parametrize("text", ["collective aborted: shapes differ", "Connection reset by peer", "no such data set"])
+@pytest.mark.parametrize(
+    "text", ["collective aborted: shapes differ", "Connection reset by peer", "no such data set"]
+)
 def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None:
     """Whatever that one's words: nobody waited for the silent one as long as it may take."""
     started = time.monotonic()
@@ -51,7 +55,10 @@ def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None
 def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
     """Both of them, if neither said anything."""
     error = receive(seconds=0.2)
-    assert {(failure.rank, failure.cause) for failure in error.failures} == {(0, "timeout"), (1, "timeout")}
+    assert {(failure.rank, failure.cause) for failure in error.failures} == {
+        (0, "timeout"),
+        (1, "timeout"),
+    }
     silent = receive((0, Built({})), seconds=0.2)
     assert [failure.rank for failure in silent.failures] == [1]
     assert silent.root.detail.endswith(", at train.py:6")
@@ -60,7 +67,8 @@ def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
 def test_a_rank_that_only_lost_its_peer_is_not_the_culprit() -> None:
     """The one whose process ended is, with what it wrote last."""
     error = receive(
-        (0, ChildError(("UnavailableError",), "Connection reset by peer")), (1, Exited(-11, output="its last words"))
+        (0, ChildError(("UnavailableError",), "Connection reset by peer")),
+        (1, Exited(-11, output="its last words")),
     )
     assert (error.root.rank, error.root.cause) == (1, "signal")
     assert "SIGSEGV" in error.root.detail
@@ -98,14 +106,31 @@ def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None
 @pytest.mark.parametrize(
     ("error", "own"),
     [
-        (ChildError(("UserCodeError", "EvenerError"), "train.py:3: ValueError: no such data set"), True),
-        (ChildError(("RequestError", "EvenerError"), "train.py:build returns int, not a Keras model."), True),
+        (
+            ChildError(
+                ("UserCodeError", "EvenerError"), "train.py:3: ValueError: no such data set"
+            ),
+            True,
+        ),
+        (
+            ChildError(
+                ("RequestError", "EvenerError"), "train.py:build returns int, not a Keras model."
+            ),
+            True,
+        ),
         (ChildError(("ValueError",), "shapes differ", "train.py:3"), True),
         (ChildError(("ValueError",), "shapes differ"), False),
-        (ChildError(("RuntimeError",), "CUDA error: no kernel image is available", "train.py:3"), False),
+        (
+            ChildError(("RuntimeError",), "CUDA error: no kernel image is available", "train.py:3"),
+            False,
+        ),
         (ChildError(("MemoryError",), "Unable to allocate 3 GiB", "train.py:3"), False),
     ],
 )
-def test_an_error_of_the_user_s_own_is_certain_from_one_of_a_device(error: ChildError, own: bool) -> None:
-    """The first would be the same on every device; a GPU's error may pass through the user's lines too."""
+def test_an_error_of_the_user_s_own_is_certain_from_one_of_a_device(
+    error: ChildError, own: bool
+) -> None:
+    """The first would be the same on every device; a GPU's error may pass through the user's lines
+    too.
+    """
     assert receive((0, error)).root.user_code is own

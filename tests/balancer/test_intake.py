@@ -1,4 +1,6 @@
-"""The way in: a request is checked once, before a run is made, and its journal gives the same problem again."""
+"""The way in: a request is checked once, before a run is made, and its journal gives the same
+problem again.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_a_request_that_no_search_can_meet_is_refused(asked: dict[str, Any]) -> 
         check_request(request)
     assert caught.value.remedy
     job = take_in(PAIR)
-    header = Header("run", "2026-01-01T00:00:00Z", request, job.devices, job.workload, job.framework, "0")
+    header = Header(
+        "run", "2026-01-01T00:00:00Z", request, job.devices, job.workload, job.framework, "0"
+    )
     with pytest.raises(RequestError, match=caught.value.message.partition(" ")[0]):
         read_job(header)
 
@@ -63,7 +67,8 @@ def test_what_the_devices_can_not_do_is_refused_before_a_run_is_made() -> None:
 
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize(
-    "asked", [{}, {"global_batch": 512, "micro": "off"}, {"objective": ENERGY.name, "multiple_of": 4}]
+    "asked",
+    [{}, {"global_batch": 512, "micro": "off"}, {"objective": ENERGY.name, "multiple_of": 4}],
 )
 def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> None:
     """The job of a new run and the header on disk are two ways to one problem."""
@@ -80,7 +85,11 @@ def test_problems_and_searches_are_made_in_one_place() -> None:
     made: dict[str, set[str]] = {"Problem": set(), "Search": set()}
     for path in (path for folder in ("balancer", "tui") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in made
+            ):
                 made[node.func.id].add(path.relative_to(ROOT).as_posix())
     assert made["Problem"] == {"balancer/request.py"}
     assert made["Search"] == {"balancer/store/runs.py"}

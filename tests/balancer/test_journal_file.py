@@ -1,4 +1,6 @@
-"""The journal: on the disk at once, torn ends cut off, broken middles named, strangers' files refused."""
+"""The journal: on the disk at once, torn ends cut off, broken middles named, strangers' files
+refused.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ from evener.balancer.types import Failed, OutOfMemory, Probe, Timed, solo
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 
-DEVICES = (Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,)), Device("cpu-1-of-2", 1, "CPU", "cpu", None, (1,)))
-HEADER = Header("20260101-000000-abcd", "2026-01-01T00:00:00Z", Request(), DEVICES, "synthetic", "none", "0")
+DEVICES = (
+    Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,)),
+    Device("cpu-1-of-2", 1, "CPU", "cpu", None, (1,)),
+)
+HEADER = Header(
+    "20260101-000000-abcd", "2026-01-01T00:00:00Z", Request(), DEVICES, "synthetic", "none", "0"
+)
 PROBE = Probe(solo(2, 0, 8), "solo", 1.0)
 TIMED = Timed(PROBE, 0.01, 0.009, 0.011, 50, (1 << 20, None), (0.01, None), 0.1, 1.0)
 ENTRIES: list[LaterEntry] = [
@@ -101,7 +108,9 @@ def test_a_newer_schema_says_so(path: Path) -> None:
         journal.read(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"{}\n", b'{"entry":"asked","probes":[],"at_seconds":0}\n'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"{}\n", b'{"entry":"asked","probes":[],"at_seconds":0}\n']
+)
 def test_a_file_without_a_header_is_no_journal(path: Path, content: bytes) -> None:
     """One sentence, whatever it holds."""
     path.write_bytes(content)

@@ -1,4 +1,6 @@
-"""Which children a layout gets, what they build, and which idle ones end for their memory; on GPUs that aren't here."""
+"""Which children a layout gets, what they build, and which idle ones end for their memory; on GPUs
+that aren't here.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:
     environments = [child_environment(group, framework) for group in assigned]
     grouped = layout.kind == "split" and len(assigned) > 1
     peers = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(assigned))) if grouped else ()
-    return build_commands(resolved, key, assigned, environments, map_ranks(resolved, key, environments, {}), peers)
+    return build_commands(
+        resolved, key, assigned, environments, map_ranks(resolved, key, environments, {}), peers
+    )
 
 
 SPLIT = layout_of((8, 8))
@@ -67,7 +71,9 @@ SPLIT = layout_of((8, 8))
         ("torch", (FREE, FREE), "ddp"),
     ],
 )
-def test_how_a_split_is_kept_in_step(framework: str, limits: tuple[Limit, Limit], engine: str) -> None:
+def test_how_a_split_is_kept_in_step(
+    framework: str, limits: tuple[Limit, Limit], engine: str
+) -> None:
     """One TensorFlow process drives free GPUs; limited ones and PyTorch have a process each."""
     resolved = resolved_for(framework, gpu(0, limits[0]), gpu(1, limits[1]))
     assert choose_engine(resolved, SPLIT.children) == engine
@@ -76,7 +82,9 @@ def test_how_a_split_is_kept_in_step(framework: str, limits: tuple[Limit, Limit]
 
 
 def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
-    """All have the same peers, each its own rank and cap; its one GPU is number 0 to it; a device left out has none."""
+    """All have the same peers, each its own rank and cap; its one GPU is number 0 to it; a device
+    left out has none.
+    """
     found = commands("torch", layout_of((8, 0, 8)), gpu(0), gpu(1), gpu(2, CAPPED))
     assert [command.place.rank for command in found] == [0, 1]
     assert found[0].place.peers == found[1].place.peers
@@ -87,7 +95,9 @@ def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
 
 def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -> None:
     """In the order of the request; no peers."""
-    (command,) = commands("tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1))
+    (command,) = commands(
+        "tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1)
+    )
     assert command.place.devices == ("GPU:0", "GPU:1")
     assert command.place.peers == ()
     assert command.place.xla
@@ -133,8 +143,14 @@ def test_a_port_is_nobody_else_s_until_its_server_begins() -> None:
 
 @pytest.fixture
 def crowd() -> Iterator[ChildProber]:
-    """Two GPUs of 1000 MiB beside one context, whose trainings use 4 MiB a sample, and may hold 5.6."""
-    settings: dict[str, Any] = {"memory_per_sample_mib": 4.0, "memory_base_mib": 0.0, "base_ms": 2.0}
+    """Two GPUs of 1000 MiB beside one context, whose trainings use 4 MiB a sample, and may hold
+    5.6.
+    """
+    settings: dict[str, Any] = {
+        "memory_per_sample_mib": 4.0,
+        "memory_base_mib": 0.0,
+        "base_ms": 2.0,
+    }
     devices = tuple(gpu(i, memory_bytes=1000 * MIB + round(CONTEXT_BYTES / 0.92)) for i in range(2))
     prober = child_prober(devices, **settings)
     yield prober
@@ -167,7 +183,9 @@ def test_idle_children_stay_where_all_fit_and_end_where_they_would_not(crowd: Ch
     assert alone < pids()
     measure(crowd, solo(2, 0, 60))  # 336 MiB beside the group, which gave its 728 back
     assert len(pids()) == 4
-    measure(crowd, layout_of((170, 10)))  # 952 MiB at most, which is all of the first GPU: its other child ends
+    measure(
+        crowd, layout_of((170, 10))
+    )  # 952 MiB at most, which is all of the first GPU: its other child ends
     assert len(pids()) == 3
 
 
@@ -195,10 +213,15 @@ def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> No
 
 
 def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
-    """Each knows how many there are, as more threads than cores would slow them all; a split's ranks know it anyway."""
+    """Each knows how many there are, as more threads than cores would slow them all; a split's
+    ranks know it anyway.
+    """
     pack = pack_on(solo(1, 0, 8), 5)
     assert [command.place.trainings for command in commands("torch", pack, gpu(0))] == [5] * 5
-    assert [command.place.trainings for command in commands("torch", SPLIT, gpu(0), gpu(1))] == [1, 1]
+    assert [command.place.trainings for command in commands("torch", SPLIT, gpu(0), gpu(1))] == [
+        1,
+        1,
+    ]
 
 
 def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:

@@ -33,7 +33,7 @@ def build(data=True):
     targets = inputs @ torch.randn(20, 1) + 2 * torch.randn(2048, 1)
     last = torch.utils.data.TensorDataset(inputs, targets) if data else (lambda rows: (torch.randn(rows, 20),) * 2)
     return module, torch.optim.SGD(module.parameters(), 0.0), torch.nn.MSELoss(), last
-"""
+"""  # noqa: E501
 
 
 ENDLESS = """
@@ -49,14 +49,18 @@ def build():
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_servers")
 def test_a_child_trains_at_the_own_batch_and_measures(own_folder: Path) -> None:
-    """At weights that stay, (noise / signal) of 2 * error * inputs: 20 * 4 * (|w|^2 + 4) / (4 * |w|^2), about 25."""
+    """At weights that stay, (noise / signal) of 2 * error * inputs: 20 * 4 * (|w|^2 + 4) / (4 *
+    |w|^2), about 25.
+    """
     (own_folder / "train.py").write_text(SCRIPT)
     asked = Request(devices="cpu/1", workload="train.py:build", framework="torch", own_batch=64)
     learned = learn(take_in(asked), 2.0)
     assert learned.own_batch == 64
     assert learned.noise_scale is not None
     assert 15 < learned.noise_scale.rows < 40
-    with pytest.raises(NoLayoutError, match=r"The training failed: CPU:0, measuring: .*say nothing about learning"):
+    with pytest.raises(
+        NoLayoutError, match=r"The training failed: CPU:0, measuring: .*say nothing about learning"
+    ):
         learn(take_in(msgspec.structs.replace(asked, settings={"data": False})), 0.5)
 
 
@@ -72,18 +76,34 @@ def test_what_makes_no_new_search_is_refused_before_it_trains(
     option: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (own_folder / "train.py").write_text("raise SystemExit('it was trained')\n")
-    options = ["-d", "cpu/1", "-w", "train.py:build", "--framework", "torch", "--learn", "9s", option]
+    options = [
+        "-d",
+        "cpu/1",
+        "-w",
+        "train.py:build",
+        "--framework",
+        "torch",
+        "--learn",
+        "9s",
+        option,
+    ]
     assert run(["balance", *options, *["last"] * (option == "--resume")]) == 2
     assert f"--learn and {option} can't be combined" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
-def test_a_signal_ends_its_child_too(number: int, send: Callable[[int, int], None], own_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)]
+)
+def test_a_signal_ends_its_child_too(
+    number: int, send: Callable[[int, int], None], own_folder: Path
+) -> None:
     """Ctrl-C reaches both."""
     (own_folder / "train.py").write_text(ENDLESS)
     options = ["-d", "cpu/1", "-w", "train.py:build", "--framework", "torch", "--learn", "60s"]
     command = [sys.executable, "-m", "evener", "balance", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as parent:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
         assert parent.stderr is not None
         deadline = time.monotonic() + 60
         while not (written := own_folder / "pid").exists() or not written.read_text():

@@ -22,9 +22,13 @@ from evener.training.noise_scale import NoiseScale, rate_gain, worth
 from evener.tui.cli.main import run
 from evener.tui.text.parsing import make_request
 
-KNOTS = {"A": ((1, 5), (200, 8), (1000, 20), (4000, 70)), "B": ((1, 6), (200, 12), (1000, 40), (4000, 140))}
+KNOTS = {
+    "A": ((1, 5), (200, 8), (1000, 20), (4000, 70)),
+    "B": ((1, 6), (200, 12), (1000, 40), (4000, 140)),
+}
 MACHINE = "".join(
-    f'[[device]]\nname = "{name}"\nmemory_mib = 8000\nmemory_base_mib = 100\nmemory_per_sample_mib = 1\n'
+    f'[[device]]\nname = "{name}"\nmemory_mib = 8000\nmemory_base_mib = '
+    f"100\nmemory_per_sample_mib = 1\n"
     f"curve = {[list(knot) for knot in knots]}\n"
     for name, knots in KNOTS.items()
 )
@@ -32,7 +36,9 @@ MACHINE = "".join(
 
 @pytest.fixture
 def balance(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Search on the written-down machine; gives the codes of the verdict with their values, and the plan."""
+    """Search on the written-down machine; gives the codes of the verdict with their values, and the
+    plan.
+    """
     own_folder.joinpath("machine.toml").write_text(MACHINE)
 
     def search(*options: str) -> tuple[dict[str, Any], Any]:
@@ -48,7 +54,10 @@ def test_a_batch_and_those_that_are_slower_have_their_worth(balance: Any, scale:
     codes, plan = balance("--noise-scale", str(scale))
     batch, values = plan["layout"]["global_batch"], codes["learning.worth"]
     assert values["worth"][0] == pytest.approx(worth(batch, scale))
-    assert all(value == pytest.approx(rate * worth(size, scale)) for size, rate, value in values["frontier"])
+    assert all(
+        value == pytest.approx(rate * worth(size, scale))
+        for size, rate, value in values["frontier"]
+    )
     assert runs.recover(journal.read(journal_path(find("last")))).verdict == plan["verdict"]
 
 
@@ -80,19 +89,27 @@ def test_a_command_that_measures_is_named_where_it_can(
     job = record.header.job
     search = runs.make_search(job, record.facts, record.observations)
     real = tuple(msgspec.structs.replace(device, kind=kind) for device in job.devices)
-    job, chosen = msgspec.structs.replace(job, devices=real, framework=framework, workload=workload), search.best()
+    job, chosen = (
+        msgspec.structs.replace(job, devices=real, framework=framework, workload=workload),
+        search.best(),
+    )
     assert chosen is not None
     (unknown,) = find_learning(job, chosen, search)
     assert unknown.values == {"measure": measure}
     assert say(unknown).endswith("measures it") == bool(measure)
 
 
-def test_a_training_tells_its_noise_scale_and_its_batch(balance: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_tells_its_noise_scale_and_its_batch(
+    balance: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     scale = NoiseScale(3900.0, 2700.0, 6000.0, 400)
     start = StartEntry(time.time(), "train.py", "torch", ("GPU:0",), (512,), 0.0, "here", 1, 1)
     folder = runs_folder() / "20260101-000000-aaaa"
     folder.mkdir(parents=True)
-    lines = [msgspec.json.encode(one) + b"\n" for one in (start, NoiseEntry(time.time(), 3200, 512, scale))]
+    lines = [
+        msgspec.json.encode(one) + b"\n"
+        for one in (start, NoiseEntry(time.time(), 3200, 512, scale))
+    ]
     folder.joinpath(TRAINING_JOURNAL).write_bytes(b"".join(lines))
     codes, said = balance("--noise-scale", "last")
     against = codes["learning.against"]
@@ -125,7 +142,9 @@ def test_a_training_tells_its_noise_scale_and_its_batch(balance: Any, capsys: py
     assert "--own-batch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "rows"), [("1,000", 1000), ("1e5", 1e5), ("12,345,678.5", 12345678.5), ("1", 1)])
+@pytest.mark.parametrize(
+    ("text", "rows"), [("1,000", 1000), ("1e5", 1e5), ("12,345,678.5", 12345678.5), ("1", 1)]
+)
 def test_rows_are_typed_as_any_number(text: str, rows: float) -> None:
     assert make_request(noise_scale=text).noise_scale == NoiseScale(rows, rows, rows, 0)
 

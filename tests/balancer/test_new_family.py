@@ -1,4 +1,6 @@
-"""A family that evener hasn't: one device trains and another is kept spare. Nothing but this file knows it."""
+"""A family that evener hasn't: one device trains and another is kept spare. Nothing but this file
+knows it.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,19 @@ def registered() -> Iterator[None]:
     del families.FAMILIES["spare"], KINDS["spare"]
 
 
-def test_a_family_more_is_compared_planned_and_replayed(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["compare", "-d", "sim:gtx1080ti,gtx1080", "--layouts", "spare", "--export", "plan.toml", "--json"]
+def test_a_family_more_is_compared_planned_and_replayed(
+    own_folder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "compare",
+        "-d",
+        "sim:gtx1080ti,gtx1080",
+        "--layouts",
+        "spare",
+        "--export",
+        "plan.toml",
+        "--json",
+    ]
     assert run(words) == 0
     said = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in said["layouts"]] == ["one device and a spare"]

@@ -1,4 +1,6 @@
-"""An objective that evener hasn't: samples per dollar, of devices that are paid for while they are used."""
+"""An objective that evener hasn't: samples per dollar, of devices that are paid for while they are
+used.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from evener.tui.cli.main import run
 
 DOLLARS_AN_HOUR = (0.40, 2.00)  # of the first device, and of the second, which is a little faster
 MACHINE = "".join(
-    f'[[device]]\nname = "{name}"\nmemory_mib = 8000\nmemory_base_mib = 100\nmemory_per_sample_mib = 1\n'
+    f'[[device]]\nname = "{name}"\nmemory_mib = 8000\nmemory_base_mib = '
+    f"100\nmemory_per_sample_mib = 1\n"
     f"curve = [[1, {step_ms / 10}], [1000, {step_ms}], [4000, {step_ms * 4}]]\n"
     for name, step_ms in (("Cheap", 50.0), ("Dear", 40.0))
 )
@@ -36,12 +39,16 @@ class Dollars(Objective, frozen=True):
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    objectives.add(Dollars("samples-per-dollar", "most for the money", "samples per dollar", trades_speed=True))
+    objectives.add(
+        Dollars("samples-per-dollar", "most for the money", "samples per dollar", trades_speed=True)
+    )
     yield
     del objectives.OBJECTIVES["samples-per-dollar"]
 
 
-def test_an_objective_more_decides_and_is_said(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_objective_more_decides_and_is_said(
+    own_folder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     own_folder.joinpath("machine.toml").write_text(MACHINE)
     words = ["balance", "-d", "sim:machine.toml", "--global-batch", "1000", "--json"]
     assert run([*words, "--objective", "samples-per-dollar", "--max-slowdown", "70%"]) == 0
@@ -51,4 +58,6 @@ def test_an_objective_more_decides_and_is_said(own_folder: Any, capsys: pytest.C
     assert runs.recover(journal.read(journal_path(find("last")))).verdict == said["verdict"]
     assert run([*words, "--objective", "samples-per-dollar", "--max-slowdown", "5%"]) == 0
     fast = json.loads(capsys.readouterr().out)
-    assert all(share["batch"] for share in fast["layout"]["share"]), "alone, the cheap one is too slow"
+    assert all(share["batch"] for share in fast["layout"]["share"]), (
+        "alone, the cheap one is too slow"
+    )

@@ -30,12 +30,17 @@ XLA = msgspec.structs.replace(SPLIT, knobs=("xla",))
         (Probe(SPLIT, "race", 4.0, 999), Probe(SPLIT, "race", 4.0, 999)),
         (Probe(SPLIT, "race", 4.0, 1000), Probe(SPLIT, "knobs", 4.0, 0)),
         (Probe(XLA, "race", 4.0, 1002), Probe(XLA, "knobs", 4.0, 2)),
-        (Probe(Layout("pack", (8, 0), 2), "pack", 2.0, 0), Probe(Layout("pack", (8, 0), 2), "pack", 2.0, 0)),
+        (
+            Probe(Layout("pack", (8, 0), 2), "pack", 2.0, 0),
+            Probe(Layout("pack", (8, 0), 2), "pack", 2.0, 0),
+        ),
         (Probe(SPLIT, "solo", 4.0, 1000), Probe(SPLIT, "solo", 4.0, 1000)),
     ],
 )
 def test_a_probe_is_in_the_stage_that_it_has_today(old: Probe, new: Probe) -> None:
-    """One device with the others at rest was a split, other knobs were turns of the race from 1000 on."""
+    """One device with the others at rest was a split, other knobs were turns of the race from 1000
+    on.
+    """
     assert upgrade_probe(old) == new
     assert upgrade_probe(new) == new
 

@@ -1,4 +1,6 @@
-"""The time of trainings side by side, where nothing counts that one did alone, and of the parts of a split."""
+"""The time of trainings side by side, where nothing counts that one did alone, and of the parts of
+a split.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ STEP = 0.02  # seconds, while both train; alone it takes half of that
 
 
 class Pair:
-    """Two trainings on one device; the second one builds for its first commands, while the first has it alone."""
+    """Two trainings on one device; the second one builds for its first commands, while the first
+    has it alone.
+    """
 
     ranks, fresh, import_seconds = RankMap((0, 0)), False, 0.0
 
     def __init__(self, builds: int) -> None:
         self.builds, self.blocks = builds, list[RunSteps]()
 
-    def call(self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object) -> list[Reply]:
+    def call(
+        self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object
+    ) -> list[Reply]:
         asked = command(0)
         if isinstance(asked, Prepare):
             return [Prepared(STEP), Prepared(STEP)]
@@ -56,18 +62,25 @@ def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None
 
 
 class Split:
-    """Two GPUs; the first waits for a quarter of each step, and says so, and the second for a hundredth."""
+    """Two GPUs; the first waits for a quarter of each step, and says so, and the second for a
+    hundredth.
+    """
 
     ranks, fresh, import_seconds = RankMap((1, 0)), False, 0.0
 
-    def call(self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object) -> list[Reply]:
+    def call(
+        self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object
+    ) -> list[Reply]:
         asked = command(0)
         if isinstance(asked, Prepare):
             return [Prepared(STEP), Prepared(STEP)]
         assert isinstance(asked, RunSteps)
         seconds = asked.steps * STEP
         waits = (0.25 * seconds, 0.01 * seconds)
-        return [msgspec.structs.replace(ran(asked.steps, seconds), waited_seconds=waited) for waited in waits]
+        return [
+            msgspec.structs.replace(ran(asked.steps, seconds), waited_seconds=waited)
+            for waited in waits
+        ]
 
 
 def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
@@ -85,19 +98,27 @@ class Disturbed:
 
     ranks, fresh, import_seconds = RankMap((1,), own_cores=True), False, 0.0
 
-    def call(self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object) -> list[Reply]:
+    def call(
+        self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object
+    ) -> list[Reply]:
         asked = command(0)
         if isinstance(asked, Prepare):
             return [Prepared(STEP)]
         assert isinstance(asked, RunSteps)
-        return [msgspec.structs.replace(ran(asked.steps, asked.steps * STEP), cpu_seconds=asked.steps * STEP * 2 / 3)]
+        return [
+            msgspec.structs.replace(
+                ran(asked.steps, asked.steps * STEP), cpu_seconds=asked.steps * STEP * 2 / 3
+            )
+        ]
 
 
 def test_what_others_take_of_a_slice_s_core_is_no_part_of_its_own_work() -> None:
     """Alone as in a split; its samples/s are those that it has."""
     probe = Probe(Layout("solo", (0, 16)), "solo", 2.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
-    found = Measurement(probe, cast(ChildGroup, Disturbed()), Timeouts(), progress, cast(Any, Watch()))
+    found = Measurement(
+        probe, cast(ChildGroup, Disturbed()), Timeouts(), progress, cast(Any, Watch())
+    )
     timed = found.run(threading.Event(), time.monotonic(), 0, ())
     assert timed.step_seconds == pytest.approx(STEP)
     assert timed.device_seconds == (None, pytest.approx(STEP * 2 / 3))

@@ -1,4 +1,6 @@
-"""Figures of the verdict: who divides two printed rates gets the printed gain, or reads that it is a paired one."""
+"""Figures of the verdict: who divides two printed rates gets the printed gain, or reads that it is
+a paired one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Probes on the hosts of a Ray cluster, and trainings over them: two nodes on loopback, each test on cores of its own.
+"""Probes on the hosts of a Ray cluster, and trainings over them: two nodes on loopback, each test
+on cores of its own.
 
 One file, as a cluster takes ten seconds of CPU to start.
 """
@@ -30,7 +31,17 @@ from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store.locks import lock_devices
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
+from evener.balancer.types import (
+    Failed,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Stage,
+    Timed,
+    layout_of,
+    solo,
+)
 from evener.devices.cluster import discovery
 from evener.devices.cluster.agents import find_agent
 from evener.devices.cluster.connection import list_nodes
@@ -63,7 +74,9 @@ from tests.support.ray_programs import IMPATIENT, SCRIPT, SURVIVING, WAITING, pl
 
 skip_without("ray")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
     pytest.mark.usefixtures("cores_of_one_user"),
     two_cores,
 ]
@@ -87,8 +100,13 @@ def devices(cluster: Any) -> tuple[Device, ...]:
 def measure(prober: ChildProber, *layouts: Layout, seconds: float = 0.2) -> list[Observation]:
     """What comes of these layouts, measured at once."""
     stages: list[Stage] = ["solo" if layout.kind == "solo" else "split" for layout in layouts]
-    probes = tuple(Probe(layout, stage, seconds) for layout, stage in zip(layouts, stages, strict=True))
-    return sorted(prober.measure(probes, lambda _: None, threading.Event()), key=lambda seen: probes.index(seen.probe))
+    probes = tuple(
+        Probe(layout, stage, seconds) for layout, stage in zip(layouts, stages, strict=True)
+    )
+    return sorted(
+        prober.measure(probes, lambda _: None, threading.Event()),
+        key=lambda seen: probes.index(seen.probe),
+    )
 
 
 def test_devices_of_every_host_or_of_those_that_are_named(cluster: Any) -> None:
@@ -97,7 +115,9 @@ def test_devices_of_every_host_or_of_those_that_are_named(cluster: Any) -> None:
     assert not any("versions" in note for note in every.notes), "both run this very code"
     assert "evener" in describe_versions()
     limited = discover(f"ray:{SECOND}/cpu:1@50%+1GiB").devices
-    assert [(device.host, device.id, device.limit.percent) for device in limited] == [(SECOND, "cpu-1-of-2", 50.0)]
+    assert [(device.host, device.id, device.limit.percent) for device in limited] == [
+        (SECOND, "cpu-1-of-2", 50.0)
+    ]
     for spec, words in (
         ("ray:10.9.9.9", "no host"),
         (f"ray:{SECOND}/cpu:99", f"{SECOND}: There is no slice"),
@@ -110,7 +130,10 @@ def test_devices_of_every_host_or_of_those_that_are_named(cluster: Any) -> None:
 
 
 def test_the_monitor_reads_every_host(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["monitor", "--devices", f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu", "--json", "--once"]) == 0
+    assert (
+        run(["monitor", "--devices", f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu", "--json", "--once"])
+        == 0
+    )
     snapshot = json.loads(capsys.readouterr().out)
     shown = [(each["device"]["host"], each["device"]["id"]) for each in snapshot["devices"]]
     assert shown == [(FIRST, "cpu-0-of-2"), (SECOND, "cpu-0-of-2"), (SECOND, "cpu-1-of-2")]
@@ -140,7 +163,9 @@ def test_hosts_are_probed_at_once_and_together(devices: tuple[Device, ...]) -> N
         started = list_children()
     finally:
         prober.close()
-    assert all(isinstance(seen, Timed) and seen.step_seconds >= 0.005 for seen in (*alone, group)), (alone, group)
+    assert all(
+        isinstance(seen, Timed) and seen.step_seconds >= 0.005 for seen in (*alone, group)
+    ), (alone, group)
     assert isinstance(group, Timed)
     assert all(group.device_seconds)
     until_gone(started)
@@ -161,13 +186,18 @@ def test_what_fails_there_is_an_observation_here(devices: tuple[Device, ...]) ->
         assert kind is OutOfMemory or f"{SECOND}/CPU:1" in ill.detail
 
 
-def test_a_dry_run_builds_on_the_first_host(devices: tuple[Device, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_builds_on_the_first_host(
+    devices: tuple[Device, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["balance", "--dry-run", "--devices", BOTH, "--workload", "synthetic"]) == 0
     assert f"{FIRST}/CPU:0" in capsys.readouterr().out
 
 
 def test_a_device_is_locked_on_its_host(devices: tuple[Device, ...]) -> None:
-    with lock_devices("", devices), pytest.raises(DeviceError, match=f"{SECOND}/CPU:1 is being measured"):
+    with (
+        lock_devices("", devices),
+        pytest.raises(DeviceError, match=f"{SECOND}/CPU:1 is being measured"),
+    ):
         lock_devices("", devices[1:])
     with lock_devices("", devices[1:]):
         pass
@@ -190,19 +220,32 @@ def is_known(seen: Timed) -> bool:
 
 def was_timed(event: Event, stage: Stage) -> bool:
     """Whether a measurement of this stage went well."""
-    return isinstance(event, Observed) and event.seen.probe.stage == stage and isinstance(event.seen, Timed)
+    return (
+        isinstance(event, Observed)
+        and event.seen.probe.stage == stage
+        and isinstance(event.seen, Timed)
+    )
 
 
 @pytest.mark.usefixtures("quick_probes")
-def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(devices: tuple[Device, ...]) -> None:
+def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(
+    devices: tuple[Device, ...],
+) -> None:
     settings = {"base_ms": 2.0, "per_sample_ms": 0.1, "network_ms": 50.0}
     request = Request(
-        BOTH, workload="synthetic", framework="tensorflow", settings=settings, global_batch=64, budget_seconds=120.0
+        BOTH,
+        workload="synthetic",
+        framework="tensorflow",
+        settings=settings,
+        global_batch=64,
+        budget_seconds=120.0,
     )
     seen: list[Layout] = []
 
     def compared(event: Event) -> bool:
-        """Whether a split and a device alone ran at the global batch, undisturbed, in whatever order it took them."""
+        """Whether a split and a device alone ran at the global batch, undisturbed, in whatever
+        order it took them.
+        """
         if isinstance(event, Observed) and isinstance(event.seen, Timed) and is_known(event.seen):
             seen.append(event.seen.probe.layout)
         return {layout.kind for layout in seen if layout.global_batch == 64} == {"solo", "split"}
@@ -211,15 +254,20 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
         return was_timed(event, "race")
 
     ended = search(Session(open_run(request)), compared)
-    for _ in range(8):  # steps that are held back on a busy machine leave figures unknown: the remedy is more time
+    for _ in range(
+        8
+    ):  # steps that are held back on a busy machine leave figures unknown: the remedy is more time
         if "known" in ended.verdict:
             ended = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert len(ended.plan.layout.active) == 1
     costs = re.search(
-        r"a split over .* loses .*, because synchronizing the devices costs (\d+) ms a step", ended.verdict
+        r"a split over .* loses .*, because synchronizing the devices costs (\d+) ms a step",
+        ended.verdict,
     )
     assert costs is not None, ended.verdict
-    assert int(costs[1]) >= 25  # nearly 50; what the devices compute is predicted from steps that others slowed
+    assert (
+        int(costs[1]) >= 25
+    )  # nearly 50; what the devices compute is predicted from steps that others slowed
     more = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert more.plan.search.probes > ended.plan.search.probes
 
@@ -248,7 +296,12 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
     settings = {"base_ms": 2.0, "per_sample_ms": 0.1}
     every = f"ray:{THIRD}/cpu:0,{BOTH}"
     request = Request(
-        every, workload="synthetic", framework="tensorflow", settings=settings, global_batch=96, budget_seconds=40.0
+        every,
+        workload="synthetic",
+        framework="tensorflow",
+        settings=settings,
+        global_batch=96,
+        budget_seconds=40.0,
     )
     plan = search(Session(open_run(msgspec.structs.replace(request, share=True))), note).plan
     assert {(seen.cause, seen.devices) for seen in failures} == {("device", (0,))}
@@ -263,7 +316,9 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_script_of_the_users_own_is_measured_on_every_host(devices: tuple[Device, ...], tmp_path: Path) -> None:
+def test_a_script_of_the_users_own_is_measured_on_every_host(
+    devices: tuple[Device, ...], tmp_path: Path
+) -> None:
     skip_without("torch")
     folder = tmp_path / "work"
     folder.mkdir()
@@ -317,7 +372,10 @@ def test_what_is_measured_is_reserved(cluster: Any, monkeypatch: pytest.MonkeyPa
     other = ray.remote(num_cpus=1)(lambda: time.sleep(600)).remote()
     until(lambda: sum(cpus for cpus, _ in free()) == 1, "another job")
     (busy,) = (node.host for node in list_nodes() if not node.free_cpus)
-    assert f"{busy}: other jobs of the cluster hold 1 of the 1 CPUs to be measured." in discover(BOTH).notes
+    assert (
+        f"{busy}: other jobs of the cluster hold 1 of the 1 CPUs to be measured."
+        in discover(BOTH).notes
+    )
     ray.cancel(other, force=True)
     until(lambda: sum(cpus for cpus, _ in free()) == 1, "what the other job held")
     discover(BOTH)
@@ -325,7 +383,9 @@ def test_what_is_measured_is_reserved(cluster: Any, monkeypatch: pytest.MonkeyPa
     end_agents()
     until(lambda: free() == [(1, 0), (1, GPUS)], "that nothing is reserved")
 
-    monkeypatch.setattr(discovery, "name_gpus", lambda ids: tuple(f"GPU-{number}" for number in ids))
+    monkeypatch.setattr(
+        discovery, "name_gpus", lambda ids: tuple(f"GPU-{number}" for number in ids)
+    )
     node = list_nodes()[1]
     held = hold_other_gpus(node, ["GPU-1"])
     until(lambda: free()[1] == (1, 1), "that one GPU is held")
@@ -339,7 +399,17 @@ def test_what_is_measured_is_reserved(cluster: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "evener", "balance", "--devices", BOTH, "--workload", "synthetic", "--share"]
+    command = [
+        sys.executable,
+        "-m",
+        "evener",
+        "balance",
+        "--devices",
+        BOTH,
+        "--workload",
+        "synthetic",
+        "--share",
+    ]
     before = {process.pid for process in list_processes("ray::Servant")}
     errors = tmp_path / "errors.txt"
     with errors.open("w") as stream:
@@ -351,7 +421,10 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
         )
     until(lambda: driver.poll() is not None or len(list_children()) >= 2, "its children")
     assert driver.poll() is None, errors.read_text()
-    started = [*list_children(), *(each for each in list_processes("ray::Servant") if each.pid not in before)]
+    started = [
+        *list_children(),
+        *(each for each in list_processes("ray::Servant") if each.pid not in before),
+    ]
     assert len(started) >= 4
     driver.send_signal(signal.SIGKILL)
     driver.wait()
@@ -368,26 +441,44 @@ def free_cluster(cluster: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_goes_on_without_a_host_that_is_lost(free_cluster: Any, tmp_path: Path) -> None:
-    """The others start again with its rows, and meet at another host, as it was the first; they name the plan.
+    """The others start again with its rows, and meet at another host, as it was the first; they
+    name the plan.
 
     Each process is on its device; one that fails ends all of them.
     """
     node = free_cluster.add_node(node_ip_address=THIRD, **NODE)
     until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
-    devices = ("cpu-0-of-1", THIRD), ("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND), ("cpu-1-of-2", SECOND)
+    devices = (
+        ("cpu-0-of-1", THIRD),
+        ("cpu-0-of-1", FIRST),
+        ("cpu-0-of-2", SECOND),
+        ("cpu-1-of-2", SECOND),
+    )
     plan = plan_over(*devices, engine="multiworker")
     msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text(SURVIVING)
     errors, printed = tmp_path / "errors.txt", tmp_path / "printed.txt"
     with errors.open("w") as stream, printed.open("w") as output:
-        command = [sys.executable, "-c", IMPATIENT, "launch", "--ray", "--ray-address", free_cluster.address]
+        command = [
+            sys.executable,
+            "-c",
+            IMPATIENT,
+            "launch",
+            "--ray",
+            "--ray-address",
+            free_cluster.address,
+        ]
         launch = subprocess.Popen(
             [*command, "--max-restarts", "1", "plan.toml", "train.py", str(tmp_path)],
             cwd=tmp_path,
             stdout=output,
             stderr=stream,
         )
-    until(lambda: launch.poll() is not None or len(list(tmp_path.glob("4*.json"))) == 4, "all four", 150)
+    until(
+        lambda: launch.poll() is not None or len(list(tmp_path.glob("4*.json"))) == 4,
+        "all four",
+        150,
+    )
     assert launch.poll() is None, errors.read_text()
     kill_raylet(node)
     assert launch.wait(180) == 1, errors.read_text()
@@ -455,7 +546,9 @@ def test_ray_train_has_refusals(free_cluster: Any) -> None:
 def test_ray_train_trains_by_a_plan_over_hosts(
     free_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slice on each of two hosts: the weights of one process, to 1e-12, also from Ray's checkpoint."""
+    """A slice on each of two hosts: the weights of one process, to 1e-12, also from Ray's
+    checkpoint.
+    """
     skip_without("torch")
     pytest.importorskip("pydantic", reason="Ray Train needs it")
     import ray.train
@@ -465,13 +558,23 @@ def test_ray_train_trains_by_a_plan_over_hosts(
     from evener.ray import trainer
     from tests.support import ray_training, torch_ranks
 
-    for name in ("DatasetsCallback", "PlacementGroupCleanerCallback"):  # each a process of its own, and unused here
+    for name in (
+        "DatasetsCallback",
+        "PlacementGroupCleanerCallback",
+    ):  # each a process of its own, and unused here
         made_by = f"ray.train.v2.api.data_parallel_trainer.{name}"
         monkeypatch.setattr(made_by, lambda **_: WorkerGroupCallback(), raising=False)
-    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # not 2: it waits so long for a report, and the end
+    monkeypatch.setenv(
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1"
+    )  # not 2: it waits so long for a report, and the end
     plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND))
     stored = ray.train.RunConfig(storage_path=str(tmp_path / "ray"))
-    made = trainer(plan, ray_training.train_loop, train_loop_config={"folder": str(tmp_path)}, run_config=stored)
+    made = trainer(
+        plan,
+        ray_training.train_loop,
+        train_loop_config={"folder": str(tmp_path)},
+        run_config=stored,
+    )
     assert made.fit().metrics == {"steps": ray_training.SAVED}
     weights, losses = torch_ranks.reference(torch_ranks.CASES[ray_training.NAME], 6)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
@@ -486,7 +589,9 @@ def test_ray_train_trains_by_a_plan_over_hosts(
 def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again(
     free_cluster: Any, tmp_path: Path
 ) -> None:
-    """The last test, as the cluster loses its head. Ray alone ends the launcher after a minute, and no rank."""
+    """The last test, as the cluster loses its head. Ray alone ends the launcher after a minute, and
+    no rank.
+    """
     import ray
 
     (tmp_path / "train.py").write_text(WAITING)

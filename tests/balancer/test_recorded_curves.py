@@ -1,4 +1,6 @@
-"""The search on machines made of what real GPUs measured: it ends near the best that their curves have."""
+"""The search on machines made of what real GPUs measured: it ends near the best that their curves
+have.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from tests.support import recorded_machines as recorded
 
 RECORDS = recorded.records()
 CURVES = recorded.curves(RECORDS.values())
-NOISE_COSTS = 0.03  # beyond the tolerance: curves are of few points, and each step has half a per cent of noise
+# beyond the tolerance: curves are of few points, and each step has half a per cent of noise
+NOISE_COSTS = 0.03
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, i % 2) for i, name in enumerate(RECORDS)])

@@ -1,4 +1,6 @@
-"""Runs on real GPUs, replayed: the same observations give the plan and the verdict that they gave there."""
+"""Runs on real GPUs, replayed: the same observations give the plan and the verdict that they gave
+there.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,32 @@ def test_there_are_recordings() -> None:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
-    """Layout, throughput and what the search took, from the observations alone; curves as near to what was measured."""
+    """Layout, throughput and what the search took, from the observations alone; curves as near to
+    what was measured.
+    """
     record = journal.read(path)
     assert record.ended is not None
     found = runs.recover(record)
     recorded = parse_plan(to_json(record.ended.plan)).layout
-    for position, (now, then) in enumerate(zip(found.plan.layout.share, recorded.share, strict=True)):
+    for position, (now, then) in enumerate(
+        zip(found.plan.layout.share, recorded.share, strict=True)
+    ):
         if then.curve:  # older plans have none
             assert now.most == then.most
             assert _off(record, position, now.curve) <= _off(record, position, then.curve) + 0.01
     rate = record.ended.plan.throughput.samples_per_second
     layout, recorded = _without_curves(found.plan.layout), _without_curves(recorded)
-    fewer = recorded.kind == "pack" and layout.processes < recorded.processes  # 5 % are no reason for more
+    fewer = (
+        recorded.kind == "pack" and layout.processes < recorded.processes
+    )  # 5 % are no reason for more
     if fewer:
-        recorded = msgspec.structs.replace(recorded, processes=layout.processes, placement=layout.placement)
+        recorded = msgspec.structs.replace(
+            recorded, processes=layout.processes, placement=layout.placement
+        )
     assert layout == recorded
-    assert found.plan.throughput.samples_per_second == pytest.approx(rate, rel=0.06 if fewer else 0.01)
+    assert found.plan.throughput.samples_per_second == pytest.approx(
+        rate, rel=0.06 if fewer else 0.01
+    )
     assert found.plan.search.probes == record.ended.plan.search.probes
     assert found.plan.search.out_of_memory == record.ended.plan.search.out_of_memory
     assert parse_plan(to_toml(found.plan)) == found.plan
@@ -57,7 +69,9 @@ def _off(record: journal.Record, position: int, curve: Knots) -> float:
     times = [
         (one.probe.layout.global_batch, one.step_seconds)
         for one in (entry.seen for entry in record.seen)
-        if isinstance(one, Timed) and one.probe.stage == "solo" and one.probe.layout.active == (position,)
+        if isinstance(one, Timed)
+        and one.probe.stage == "solo"
+        and one.probe.layout.active == (position,)
         if not one.probe.layout.in_passes and relative_half_width(one.throughput) < 0.01
     ]
     found = Curve(tuple(batch for batch, _ in curve), tuple(time for _, time in curve), 0.0)
@@ -71,13 +85,19 @@ def test_the_chosen_layout_is_within_the_tolerance_of_all_that_was_measured(path
     assert record.ended is not None
     chosen = record.ended.plan.throughput.samples_per_second
     timed = [entry.seen for entry in record.seen if isinstance(entry.seen, Timed)]
-    fastest = max(one.samples_per_second for one in timed if not one.probe.layout.length)  # those only show costs
+    fastest = max(
+        one.samples_per_second for one in timed if not one.probe.layout.length
+    )  # those only show costs
     assert chosen >= fastest * (1 - record.header.request.tolerance - 0.02)
 
 
-@pytest.mark.parametrize("path", [path for path in RECORDED if "8GiB-5GiB" in path.stem], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in RECORDED if "8GiB-5GiB" in path.stem], ids=lambda path: path.stem
+)
 def test_memory_caps_are_met_with_few_runs_out_of_memory(path: Path) -> None:
-    """8 GiB and 5 GiB: no device ran out more than twice, none in the race, and the plan ran on both."""
+    """8 GiB and 5 GiB: no device ran out more than twice, none in the race, and the plan ran on
+    both.
+    """
     record = journal.read(path)
     full = [seen.seen for seen in record.seen if isinstance(seen.seen, OutOfMemory)]
     assert all(sum(device in seen.devices for seen in full) <= 2 for device in (0, 1))
@@ -87,7 +107,9 @@ def test_memory_caps_are_met_with_few_runs_out_of_memory(path: Path) -> None:
 
 
 def test_some_ran_out_of_memory_and_were_met_by_a_retreat() -> None:
-    """Real errors of a framework: the plan's passes have fewer samples than what ran out on the same device."""
+    """Real errors of a framework: the plan's passes have fewer samples than what ran out on the
+    same device.
+    """
     found = 0
     for record in map(journal.read, RECORDED):
         assert record.ended is not None
@@ -95,5 +117,8 @@ def test_some_ran_out_of_memory_and_were_met_by_a_retreat() -> None:
             if isinstance(seen, OutOfMemory):
                 found += 1
                 shares = record.ended.plan.layout.share
-                assert all((shares[i].micro or shares[i].batch) < seen.probe.layout.pass_rows[i] for i in seen.devices)
+                assert all(
+                    (shares[i].micro or shares[i].batch) < seen.probe.layout.pass_rows[i]
+                    for i in seen.devices
+                )
     assert found >= 2

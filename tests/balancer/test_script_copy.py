@@ -25,7 +25,12 @@ def script(tmp_path: Path) -> Path:
         "parts/deep/__init__.py": "",
         "parts/deep/c.py": "c",
     }
-    for name, text in {**files, "data/rows.py": "no", "data/rows.bin": "no", "notes.txt": "no"}.items():
+    for name, text in {
+        **files,
+        "data/rows.py": "no",
+        "data/rows.bin": "no",
+        "notes.txt": "no",
+    }.items():
         path = tmp_path / "work" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -43,7 +48,11 @@ def test_python_files_beside_a_script_and_its_packages_travel(script: Path) -> N
     ]
     written = WrittenScript(made)
     there = Path(written.path)
-    assert (there.name, there.read_text(), (there.parent / "parts/deep/c.py").read_text()) == ("train.py", "a", "c")
+    assert (there.name, there.read_text(), (there.parent / "parts/deep/c.py").read_text()) == (
+        "train.py",
+        "a",
+        "c",
+    )
     assert written.name_origin(f"{there}:3: wrong") == f"{script}:3: wrong"
     written.close()
     assert not there.parent.exists()

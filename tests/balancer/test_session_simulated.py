@@ -1,4 +1,6 @@
-"""Whole sessions on simulated devices: found, stopped, paused, cut off at any line, resumed to the same plan."""
+"""Whole sessions on simulated devices: found, stopped, paused, cut off at any line, resumed to the
+same plan.
+"""
 
 from __future__ import annotations
 
@@ -95,13 +97,17 @@ def test_evidence_says_which_device_alone_was_measured_while_the_others_worked()
 
 
 def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
-    """At least 2120 samples/s, three fifths for the faster card, at most 16 probes of which 2 run out of memory."""
+    """At least 2120 samples/s, three fifths for the faster card, at most 16 probes of which 2 run
+    out of memory.
+    """
     plan = ended(drive(PAIR)).plan
     assert plan.throughput.samples_per_second >= 2120
     assert 0.58 <= plan.ratios[0] <= 0.62
     assert plan.search.probes <= 16
     assert plan.search.out_of_memory <= 2
-    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {one.name for one in plan.evidence}
+    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {
+        one.name for one in plan.evidence
+    }
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
 
 
@@ -118,9 +124,15 @@ def test_the_shares_of_a_plan_follow_from_its_own_curves_and_walls(batch: int) -
     assert not any(share.curve for rival in plan.evidence for share in rival.layout.share)
 
 
-def test_a_search_keeps_to_the_rows_of_the_data_and_so_does_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as a child has reported them: an epoch keeps 20 steps, and the verdict begins with how many it has."""
-    monkeypatch.setattr(SimulatedProber, "facts", lambda _self: Facts(engine="simulated", rows=14000))
+def test_a_search_keeps_to_the_rows_of_the_data_and_so_does_its_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As soon as a child has reported them: an epoch keeps 20 steps, and the verdict begins with
+    how many it has.
+    """
+    monkeypatch.setattr(
+        SimulatedProber, "facts", lambda _self: Facts(engine="simulated", rows=14000)
+    )
     events = drive(PAIR)
     assert max(probe.layout.global_batch for probe in observed(events)) <= 700
     assert ended(events).verdict.startswith("An epoch is only 2")
@@ -153,17 +165,24 @@ def same(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, created="")
 
 
-def test_where_keeping_in_step_costs_too_much_the_advice_is_one_device_and_why(tmp_path: Path) -> None:
+def test_where_keeping_in_step_costs_too_much_the_advice_is_one_device_and_why(
+    tmp_path: Path,
+) -> None:
     """`solo`, and the sentence names the cost."""
     machine = tmp_path / "costly.toml"
     machine.write_text(COSTLY)
     finished = ended(drive(Request(devices=f"sim:{machine}")))
     assert finished.plan.layout.kind == "solo"
     assert finished.plan.ratios == (1.0, 0.0)
-    assert re.search(r"Use SIM:0 alone.*loses \d+ %, because synchronizing the devices costs \d+ ms", finished.verdict)
+    assert re.search(
+        r"Use SIM:0 alone.*loses \d+ %, because synchronizing the devices costs \d+ ms",
+        finished.verdict,
+    )
 
 
-def test_a_run_cut_off_behind_any_line_resumes_to_the_plan_of_the_undisturbed_run(tmp_path: Path) -> None:
+def test_a_run_cut_off_behind_any_line_resumes_to_the_plan_of_the_undisturbed_run(
+    tmp_path: Path,
+) -> None:
     """No journalled probe is measured again, and the plan is the same to the last digit."""
     machine = tmp_path / "machine.toml"
     machine.write_text(COSTLY.replace("400.0", "20.0"))
@@ -201,7 +220,10 @@ def test_a_finished_run_goes_on_with_what_was_measured_when_it_gets_more_time() 
     assert ended(larger).plan.search.probes == first.plan.search.probes + len(observed(larger))
     assert relative_half_width(ended(larger)) < relative_half_width(first)
     chosen = ended(larger).plan.layout.batches
-    assert sum(probe.layout.shares == chosen for probe in observed(larger)) >= len(observed(larger)) // 2 - 1
+    assert (
+        sum(probe.layout.shares == chosen for probe in observed(larger))
+        >= len(observed(larger)) // 2 - 1
+    )
     assert not observed(drive(Request(), resume=first.run))
     assert runs.load_run(first.run).plan == ended(larger).plan
     session = Session(open_run(Request(), resume=first.run, extend_seconds=30.0))
@@ -234,7 +256,9 @@ def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
     resumed = ended(drive(Request(), resume="last"))
     assert not resumed.interrupted
     undisturbed = ended(drive(PAIR))
-    assert msgspec.structs.replace(same(resumed.plan), search=undisturbed.plan.search) == same(undisturbed.plan)
+    assert msgspec.structs.replace(same(resumed.plan), search=undisturbed.plan.search) == same(
+        undisturbed.plan
+    )
     assert resumed.plan.search.probes == undisturbed.plan.search.probes
 
 
@@ -305,7 +329,9 @@ def test_a_run_that_is_going_on_is_neither_resumed_nor_deleted() -> None:
 def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
     """However the CPU is cut; the fault names the holder; simulated devices are nobody's."""
     one = Session(open_run(Request(devices="cpu:0", workload="synthetic")))
-    with pytest.raises(DeviceError, match=r"CPU:0 is being measured by another evener \(process \d+, run "):
+    with pytest.raises(
+        DeviceError, match=r"CPU:0 is being measured by another evener \(process \d+, run "
+    ):
         Session(open_run(Request(devices="cpu/1", workload="synthetic")))
     beside = Session(open_run(Request(devices="cpu/1", workload="synthetic", share=True)))
     beside.close()
@@ -339,7 +365,9 @@ def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
         (Request(devices="cpu", workload="synthetic", settings={"nosuch": 1}), "nosuch"),
     ],
 )
-def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(wrong: Request, named: str) -> None:
+def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(
+    wrong: Request, named: str
+) -> None:
     """With a remedy, before anything is started."""
     with pytest.raises((RequestError, DeviceError), match=named) as fault:
         Session(open_run(wrong))
@@ -369,7 +397,9 @@ def test_a_state_folder_that_can_t_be_written_is_one_sentence(own_state: Path) -
 
 
 def test_runs_are_listed_newest_first_with_their_state() -> None:
-    """Finished, cut off and unreadable ones; a cut-off one still has the plan of what it measured."""
+    """Finished, cut off and unreadable ones; a cut-off one still has the plan of what it
+    measured.
+    """
     first = ended(drive(PAIR))
     second = ended(drive(PAIR))
     third = ended(drive(PAIR))
@@ -391,7 +421,9 @@ def test_runs_are_listed_newest_first_with_their_state() -> None:
 
 
 def test_a_run_s_state_says_whether_it_runs_and_why_it_failed(tmp_path: Path) -> None:
-    """Running while its lock is held, wherever; failed with its reason; no state suggests what can't be done."""
+    """Running while its lock is held, wherever; failed with its reason; no state suggests what
+    can't be done.
+    """
     session = Session(open_run(msgspec.structs.replace(PAIR, pace=0.02)))
     events = session.events()
     next(event for event in events if isinstance(event, Observed))

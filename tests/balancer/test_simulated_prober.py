@@ -7,11 +7,24 @@ import time
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from evener.balancer.types import (
+    Failed,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Timed,
+    layout_of,
+    solo,
+)
 from evener.devices.machine import Machine, SimulatedDevice, Sync
 
 FAST = SimulatedDevice(
-    name="fast", memory_mib=1000, curve=((64, 100.0), (128, 150.0)), memory_base_mib=100, memory_per_sample_mib=1
+    name="fast",
+    memory_mib=1000,
+    curve=((64, 100.0), (128, 150.0)),
+    memory_base_mib=100,
+    memory_per_sample_mib=1,
 )
 SLOW = SimulatedDevice(
     name="slow",
@@ -25,7 +38,9 @@ SLOW = SimulatedDevice(
 MACHINE = Machine((FAST, SLOW), Sync(base_ms=5, per_device_ms=10))
 
 
-def observe(prober: SimulatedProber, *probes: Probe, finished: tuple[Probe, ...] = ()) -> dict[Probe, Observation]:
+def observe(
+    prober: SimulatedProber, *probes: Probe, finished: tuple[Probe, ...] = ()
+) -> dict[Probe, Observation]:
     """All observations of one asking."""
     seen = prober.measure(probes, lambda _: None, threading.Event(), finished)
     return {one.probe: one for one in seen}
@@ -50,10 +65,18 @@ def test_a_step_takes_what_the_machine_says() -> None:
 
 
 def test_a_whole_run_lasts_what_was_asked_and_out_of_memory_ends_it() -> None:
-    """By its time or its steps, though a step that never varies is known after a few; too much is an observation."""
+    """By its time or its steps, though a step that never varies is known after a few; too much is
+    an observation.
+    """
     prober = SimulatedProber(MACHINE, 0)
-    sure, long = Probe(solo(2, 0, 128), "solo", 20.0), Probe(solo(2, 0, 128), "solo", 20.0, whole=True)
-    stepped, full = Probe(solo(2, 0, 128), "solo", 1.0, steps=500), Probe(solo(2, 1, 401), "solo", 1.0, steps=500)
+    sure, long = (
+        Probe(solo(2, 0, 128), "solo", 20.0),
+        Probe(solo(2, 0, 128), "solo", 20.0, whole=True),
+    )
+    stepped, full = (
+        Probe(solo(2, 0, 128), "solo", 1.0, steps=500),
+        Probe(solo(2, 1, 401), "solo", 1.0, steps=500),
+    )
     seen = observe(prober, sure, long, stepped, full)
     steps = [one.steps for one in (seen[sure], seen[long], seen[stepped]) if isinstance(one, Timed)]
     assert steps[0] * 0.15 < 10
@@ -75,7 +98,9 @@ def test_a_pack_holds_its_memory_once_for_each_process() -> None:
     fits = only(SimulatedProber(MACHINE, 0), Layout("pack", (64, 0), processes=6))
     assert isinstance(fits, Timed)
     assert abs(fits.samples_per_second / 640 - 1) < 1e-9
-    assert isinstance(only(SimulatedProber(MACHINE, 0), Layout("pack", (64, 0), processes=8)), OutOfMemory)
+    assert isinstance(
+        only(SimulatedProber(MACHINE, 0), Layout("pack", (64, 0), processes=8)), OutOfMemory
+    )
 
 
 def test_what_a_simulation_has_no_physics_for_is_said() -> None:
@@ -93,12 +118,18 @@ def test_a_probe_s_figure_depends_on_the_seed_and_on_nothing_before_it() -> None
     other = SimulatedProber(MACHINE, 7)
     assert {**observe(other, second), **observe(other, first)} == forward
     turned = Probe(solo(2, 1, 64), "solo", 2.0, turn=1)
-    times = {forward[first], observe(other, turned)[turned], observe(SimulatedProber(MACHINE, 8), first)[first]}
+    times = {
+        forward[first],
+        observe(other, turned)[turned],
+        observe(SimulatedProber(MACHINE, 8), first)[first],
+    }
     assert len({one.step_seconds for one in times if isinstance(one, Timed)}) == 3
 
 
 def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone() -> None:
-    """Contention slows the second device when the first is busy, or was in the asking that is resumed."""
+    """Contention slows the second device when the first is busy, or was in the asking that is
+    resumed.
+    """
     a, b = Probe(solo(2, 0, 64), "solo", 2.0), Probe(solo(2, 1, 64), "solo", 2.0)
     together = observe(SimulatedProber(MACHINE, 0), a, b)[b]
     alone = observe(SimulatedProber(MACHINE, 0), b)[b]

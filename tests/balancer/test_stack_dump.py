@@ -1,4 +1,6 @@
-"""Where a silent child is: read from the stack that it writes, among everything else that it wrote."""
+"""Where a silent child is: read from the stack that it writes, among everything else that it
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_the_user_s_function_is_told_from_their_file_and_from_imports(
     frames: list[tuple[str, int, str]], step: str, where: str
 ) -> None:
     """And the line is the innermost of their own."""
-    other = dump([("/usr/lib/threading.py", 355, "wait"), ("/home/me/loader.py", 3, "fetch")], "Thread")
+    other = dump(
+        [("/usr/lib/threading.py", 355, "wait"), ("/home/me/loader.py", 3, "fetch")], "Thread"
+    )
     stack = read_stack(f"a warning of the framework\n{other}\n{dump(frames)}and more\n")
     assert stack is not None
     assert (stack.step, stack.where) == (step, where)

@@ -1,4 +1,6 @@
-"""What a search over rows of unequal length ends with: the plan, the verdict and the tables, from its journal."""
+"""What a search over rows of unequal length ends with: the plan, the verdict and the tables, from
+its journal.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ def recorded(**asked: Any) -> Record:
     request = Request(framework="torch", workload="torch_text", global_batch=64, **asked)
     header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "torch_text", "torch", "0")
     machine = TextMachine((FAST, SLOW))
-    _, seen = machine.searched(request.compare or LayoutOptions(("solo", "even", "split")), global_batch=64)
+    _, seen = machine.searched(
+        request.compare or LayoutOptions(("solo", "even", "split")), global_batch=64
+    )
     entries = (FactsEntry(Facts(engine="ddp", rows=4096, lengths=machine.lengths)),)
-    return Record(header, (*entries, *(ObservationEntry(one, float(i)) for i, one in enumerate(seen))), 0)
+    return Record(
+        header, (*entries, *(ObservationEntry(one, float(i)) for i, one in enumerate(seen))), 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +62,18 @@ def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
     assert math.isclose(first.ratio + second.ratio, 1)
     lengths = record.facts.lengths
     mean = sum(lengths) / len(lengths)
-    assert plan.throughput.tokens_per_second == pytest.approx(plan.throughput.samples_per_second * mean)
+    assert plan.throughput.tokens_per_second == pytest.approx(
+        plan.throughput.samples_per_second * mean
+    )
     assert 0 < plan.throughput.padding < 0.15
     even = next(one for one in plan.evidence if one.name == "even split")
     assert not even.layout.by_cost
     assert even.throughput.padding > 0.5
     assert {"solo CPU:0", "solo CPU:1"} <= {one.name for one in plan.evidence}
     assert parse_plan(to_toml(plan)) == plan
-    assert verdict.startswith("An epoch is only 64 steps, because a step takes 64 of the 4096 rows; for 100,")
+    assert verdict.startswith(
+        "An epoch is only 64 steps, because a step takes 64 of the 4096 rows; for 100,"
+    )
     assert "Split the cost of each batch 0.6" in verdict
     assert "tokens/s" in verdict
     assert re.search(r"% padding, the devices' own work within \d+(\.\d)? %\)", verdict)

@@ -33,7 +33,9 @@ def timed(
     whole: bool = False,
     steps_asked: int = 0,
 ) -> StepTiming:
-    """Run the rules on a clock of their own; `step(i)` and `cpu(i)` are those of the i-th block asked for."""
+    """Run the rules on a clock of their own; `step(i)` and `cpu(i)` are those of the i-th block
+    asked for.
+    """
     timing, i = BlockTimer(seconds, whole, steps_asked), 0
     while steps := timing.next_steps():
         timing.add(Block(steps, steps * step(i), cpu(i), (0.5 * steps * step(i),)))
@@ -90,7 +92,9 @@ def test_a_step_shorter_than_the_tick_of_the_clock_is_timed() -> None:
 
 
 def test_noise_is_measured_until_the_interval_is_tight_or_the_time_spent() -> None:
-    """With moderate noise the interval reaches 1 %; with strong noise the time ends it and the doubt is said."""
+    """With moderate noise the interval reaches 1 %; with strong noise the time ends it and the
+    doubt is said.
+    """
     draw = random.Random(1)
     moderate = timed(60.0, lambda _: 0.01 * draw.gauss(1, 0.02))
     assert (moderate.step.high - moderate.step.low) / 2 / moderate.step.value <= TIGHT
@@ -99,7 +103,9 @@ def test_noise_is_measured_until_the_interval_is_tight_or_the_time_spent() -> No
 
 
 @pytest.mark.parametrize(("noise", "hopeless"), [(0.06, True), (0.02, False)])
-def test_noise_that_more_time_would_not_overcome_takes_half_of_it(noise: float, hopeless: bool) -> None:
+def test_noise_that_more_time_would_not_overcome_takes_half_of_it(
+    noise: float, hopeless: bool
+) -> None:
     """Blocks that vary by 6 % stay far from 1 % in 4 s; those that vary by 2 % come near it."""
     draw = random.Random(4)
     runs = [timed(4.0, lambda _: 0.01 * draw.gauss(1, noise)) for _ in range(20)]
@@ -117,7 +123,9 @@ def test_drift_is_said_with_its_sign() -> None:
 
 
 def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
-    """Heat takes 20 % of the speed after a second: the figure is that of the slow clock, and the doubt stays."""
+    """Heat takes 20 % of the speed after a second: the figure is that of the slow clock, and the
+    doubt stays.
+    """
     draw = random.Random(3)
     measured = timed(4.0, lambda i: 0.05 * (1.25 if i > 8 else 1.0) * draw.gauss(1, 0.02))
     assert {"drift", "throttled"} & codes(measured)
@@ -125,7 +133,9 @@ def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
 
 
 def test_a_device_that_holds_itself_back_for_a_while_is_measured_again_and_still_said() -> None:
-    """Throttled for a while only: the second round is of the full clock, and what was seen is said."""
+    """Throttled for a while only: the second round is of the full clock, and what was seen is
+    said.
+    """
     timing, count = BlockTimer(4.0), 0
     while steps := timing.next_steps():
         held = 2 < count < 12
@@ -138,15 +148,21 @@ def test_a_device_that_holds_itself_back_for_a_while_is_measured_again_and_still
 
 
 def test_disturbed_blocks_are_set_aside_and_measured_again() -> None:
-    """Blocks in which others took the cores do not enter the figure while undisturbed ones can be had."""
-    measured = timed(4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: 0.5 if i % 3 == 0 else 1.0)
+    """Blocks in which others took the cores do not enter the figure while undisturbed ones can be
+    had.
+    """
+    measured = timed(
+        4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: 0.5 if i % 3 == 0 else 1.0
+    )
     assert measured.step.value == 0.01
     assert "disturbed" in codes(measured)
 
 
 @pytest.mark.parametrize("often", [6, 2])
 def test_blocks_that_take_new_memory_are_set_aside(often: int) -> None:
-    """Every sixth, or every second, finds new pages and takes longer: a training does that in its first steps only."""
+    """Every sixth, or every second, finds new pages and takes longer: a training does that in its
+    first steps only.
+    """
     timing, i = BlockTimer(4.0), 0
     while steps := timing.next_steps():
         timing.add(Block(steps, steps * (0.01 if i % often else 0.017), grew=i % often == 0))
@@ -199,7 +215,9 @@ def test_rare_long_stalls_are_told_by_mean_and_median() -> None:
 
 
 def doubts(steps: list[float], **changes: float) -> set[str]:
-    """The doubts about blocks of one step each in a whole run, all of them held back or capped by so much."""
+    """The doubts about blocks of one step each in a whole run, all of them held back or capped by
+    so much.
+    """
     timing = BlockTimer(2.0, steps=len(steps))
     for step in (1.0, 1.0, *steps):
         assert timing.next_steps() == 1
@@ -216,7 +234,11 @@ def doubts(steps: list[float], **changes: float) -> set[str]:
         ([1.04, 0.96] * 8, {}, set()),  # ± 2.2 %
         ([1.07, 0.93] * 8, {}, {"noisy"}),  # ± 3.9 %
         ([0.985, 1.015] * 4 + [1.015, 1.045] * 4, {}, set()),  # 3 %, which is 3.7 standard errors
-        ([0.987, 1.013] * 4 + [1.017, 1.043] * 4, {}, {"drift"}),  # 3 %, which is 4.3 standard errors
+        (
+            [0.987, 1.013] * 4 + [1.017, 1.043] * 4,
+            {},
+            {"drift"},
+        ),  # 3 %, which is 4.3 standard errors
         ([1.0] * 8 + [1.015] * 8, {}, set()),
         ([1.0] * 8 + [1.025] * 8, {}, {"drift"}),
         ([1.0] * 3 + [1.1] * 3, {}, {"drift", "noisy"}),
@@ -229,7 +251,9 @@ def doubts(steps: list[float], **changes: float) -> set[str]:
         ([1.0] * 8, {"slowed": 0.06, "capped": 0.21}, {"throttled", "capped"}),
     ],
 )
-def test_a_doubt_begins_where_it_matters(steps: list[float], changes: dict[str, float], expected: set[str]) -> None:
+def test_a_doubt_begins_where_it_matters(
+    steps: list[float], changes: dict[str, float], expected: set[str]
+) -> None:
     """Not at the noise of any measurement, and not only where it can't be overlooked."""
     assert doubts(steps, **changes) == expected
 
@@ -249,7 +273,9 @@ def test_a_doubt_says_by_how_much() -> None:
 
 
 def test_a_step_longer_than_all_of_the_time_is_the_figure() -> None:
-    """A probe that can't pay ends there, with a rough figure; steps of half the time are timed thrice."""
+    """A probe that can't pay ends there, with a rough figure; steps of half the time are timed
+    thrice.
+    """
     glance = timed(1.0, lambda _: 5.0)
     assert glance.steps == 1
     assert any(warning.code == "too_short" for warning in glance.warnings)
@@ -258,7 +284,9 @@ def test_a_step_longer_than_all_of_the_time_is_the_figure() -> None:
 
 
 def test_a_long_first_block_of_many_steps_is_warm_up() -> None:
-    """As of a pack, whose trainings run for a time: what they did while some still warmed up is no figure."""
+    """As of a pack, whose trainings run for a time: what they did while some still warmed up is no
+    figure.
+    """
     timer = BlockTimer(2.0)
     assert timer.next_steps()
     timer.add(Block(40, 2.4))  # 60 ms a step, later 10
@@ -286,8 +314,12 @@ def test_nothing_timed_is_nothing_known() -> None:
     seconds=st.floats(0.01, 20.0),
     seed=st.integers(0, 1000),
 )
-def test_whatever_the_steps_the_rules_end_in_bounded_time(step: float, noise: float, seconds: float, seed: int) -> None:
-    """At most the time and one block more, or the fewest blocks, which a lucky window may make 16 times too long."""
+def test_whatever_the_steps_the_rules_end_in_bounded_time(
+    step: float, noise: float, seconds: float, seed: int
+) -> None:
+    """At most the time and one block more, or the fewest blocks, which a lucky window may make 16
+    times too long.
+    """
     draw = random.Random(seed)
     measured = timed(seconds, lambda _: step * max(0.05, draw.gauss(1, noise)))
     spent = measured.steps * measured.step.value
@@ -296,7 +328,9 @@ def test_whatever_the_steps_the_rules_end_in_bounded_time(step: float, noise: fl
     assert measured.step.low <= measured.step.value <= measured.step.high
 
 
-def whole_run(timing: BlockTimer, step: Callable[[], float], cpu: Callable[[], float | None]) -> list[Block]:
+def whole_run(
+    timing: BlockTimer, step: Callable[[], float], cpu: Callable[[], float | None]
+) -> list[Block]:
     """The blocks that a whole run counted: those asked for once it measures."""
     counted: list[Block] = []
     while steps := timing.next_steps():
@@ -314,30 +348,52 @@ CPU_SHARES = st.lists(st.sampled_from([None, 0.5, 1.0]), min_size=1, max_size=4)
 
 
 @settings(max_examples=30, deadline=None)
-@given(step=STEPS, noise=NOISE, shares=CPU_SHARES, seconds=st.floats(0.02, 300.0), seed=st.integers(0, 1000))
+@given(
+    step=STEPS,
+    noise=NOISE,
+    shares=CPU_SHARES,
+    seconds=st.floats(0.02, 300.0),
+    seed=st.integers(0, 1000),
+)
 def test_a_whole_run_never_ends_before_its_time(
     step: float, noise: float, shares: list[float | None], seconds: float, seed: int
 ) -> None:
-    """However sure, unsure, held back or disturbed it is, all its seconds are timed, each step counts, and it ends."""
+    """However sure, unsure, held back or disturbed it is, all its seconds are timed, each step
+    counts, and it ends.
+    """
     draw = random.Random(seed)
     timing = BlockTimer(seconds, whole=True)
-    counted = whole_run(timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares))
+    counted = whole_run(
+        timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares)
+    )
     assert sum(block.wall_seconds for block in counted) >= seconds
-    assert sum(block.wall_seconds for block in counted[:-1]) < seconds or len(counted) == FEWEST_BLOCKS
+    assert (
+        sum(block.wall_seconds for block in counted[:-1]) < seconds or len(counted) == FEWEST_BLOCKS
+    )
     measured = timing.result()
     assert measured is not None
     assert measured.steps == sum(block.steps for block in counted)
 
 
 @settings(max_examples=30, deadline=None)
-@given(step=STEPS, noise=NOISE, shares=CPU_SHARES, asked=st.integers(1, 20_000), seed=st.integers(0, 1000))
+@given(
+    step=STEPS,
+    noise=NOISE,
+    shares=CPU_SHARES,
+    asked=st.integers(1, 20_000),
+    seed=st.integers(0, 1000),
+)
 def test_a_run_of_steps_never_ends_before_them_and_adds_none(
     step: float, noise: float, shares: list[float | None], asked: int, seed: int
 ) -> None:
-    """So many steps are timed, whatever the noise: not one less, and more only where three blocks need them."""
+    """So many steps are timed, whatever the noise: not one less, and more only where three blocks
+    need them.
+    """
     draw = random.Random(seed)
     timing = BlockTimer(10.0, steps=asked)
-    counted = whole_run(timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares))
+    counted = whole_run(
+        timing, lambda: step * max(0.05, draw.gauss(1, noise)), lambda: draw.choice(shares)
+    )
     assert sum(block.steps for block in counted) == max(asked, FEWEST_BLOCKS)
     measured = timing.result()
     assert measured is not None
@@ -347,14 +403,18 @@ def test_a_run_of_steps_never_ends_before_them_and_adds_none(
 def test_a_whole_run_that_drifts_is_not_begun_anew_and_the_drift_is_said() -> None:
     """The clock drops midway: both halves stay in the figure, as that time was asked for."""
     draw = random.Random(3)
-    measured = timed(4.0, lambda i: 0.05 * (1.25 if i > 8 else 1.0) * draw.gauss(1, 0.02), whole=True)
+    measured = timed(
+        4.0, lambda i: 0.05 * (1.25 if i > 8 else 1.0) * draw.gauss(1, 0.02), whole=True
+    )
     assert "drift" in codes(measured)
     assert 0.052 < measured.step.value < 0.0615
     assert measured.steps * measured.step.value >= 4.0
 
 
 def test_no_number_of_blocks_ends_a_whole_run_and_none_takes_long_for_what_was_done() -> None:
-    """A day's run has a few thousand blocks; one is never more than a small part of the time before it."""
+    """A day's run has a few thousand blocks; one is never more than a small part of the time before
+    it.
+    """
     timing = BlockTimer(86_400.0, whole=True)
     counted = whole_run(timing, lambda: 0.01, lambda: None)
     assert MOST_BLOCKS < len(counted) < 10 * MOST_BLOCKS
@@ -369,7 +429,11 @@ def test_disturbed_blocks_of_a_whole_run_count_as_steps_but_not_in_the_figure() 
     """What others took the cores from was run all the same."""
     share = {0: 0.5}
     measured = timed(
-        4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: share.get(i % 3, 1.0), whole=True, steps_asked=500
+        4.0,
+        lambda i: 0.02 if i % 3 == 0 else 0.01,
+        lambda i: share.get(i % 3, 1.0),
+        whole=True,
+        steps_asked=500,
     )
     assert measured.steps == 500
     assert measured.step.value == 0.01

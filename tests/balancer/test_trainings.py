@@ -14,11 +14,26 @@ import pytest
 from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.live.files import LiveDevice, LiveRecord, ShareChange
-from evener.live.journal import TRAINING_JOURNAL, ChangeEntry, EndEntry, SpeedEntry, StartEntry, TrainingJournal
+from evener.live.journal import (
+    TRAINING_JOURNAL,
+    ChangeEntry,
+    EndEntry,
+    SpeedEntry,
+    StartEntry,
+    TrainingJournal,
+)
 from evener.system.files import runs_folder
 from evener.tui.cli.main import run as evener
 
-RECORD = LiveRecord("torch", "mine.py", 500.0, 1, 1_000.0, (LiveDevice("a", 0, 5, 500.0),), plan_samples_per_second=900)
+RECORD = LiveRecord(
+    "torch",
+    "mine.py",
+    500.0,
+    1,
+    1_000.0,
+    (LiveDevice("a", 0, 5, 500.0),),
+    plan_samples_per_second=900,
+)
 RETREAT = "b ran out of memory at step 6,600: passes of 3 -> 1 rows, 0.1 s"
 CHANGE = ShareChange(40, 1_070.0, (5, 3), (6, 2), "b slower by 40 % since step 31")
 
@@ -28,19 +43,30 @@ def at(seconds: float, step: int, *changes: ShareChange) -> LiveRecord:
 
 
 def write(name: str, monkeypatch: pytest.MonkeyPatch, reason: str = "") -> TrainingJournal:
-    """A training of 100 s with 100 steps/s in its first 60 s and 50 in what follows, and a change of shares."""
+    """A training of 100 s with 100 steps/s in its first 60 s and 50 in what follows, and a change
+    of shares.
+    """
     monkeypatch.setenv("EVENER_RUN", name)
     monkeypatch.setenv("EVENER_RESTART", reason)
     monkeypatch.delattr(sys, "last_value", raising=False)  # pytest's, of an earlier test
     journal = TrainingJournal(["a", "b"], [5, 3])
-    for record in (at(0, 1), at(10, 1001), at(30, 3001), at(60, 6001), at(70, 6501, CHANGE), at(95, 7751, CHANGE)):
+    for record in (
+        at(0, 1),
+        at(10, 1001),
+        at(30, 3001),
+        at(60, 6001),
+        at(70, 6501, CHANGE),
+        at(95, 7751, CHANGE),
+    ):
         journal.note(record)
         if record.step == 6501:
             journal.note_retreat(RETREAT)
     return journal
 
 
-def test_a_journal_has_speeds_changes_and_the_end(own_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_has_speeds_changes_and_the_end(
+    own_state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write("20261122-120000-abc1", monkeypatch).close()
     training = runs.load_training("20261122-120000-abc1")
     assert training is not None
@@ -63,7 +89,10 @@ def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
     """The first processes are killed, the next ones end by themselves."""
     name = "20261122-120000-abc1"
     write(name, monkeypatch)
-    os.truncate(runs_folder() / name / TRAINING_JOURNAL, (runs_folder() / name / TRAINING_JOURNAL).stat().st_size - 9)
+    os.truncate(
+        runs_folder() / name / TRAINING_JOURNAL,
+        (runs_folder() / name / TRAINING_JOURNAL).stat().st_size - 9,
+    )
     assert [one.state for one in runs.list_runs()] == ["running"]
     with pytest.raises(RequestError, match="is going on"):
         runs.delete_run(name)
@@ -73,7 +102,10 @@ def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
     assert said[0] == "training 20261122-120000-abc2: mine.py, torch, 1970-01-01 00:16:40 UTC"
     assert said[1].startswith("finished, ")
     assert said[2:-1] == [
-        "  00:16:40  started again: 5+3 rows on a, b; the plan says 900.0 samples/s (rank 1 was ended by SIGKILL)",
+        (
+            "  00:16:40  started again: 5+3 rows on a, b; the plan says 900.0 samples/s (rank 1 "
+            "was ended by SIGKILL)"
+        ),
         "  00:17:10  step 3 001: 100 steps/s, 800.0 samples/s",
         "  00:17:40  step 6 001: 100 steps/s, 800.0 samples/s",
         "  00:17:50  b slower by 40 % since step 31: 5+3 → 6+2",
@@ -108,19 +140,34 @@ if os.environ["END"] == "failed":
 
 
 @pytest.mark.parametrize(
-    ("end", "state"), [("killed", "stopped"), ("interrupted", "stopped"), ("failed", "failed"), ("", "finished")]
+    ("end", "state"),
+    [("killed", "stopped"), ("interrupted", "stopped"), ("failed", "failed"), ("", "finished")],
 )
-def test_how_a_training_ended_is_what_its_journal_says(own_state: Path, tmp_path: Path, end: str, state: str) -> None:
-    variables = {"END": end, "EVENER_RUN": "20261122-120000-abc1", "EVENER_LIVE_DIR": str(tmp_path / "live")}
-    environment = {**os.environ, **variables, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60)
+def test_how_a_training_ended_is_what_its_journal_says(
+    own_state: Path, tmp_path: Path, end: str, state: str
+) -> None:
+    variables = {
+        "END": end,
+        "EVENER_RUN": "20261122-120000-abc1",
+        "EVENER_LIVE_DIR": str(tmp_path / "live"),
+    }
+    environment = {
+        **os.environ,
+        **variables,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (end == "killed") == (done.returncode == -9), done.stderr
     (found,) = runs.list_runs()
     assert (found.state, found.kind, found.devices) == (state, "training", ("a",))
     assert found.trouble == ("ValueError: wrong shape" if end == "failed" else "")
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(own_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    own_state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc1")
     (runs_folder() / "20261122-120000-abc1").write_text("in the way")
     journal = TrainingJournal(["a"], [4])
@@ -141,7 +188,10 @@ def test_a_folder_that_cannot_be_written_is_one_warning(own_state: Path, monkeyp
     ],
 )
 def test_a_line_that_no_training_writes_is_one_sentence(
-    line: bytes, own_state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: bytes,
+    own_state: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write("20261122-120000-abc1", monkeypatch).close()
     path = runs_folder() / "20261122-120000-abc1" / TRAINING_JOURNAL

@@ -1,4 +1,6 @@
-"""Words as data: every code has a sentence and a line in the docs, and `--json` has the codes beside the sentences."""
+"""Words as data: every code has a sentence and a line in the docs, and `--json` has the codes
+beside the sentences.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,20 @@ COMMANDS = (ROOT / "docs" / "findings.md").read_text()
 
 
 def written_codes() -> set[str]:
-    """The codes that product code writes, as the first argument of Finding; some are put together."""
-    calls = [node for path in WRITERS for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    texts = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "Finding" and call.args]
+    """The codes that product code writes, as the first argument of Finding; some are put
+    together.
+    """
+    calls = [
+        node
+        for path in WRITERS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    texts = [
+        ast.unparse(call.args[0])
+        for call in calls
+        if ast.unparse(call.func) == "Finding" and call.args
+    ]
     return {literal for text in texts for literal in re.findall(r"f?'([a-z]+\.?[^']*)'", text)}
 
 
@@ -43,9 +56,18 @@ def test_every_code_that_is_written_has_a_sentence_and_the_other_way_round() -> 
     codes = list_sentences().keys()
     assert len(patterns) > 60
     assert [one for one in patterns if not any(re.fullmatch(one, code) for code in codes)] == []
-    literals = {word for path in WRITERS if path.stem != "words" for word in CODE.findall(path.read_text())}
-    spoken = {code for code in codes if code in literals or any(re.fullmatch(one, code) for one in patterns)}
-    assert codes - spoken - {code for code in codes if code.partition(".")[0] in ("layout", *FAMILIES)} == set()
+    literals = {
+        word for path in WRITERS if path.stem != "words" for word in CODE.findall(path.read_text())
+    }
+    spoken = {
+        code
+        for code in codes
+        if code in literals or any(re.fullmatch(one, code) for one in patterns)
+    }
+    assert (
+        codes - spoken - {code for code in codes if code.partition(".")[0] in ("layout", *FAMILIES)}
+        == set()
+    )
 
 
 def test_every_code_and_its_values_are_in_the_docs() -> None:
@@ -61,30 +83,47 @@ def test_every_code_and_its_values_are_in_the_docs() -> None:
 
 
 def test_every_format_of_a_sentence_is_known() -> None:
-    formats = {form for text in list_sentences().values() for _, _, form, _ in string.Formatter().parse(text) if form}
+    formats = {
+        form
+        for text in list_sentences().values()
+        for _, _, form, _ in string.Formatter().parse(text)
+        if form
+    }
     assert all(form in words._FORMATS or re.fullmatch(r"\.\d+f|g", form) for form in formats)
 
 
 def test_the_parts_of_a_verdict_are_joined_by_what_they_are() -> None:
     gains = [Finding("gain.tie", {"over": over, "batch": None}) for over in ("even", "GPU:0")]
     taken = Finding("taken.verdict", {"devices": ["GPU:1"]})
-    assert write_verdict([Finding("figure.samples", {"samples_per_second": 50.0, "error": 0.0}), *gains, taken]) == (
-        "50.00 samples/s, as fast as the even split within the error and as fast as GPU:0 alone within the error;"
+    assert write_verdict(
+        [Finding("figure.samples", {"samples_per_second": 50.0, "error": 0.0}), *gains, taken]
+    ) == (
+        "50.00 samples/s, as fast as the even split within the error and as fast as GPU:0 "
+        "alone within the error;"
         " other processes hold memory of GPU:1, and the plan leaves it to them."
     )
     assert write_verdict([]) == ""
 
 
-@pytest.mark.parametrize(("count", "said"), [(8, "Split 0.125:"), (16, "Split over 16 devices (160 samples)")])
+@pytest.mark.parametrize(
+    ("count", "said"), [(8, "Split 0.125:"), (16, "Split over 16 devices (160 samples)")]
+)
 def test_an_advice_for_many_devices_leaves_room_for_what_is_gained(count: int, said: str) -> None:
-    """Each device's share is in the table beside it; a terminal of 80 x 24 cuts off what is longer."""
+    """Each device's share is in the table beside it; a terminal of 80 x 24 cuts off what is
+    longer.
+    """
     ratios, labels = [1 / count] * count, [f"SIM:{i}" for i in range(count)]
-    advice = Finding("advice.split", {"ratios": ratios, "devices": labels, "shares": [(10, 10)] * count, "knobs": []})
+    advice = Finding(
+        "advice.split",
+        {"ratios": ratios, "devices": labels, "shares": [(10, 10)] * count, "knobs": []},
+    )
     assert say(advice).startswith(said)
     assert len(say(advice)) < 200
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "recorded").glob("*.jsonl")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests" / "recorded").glob("*.jsonl")), ids=lambda path: path.stem
+)
 def test_a_recorded_run_s_findings_survive_json_and_say_what_its_plan_says(path: Path) -> None:
     outcome = runs.recover(journal.read(path))
     found = msgspec.json.decode(msgspec.json.encode(outcome.findings), type=Said)
@@ -109,8 +148,12 @@ def say_again(findings: list[dict[str, Any]]) -> list[str]:
     return [say(msgspec.convert(one, Finding)) for one in findings]
 
 
-def test_json_has_the_codes_beside_the_sentences(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a program reads them: each warning at the place of its sentence, and the gain as a number."""
+def test_json_has_the_codes_beside_the_sentences(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a program reads them: each warning at the place of its sentence, and the gain as a
+    number.
+    """
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     found = printed["findings"]
@@ -120,10 +163,14 @@ def test_json_has_the_codes_beside_the_sentences(own_folder: Path, capsys: pytes
     assert f"{gain['gain'] * 100:.0f} % faster than the even split" in printed["verdict"]
     assert found["stopped"] in {stop.name.lower() for stop in Stop}
     assert say_again(found["next"]) == printed["next"]
-    assert [one["code"] for one in found["next"]] == ["next.export"], "a simulated plan has no script to launch"
+    assert [one["code"] for one in found["next"]] == ["next.export"], (
+        "a simulated plan has no script to launch"
+    )
     assert run(["runs", "show", "last", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["findings"]
-    assert shown == {key: found[key] for key in ("verdict", "warnings", "evidence", "stopped")} | {"faults": []}
+    assert shown == {key: found[key] for key in ("verdict", "warnings", "evidence", "stopped")} | {
+        "faults": []
+    }
 
 
 def test_a_run_that_was_cut_off_has_the_findings_of_what_it_measured(
@@ -132,14 +179,28 @@ def test_a_run_that_was_cut_off_has_the_findings_of_what_it_measured(
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--json"]) == 0
     ended = json.loads(capsys.readouterr().out)["findings"]
     path = journal_path(find("last"))
-    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines() if '"entry":"ended"' not in line))
+    path.write_text(
+        "".join(
+            f"{line}\n" for line in path.read_text().splitlines() if '"entry":"ended"' not in line
+        )
+    )
     assert run(["runs", "show", "last", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"]["evidence"] == ended["evidence"]
 
 
-def test_a_fault_s_codes_say_what_its_sentences_say(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_s_codes_say_what_its_sentences_say(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the error, and in the run that failed."""
-    request = ["-d", "sim:gtx1080ti,gtx1080", "--global-batch", "1000000", "--micro", "off", "--json"]
+    request = [
+        "-d",
+        "sim:gtx1080ti,gtx1080",
+        "--global-batch",
+        "1000000",
+        "--micro",
+        "off",
+        "--json",
+    ]
     assert run(["balance", *request]) == 1
     error = json.loads(capsys.readouterr().out)["error"]
     what, remedy = error["findings"]
@@ -165,10 +226,28 @@ def test_a_dry_run_and_a_probe_have_codes_beside_their_sentences(
     assert parts[1].values["budget_seconds"] == outlook["budget_seconds"]
     machine = (ROOT / "tests/balancer/search/machines/flat_slow_steps.toml").read_text()
     Path("noisy.toml").write_text(re.sub(r"noise = .*", "noise = 0.5", machine))
-    assert run(["probe", "-d", "sim:noisy.toml", "--batches", "64", "--seconds", "1s", "--repeat", "2", "--json"]) == 0
+    assert (
+        run(
+            [
+                "probe",
+                "-d",
+                "sim:noisy.toml",
+                "--batches",
+                "64",
+                "--seconds",
+                "1s",
+                "--repeat",
+                "2",
+                "--json",
+            ]
+        )
+        == 0
+    )
     timed = json.loads(capsys.readouterr().out)
     assert [(one["code"], one["values"]["run"]) for one in timed["findings"]["warnings"]] == [
-        (f"doubt.{each['code']}", number) for number, one in enumerate(timed["runs"], 1) for each in one["warnings"]
+        (f"doubt.{each['code']}", number)
+        for number, one in enumerate(timed["runs"], 1)
+        for each in one["warnings"]
     ]
     assert say_again(timed["findings"]["warnings"]) == timed["warnings"]
     assert timed["warnings"], "steps vary much on this machine"
@@ -178,15 +257,25 @@ def test_a_dry_run_and_a_probe_have_codes_beside_their_sentences(
     ("option", "code", "values"),
     [
         (["--global-batch", "7", "--multiple-of", "2"], "no_multiple", {"batch": 7, "unit": 2}),
-        (["--precision", "float8"], "word", {"option": "--precision", "word": "float8", "words": list(PRECISIONS)}),
+        (
+            ["--precision", "float8"],
+            "word",
+            {"option": "--precision", "word": "float8", "words": list(PRECISIONS)},
+        ),
         (["--xla"], "simulated", {"option": "--xla"}),
         (["--global-batch", "1"], "too_few_samples", {"batch": 1, "devices": 2, "unit": 1}),
     ],
 )
 def test_a_request_that_can_t_be_met_has_a_code(
-    option: list[str], code: str, values: dict[str, object], own_folder: Path, capsys: pytest.CaptureFixture[str]
+    option: list[str],
+    code: str,
+    values: dict[str, object],
+    own_folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is wrong and what to do are the two lines of its sentence, and a program needs neither."""
+    """What is wrong and what to do are the two lines of its sentence, and a program needs
+    neither.
+    """
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", *option, "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["findings"] == [{"code": f"request.{code}", "values": values}]
@@ -196,4 +285,7 @@ def test_a_request_that_can_t_be_met_has_a_code(
 def test_every_refusal_says_what_to_do() -> None:
     refusals = [text for code, text in list_sentences().items() if code.startswith("request.")]
     assert len(refusals) > 20
-    assert all(len([line for line in text.split("\n") if line.strip().endswith(".")]) == 2 for text in refusals)
+    assert all(
+        len([line for line in text.split("\n") if line.strip().endswith(".")]) == 2
+        for text in refusals
+    )

@@ -1,4 +1,6 @@
-"""A child's reply is accepted only if it can be true; anything else is an invalid reply, never a traceback."""
+"""A child's reply is accepted only if it can be true; anything else is an invalid reply, never a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,54 @@ def test_replies_travel_whole(reply: protocol.Reply) -> None:
 @pytest.mark.parametrize(
     "impossible",
     [
-        {"type": "Ran", "steps": 0, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [1]},
-        {"type": "Ran", "steps": 5, "wall_seconds": 0, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [1]},
-        {"type": "Ran", "steps": 5, "wall_seconds": 1e300, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [1]},
-        {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": -1, "spun_seconds": 0, "memory_bytes": [1]},
-        {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": []},
-        {"type": "Ran", "steps": 5, "wall_seconds": 1, "cpu_seconds": 1, "spun_seconds": 0, "memory_bytes": [-4]},
+        {
+            "type": "Ran",
+            "steps": 0,
+            "wall_seconds": 1,
+            "cpu_seconds": 1,
+            "spun_seconds": 0,
+            "memory_bytes": [1],
+        },
+        {
+            "type": "Ran",
+            "steps": 5,
+            "wall_seconds": 0,
+            "cpu_seconds": 1,
+            "spun_seconds": 0,
+            "memory_bytes": [1],
+        },
+        {
+            "type": "Ran",
+            "steps": 5,
+            "wall_seconds": 1e300,
+            "cpu_seconds": 1,
+            "spun_seconds": 0,
+            "memory_bytes": [1],
+        },
+        {
+            "type": "Ran",
+            "steps": 5,
+            "wall_seconds": 1,
+            "cpu_seconds": -1,
+            "spun_seconds": 0,
+            "memory_bytes": [1],
+        },
+        {
+            "type": "Ran",
+            "steps": 5,
+            "wall_seconds": 1,
+            "cpu_seconds": 1,
+            "spun_seconds": 0,
+            "memory_bytes": [],
+        },
+        {
+            "type": "Ran",
+            "steps": 5,
+            "wall_seconds": 1,
+            "cpu_seconds": 1,
+            "spun_seconds": 0,
+            "memory_bytes": [-4],
+        },
         {"type": "Prepared", "first_step_seconds": -3},
         {"type": "Built", "facts": {"version": 3}},
         {"type": "RunSteps", "steps": 5},
@@ -76,7 +120,12 @@ def test_what_can_t_be_true_is_invalid(impossible: object) -> None:
     assert isinstance(parse_reply(msgspec.json.encode(impossible)), InvalidReply)
 
 
-@given(st.one_of(st.binary(max_size=300), st.text(max_size=100).map(lambda text: text.encode(errors="replace"))))
+@given(
+    st.one_of(
+        st.binary(max_size=300),
+        st.text(max_size=100).map(lambda text: text.encode(errors="replace")),
+    )
+)
 def test_any_bytes_are_a_reply_or_invalid(text: bytes) -> None:
     """And an invalid one is kept short."""
     reply = parse_reply(text)
@@ -101,6 +150,9 @@ def test_the_user_s_line_is_the_last_one_outside_of_installed_packages(tmp_path:
     with pytest.raises(ValueError, match="Expecting") as caught:
         space["load"]()
     assert find_line(caught.value) == f"{source}:3"
-    text = f'in user code:\n\n    File "{source}", line 2, in call\n\n    File "{json.__file__}", line 9, in loads'
+    text = (
+        f'in user code:\n\n    File "{source}", line 2, in call\n\n    File '
+        f'"{json.__file__}", line 9, in loads'
+    )
     assert find_line(ValueError(text)) == f"{source}:2"
     assert find_line(ValueError('File "\0.py", line 2')) == ""

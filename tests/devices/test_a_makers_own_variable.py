@@ -1,4 +1,6 @@
-"""An invented maker whose variable spells devices in its own way, and whose library may be missing."""
+"""An invented maker whose variable spells devices in its own way, and whose library may be
+missing.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,20 @@ class SpelledCards(ToyCards):
         try:
             import_module("toyland_smi")
         except ImportError:
-            raise DeviceError("Toyland's library isn't installed.", "pip install toyland-smi") from None
+            raise DeviceError(
+                "Toyland's library isn't installed.", "pip install toyland-smi"
+            ) from None
         return Listing(CARDS)
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
         return {"TOY_VISIBLE": ",".join(f"card{int(each[4:], 16)}" for each in ids)}
 
-    def visible(self, devices: Sequence[Device], variables: Mapping[str, str]) -> tuple[Device, ...]:
-        return super().visible(devices, {name: text.replace("card", "") for name, text in variables.items()})
+    def visible(
+        self, devices: Sequence[Device], variables: Mapping[str, str]
+    ) -> tuple[Device, ...]:
+        return super().visible(
+            devices, {name: text.replace("card", "") for name, text in variables.items()}
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +57,14 @@ def test_a_missing_library_does_not_end_auto() -> None:
         discover("toy")
 
 
-def test_search_app_and_cluster_read_the_makers_own_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_app_and_cluster_read_the_makers_own_spelling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "toyland_smi", ModuleType("toyland_smi"))
     shown = child_environment(CARDS[1:], "torch").variables["TOY_VISIBLE"]
     assert (shown, name_gpus(["1"])) == ("card1", (CARDS[1].id,))
     monkeypatch.setenv("TOY_VISIBLE", shown)
     on_host = find_on_host(parse_request("toy"), ["1"]).found.devices  # by Ray's numbers
-    assert [discover("auto").devices, discover("toy").devices, open_sampler("toy")[1], on_host] == [CARDS[1:]] * 4
+    assert [discover("auto").devices, discover("toy").devices, open_sampler("toy")[1], on_host] == [
+        CARDS[1:]
+    ] * 4

@@ -1,4 +1,6 @@
-"""An invented maker: its class and one line in the registry, and every command and probe takes its cards."""
+"""An invented maker: its class and one line in the registry, and every command and probe takes its
+cards.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from tests.support.probers import child_prober
 CARDS = tuple(Device(f"toy-{i:04x}", i, "Toyland Express", "toy", 8 << 30) for i in range(2))
 
 
-class ToyDriver(SnapshotBuilder):  # for the monitor devices, sample and close; for probes read and close
+class ToyDriver(
+    SnapshotBuilder
+):  # for the monitor devices, sample and close; for probes read and close
     def devices(self) -> tuple[Device, ...]:
         return CARDS
 
     def sample(self) -> Snapshot:
         self.begin()
-        return self.snapshot([DeviceSample(device=card, power_watts=value(40.0)) for card in CARDS], driver="1.2")
+        return self.snapshot(
+            [DeviceSample(device=card, power_watts=value(40.0)) for card in CARDS], driver="1.2"
+        )
 
     def read(self, full: bool) -> Vitals:
         return Vitals(now := time.monotonic(), joules=40.0 * now)
@@ -46,13 +52,26 @@ class ToyCards(Backend):
         return ToyDriver()
 
 
-def test_an_invented_makers_cards(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invented_makers_cards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(BACKENDS, "toy", f"{__name__}:ToyCards")
-    assert [run(["devices", "-d", "toy:1,toy-0000"]), run(["monitor", "--once", "-d", "toy"])] == [0, 0]
+    assert [run(["devices", "-d", "toy:1,toy-0000"]), run(["monitor", "--once", "-d", "toy"])] == [
+        0,
+        0,
+    ]
     shown = capsys.readouterr().out
-    assert [words for words in ("toy-0001", "TOY:0", "Toyland driver 1.2", "40 W") if words not in shown] == []
+    assert [
+        words for words in ("toy-0001", "TOY:0", "Toyland driver 1.2", "40 W") if words not in shown
+    ] == []
     prober, visible = child_prober(CARDS, base_ms=1.0), set[str | None]()
-    look = lambda _: visible.update(child.environ().get("TOY_VISIBLE") for child in list_probe_children())  # noqa: E731
+
+    def look(_: object) -> None:
+        visible.update(child.environ().get("TOY_VISIBLE") for child in list_probe_children())
+
     (seen,) = prober.measure((Probe(solo(2, 1, 8), "solo", 0.5),), look, threading.Event())
     prober.close()
-    assert (seen.watts if isinstance(seen, Timed) else seen, visible) == ((None, pytest.approx(40.0)), {"toy-0001"})
+    assert (seen.watts if isinstance(seen, Timed) else seen, visible) == (
+        (None, pytest.approx(40.0)),
+        {"toy-0001"},
+    )

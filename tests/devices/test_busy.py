@@ -22,14 +22,20 @@ def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable
     for pid, each in enumerate(nvml.gpus[1].processes):
         each.pid = 40 + pid
     (said,) = notes()
-    assert said.startswith("GPU:1 was busy 95 % of the time with others' work (pid 40, 41, 42, ...) when this began")
+    assert said.startswith(
+        "GPU:1 was busy 95 % of the time with others' work (pid 40, 41, 42, ...) when this began"
+    )
 
 
-def test_where_the_driver_names_no_processes_the_load_is_said_alone(fake_nvml: Callable[..., Any]) -> None:
+def test_where_the_driver_names_no_processes_the_load_is_said_alone(
+    fake_nvml: Callable[..., Any],
+) -> None:
     """As in a container with process ids of its own, or after what has just ended."""
     fake_nvml(gpus=1)
     (said,) = notes()
-    assert said.startswith("GPU:0 was busy 95 % of the time with work of no named process when this began")
+    assert said.startswith(
+        "GPU:0 was busy 95 % of the time with work of no named process when this began"
+    )
 
 
 def test_a_gpu_that_does_not_tell_its_load_is_not_said(fake_nvml: Callable[..., Any]) -> None:

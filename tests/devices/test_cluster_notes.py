@@ -1,4 +1,6 @@
-"""What is said of a cluster's hosts: versions that differ, devices that others hold, hosts that aren't there."""
+"""What is said of a cluster's hosts: versions that differ, devices that others hold, hosts that
+aren't there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from evener.devices.terms import parse_request
 from evener.devices.types import Device
 from evener.errors import DeviceError, RequestError
 
-NODES = [Node("1", "10.0.0.1", "big", 2, 2), Node("2", "10.0.0.2", "small", 1, 1), Node("3", "10.0.0.3", "small", 1, 1)]
+NODES = [
+    Node("1", "10.0.0.1", "big", 2, 2),
+    Node("2", "10.0.0.2", "small", 1, 1),
+    Node("3", "10.0.0.3", "small", 1, 1),
+]
 
 
 def answers(*found: HostDevices) -> dict[Agent, HostDevices]:
@@ -44,7 +50,11 @@ def merge(spec: str, *found: HostDevices) -> Discovery:
 
 def test_devices_have_their_host_and_what_others_hold_is_named() -> None:
     found = merge("ray", gpus(0, 2, taken=["GPU:1"]), gpus(0, torch="2.12.0"), gpus())
-    assert [device.label for device in found.devices] == ["10.0.0.1/GPU:0", "10.0.0.1/GPU:2", "10.0.0.2/GPU:0"]
+    assert [device.label for device in found.devices] == [
+        "10.0.0.1/GPU:0",
+        "10.0.0.1/GPU:2",
+        "10.0.0.2/GPU:0",
+    ]
     notes = " ".join(found.notes)
     assert "10.0.0.1: GPU:1 left out, as other jobs of the cluster hold them" in notes
     assert "10.0.0.3 is left out: Ray gives this process none of its GPUs (GPU:0)." in notes
@@ -53,7 +63,9 @@ def test_devices_have_their_host_and_what_others_hold_is_named() -> None:
 
 
 def test_a_host_without_gpus_is_left_out_if_another_has_some() -> None:
-    slices = HostDevices(Discovery((Device("cpu-0-of-1", 0, "EPYC", "cpu", 1, (0,)),), ("So the CPU is used.",)), {})
+    slices = HostDevices(
+        Discovery((Device("cpu-0-of-1", 0, "EPYC", "cpu", 1, (0,)),), ("So the CPU is used.",)), {}
+    )
     found = merge("ray", gpus(0), slices)
     assert [device.label for device in found.devices] == ["10.0.0.1/GPU:0"]
     assert "10.0.0.2 is left out: it has no GPU." in found.notes
@@ -70,7 +82,9 @@ def test_a_host_without_gpus_is_left_out_if_another_has_some() -> None:
         ("ray", [gpus(), gpus()]),
     ],
 )
-def test_what_was_named_and_is_held_by_others_is_an_error(spec: str, found: list[HostDevices]) -> None:
+def test_what_was_named_and_is_held_by_others_is_an_error(
+    spec: str, found: list[HostDevices]
+) -> None:
     with pytest.raises(DeviceError, match="GPU:"):
         merge(spec, *found)
 
@@ -101,7 +115,9 @@ def test_versions_that_differ_or_are_missing_are_said() -> None:
     assert re.search(r" \(code [0-9a-f]{8}\)$", discovery.describe_versions()["evener"])
 
 
-def test_the_digest_is_of_all_code_also_behind_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_is_of_all_code_also_behind_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "evener").mkdir()
     (tmp_path / "devices").mkdir()
     (tmp_path / "evener" / "devices").symlink_to("../devices")
@@ -114,14 +130,18 @@ def test_the_digest_is_of_all_code_also_behind_links(tmp_path: Path, monkeypatch
     assert before != discovery.digest_code()
 
 
-@pytest.mark.parametrize("address", ["ray://host:10001", "host", "host:", ":6379", "host:x", "host:99999"])
+@pytest.mark.parametrize(
+    "address", ["ray://host:10001", "host", "host:", ":6379", "host:x", "host:99999"]
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(RequestError, match="not the address"):
         connection._check_listener(address)
 
 
 @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400\r\n"])
-def test_what_else_listens_at_an_address_is_no_cluster(monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
+def test_what_else_listens_at_an_address_is_no_cluster(
+    monkeypatch: pytest.MonkeyPatch, greeting: bytes
+) -> None:
     monkeypatch.setattr(connection, "LISTEN_SECONDS", 1.0)
 
     def answer() -> None:
@@ -144,10 +164,17 @@ def test_what_else_listens_at_an_address_is_no_cluster(monkeypatch: pytest.Monke
 
 def test_a_host_without_evener_is_said_to_lack_it() -> None:
     text = (
-        "The actor died because of an error raised in its creation task\nModuleNotFoundError: No module named 'evener'"
+        "The actor died because of an error raised in its creation "
+        "task\nModuleNotFoundError: No module named 'evener'"
     )
-    assert agents._say_why(Exception(text)) == "can't run evener: ModuleNotFoundError: No module named 'evener'"
-    assert agents._say_why(Exception("The actor is dead because its node has died.")) == "has left the cluster"
+    assert (
+        agents._say_why(Exception(text))
+        == "can't run evener: ModuleNotFoundError: No module named 'evener'"
+    )
+    assert (
+        agents._say_why(Exception("The actor is dead because its node has died."))
+        == "has left the cluster"
+    )
 
 
 def test_without_ray_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,13 @@ from evener.tui.view.trainings import join_trainings
 from tests.support.trainings import AT_SECONDS, make_ranks
 
 HOST = HostSample(
-    cpu_percent=1.0, load_1min=1.0, memory_used_bytes=1, memory_total_bytes=2, cores=1, hostname="horse"
-)  # fmt: skip
+    cpu_percent=1.0,
+    load_1min=1.0,
+    memory_used_bytes=1,
+    memory_total_bytes=2,
+    cores=1,
+    hostname="horse",
+)
 
 
 class Agent:
@@ -27,9 +32,14 @@ class Agent:
 
     def keep(self, _: Any, devices: tuple[Device, ...]) -> Agent:
         self._snapshot = Snapshot(
-            at_seconds=AT_SECONDS, interval_seconds=1.0, devices=tuple(DeviceSample(device=each) for each in devices),
-            processes=(), host=HOST, sampling_seconds=0.0, reports=self._reports,
-        )  # fmt: skip
+            at_seconds=AT_SECONDS,
+            interval_seconds=1.0,
+            devices=tuple(DeviceSample(device=each) for each in devices),
+            processes=(),
+            host=HOST,
+            sampling_seconds=0.0,
+            reports=self._reports,
+        )
         return self
 
     def begin(self, method: str) -> str:
@@ -40,14 +50,20 @@ class Agent:
 
 
 def test_ranks_of_one_training_are_joined_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hosts have a GPU:0; hosts that share a machine, or a home folder, read the same files."""
+    """Both hosts have a GPU:0; hosts that share a machine, or a home folder, read the same
+    files.
+    """
     first, second = make_ranks(ids=("GPU-7", "GPU-8"))
     elsewhere = msgspec.structs.replace(
-        first, training="other", devices=(msgspec.structs.replace(first.devices[0], host="10.0.0.2", id="GPU-8"),)
+        first,
+        training="other",
+        devices=(msgspec.structs.replace(first.devices[0], host="10.0.0.2", id="GPU-8"),),
     )
     agents = {"10.0.0.1": Agent(first, elsewhere), "10.0.0.2": Agent(second, elsewhere)}
     monkeypatch.setattr(discovery, "find_agent", agents.__getitem__)
-    devices = [Device(f"GPU-{7 + i}", 0, "H200", "gpu", 1, host=host) for i, host in enumerate(agents)]
+    devices = [
+        Device(f"GPU-{7 + i}", 0, "H200", "gpu", 1, host=host) for i, host in enumerate(agents)
+    ]
     snapshot = ClusterSource(devices, (), lambda _: pytest.fail("it runs on the hosts")).sample()
     rows = {row.training: row for row in join_trainings(snapshot)}
     assert [rank.device for rank in rows["t"].ranks] == ["10.0.0.1/GPU:0", "10.0.0.2/GPU:0"]

@@ -15,7 +15,11 @@ def test_the_slices_of_this_machine_share_its_cores_and_free_memory() -> None:
     cores = [core for device in devices for core in device.cores]
     assert len(cores) == len(set(cores))
     assert set(cores) <= os.sched_getaffinity(0)
-    assert 0 < sum(device.memory_bytes or 0 for device in devices) <= available_memory_bytes() * (MEMORY_SHARE + 0.1)
+    assert (
+        0
+        < sum(device.memory_bytes or 0 for device in devices)
+        <= available_memory_bytes() * (MEMORY_SHARE + 0.1)
+    )
     assert [device.id for device in slices(1)] == ["cpu-0-of-1"]
 
 

@@ -98,7 +98,19 @@ def test_every_form_of_the_contract_parses(spec: str, expected: tuple[Term, ...]
             "gpu,auto",
             "auto,auto",
         ),
-        *("gpu/2", "cpu/", "cpu/x", "cpu/2/3", "gpu,1", "1", "cpu,sim:t4", "gpu:0,cpu:1", "gpu@", "gpu@@60%", "@60%"),
+        *(
+            "gpu/2",
+            "cpu/",
+            "cpu/x",
+            "cpu/2/3",
+            "gpu,1",
+            "1",
+            "cpu,sim:t4",
+            "gpu:0,cpu:1",
+            "gpu@",
+            "gpu@@60%",
+            "@60%",
+        ),
         *("cpu:0@60", "gpu 0", "cpu:0\n,\x1b[31m"),
     ],
 )
@@ -130,7 +142,9 @@ TERMS = st.builds(
     Term,
     st.just("cpu"),
     st.integers(0, 63).map(str) | st.just(""),
-    st.builds(Limit, st.none() | st.integers(1, 100).map(float), st.none() | st.integers(1, 1 << 50)),
+    st.builds(
+        Limit, st.none() | st.integers(1, 100).map(float), st.none() | st.integers(1, 1 << 50)
+    ),
     st.none() | st.integers(1, 99),
 )
 
@@ -165,12 +179,16 @@ def test_slices_are_picked_and_limited_in_the_order_of_the_request(four_cores: N
 
 
 def test_two_slices_unless_said_and_spare_cpus_are_said(four_cores: None) -> None:
-    assert [device.cores for device in discover("cpu", environ=EMPTY).devices] == [(4000, 4001), (4002, 4003)]
+    assert [device.cores for device in discover("cpu", environ=EMPTY).devices] == [
+        (4000, 4001),
+        (4002, 4003),
+    ]
     assert "1 of 4 logical CPUs" in discover("cpu/3", environ=EMPTY).notes[0]
 
 
 @pytest.mark.parametrize(
-    "spec", ["cpu:2", "cpu/4:4", "cpu/5", "cpu:0,0", "cpu,cpu:1", "cpu/2:0,cpu/4:1", "cpu:x", "cpu/0"]
+    "spec",
+    ["cpu:2", "cpu/4:4", "cpu/5", "cpu:0,0", "cpu,cpu:1", "cpu/2:0,cpu/4:1", "cpu:x", "cpu/0"],
 )
 def test_slices_that_are_not_there_or_named_twice_are_refused(four_cores: None, spec: str) -> None:
     with pytest.raises(RequestError):
@@ -184,13 +202,17 @@ def test_simulated_devices_carry_their_machine_and_limits() -> None:
     assert found.machine.limits == (Limit(), Limit(50.0, 4 * GIB))
     alone = discover("sim:gtx1080", environ=EMPTY).machine
     assert alone is not None
-    assert found.machine.device_seconds(1, 100, False) == pytest.approx(2 * alone.device_seconds(0, 100, False))
+    assert found.machine.device_seconds(1, 100, False) == pytest.approx(
+        2 * alone.device_seconds(0, 100, False)
+    )
     assert ids(discover("sim:t4,t4", environ=EMPTY)) == ["SIM:0", "SIM:1"]
 
 
 def test_a_machine_file_stands_alone(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
-    table = '[[device]]\nname = "A"\nmemory_mib = 9\nmemory_base_mib = 0\nmemory_per_sample_mib = 1\n'
+    table = (
+        '[[device]]\nname = "A"\nmemory_mib = 9\nmemory_base_mib = 0\nmemory_per_sample_mib = 1\n'
+    )
     path.write_text((table + "curve = [[1, 1], [2, 2]]\n") * 2)
     assert ids(discover(f"sim:{path}", environ=EMPTY)) == ["SIM:0", "SIM:1"]
     with pytest.raises(RequestError, match="combined with other devices"):
@@ -211,16 +233,29 @@ def test_gpus_by_index_uuid_and_beginning_of_a_uuid(fake_nvml: Callable[..., Any
 
 
 @pytest.mark.parametrize(
-    "spec", ["gpu:3", "gpu:GPU-f", "gpu:nonsense", "gpu:0,0", "gpu,gpu:1", "gpu:GPU-0", "gpu:0,GPU-00000000"]
+    "spec",
+    [
+        "gpu:3",
+        "gpu:GPU-f",
+        "gpu:nonsense",
+        "gpu:0,0",
+        "gpu,gpu:1",
+        "gpu:GPU-0",
+        "gpu:0,GPU-00000000",
+    ],
 )
-def test_gpus_that_are_not_there_ambiguous_or_named_twice_are_refused(fake_nvml: Callable[..., Any], spec: str) -> None:
+def test_gpus_that_are_not_there_ambiguous_or_named_twice_are_refused(
+    fake_nvml: Callable[..., Any], spec: str
+) -> None:
     fake_nvml(gpus=3)
     with pytest.raises(RequestError) as caught:
         discover(spec, environ=EMPTY)
     assert caught.value.remedy
 
 
-def test_a_gpu_that_is_not_there_is_answered_with_those_that_are(fake_nvml: Callable[..., Any]) -> None:
+def test_a_gpu_that_is_not_there_is_answered_with_those_that_are(
+    fake_nvml: Callable[..., Any],
+) -> None:
     fake_nvml(gpus=1)
     with pytest.raises(RequestError, match=r"no GPU '7'") as caught:
         discover("gpu:7", environ=EMPTY)
@@ -243,11 +278,16 @@ def test_gpu_and_auto_keep_to_cuda_visible_devices(
     fake_nvml(gpus=3)
     for spec in ("gpu", "auto"):
         assert ids(discover(spec, environ={"CUDA_VISIBLE_DEVICES": variable})) == expected
-    assert len(discover("gpu", only_visible=False, environ={"CUDA_VISIBLE_DEVICES": variable}).devices) == 3
+    assert (
+        len(discover("gpu", only_visible=False, environ={"CUDA_VISIBLE_DEVICES": variable}).devices)
+        == 3
+    )
     assert ids(discover("gpu:2", environ={"CUDA_VISIBLE_DEVICES": variable})) == ["GPU:2"]
 
 
-def test_indices_of_unequal_gpus_are_said_to_be_in_the_drivers_order(fake_nvml: Callable[..., Any]) -> None:
+def test_indices_of_unequal_gpus_are_said_to_be_in_the_drivers_order(
+    fake_nvml: Callable[..., Any],
+) -> None:
     """CUDA counts the fastest first unless said otherwise: `1` may be another card there."""
     nvml = fake_nvml(gpus=2)
     variables = {"CUDA_VISIBLE_DEVICES": "1"}
@@ -278,7 +318,9 @@ def test_visible_gpus_are_those_named_up_to_the_first_that_is_not_there(numbers:
     assert seen == (known if len(set(known)) == len(known) else [])
 
 
-@pytest.mark.parametrize("code_name", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN"])
+@pytest.mark.parametrize(
+    "code_name", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN"]
+)
 def test_driver_trouble_is_a_device_error_for_gpu_and_a_note_for_auto(
     fake_nvml: Callable[..., Any], code_name: str
 ) -> None:
@@ -315,10 +357,14 @@ def test_a_gpu_that_does_not_answer_is_left_out_and_said(fake_nvml: Callable[...
 def test_memory_in_others_hands_is_said(fake_nvml: Callable[..., Any]) -> None:
     nvml = fake_nvml(gpus=2)
     nvml.gpus[1].used_bytes = 70 * GIB
-    assert discover("gpu", environ=EMPTY).notes == ("GPU:1 has 70.0 of 140.0 GiB in use by others.",)
+    assert discover("gpu", environ=EMPTY).notes == (
+        "GPU:1 has 70.0 of 140.0 GiB in use by others.",
+    )
 
 
-def test_the_memory_of_a_chip_that_shares_the_machines_is_unknown(fake_nvml: Callable[..., Any]) -> None:
+def test_the_memory_of_a_chip_that_shares_the_machines_is_unknown(
+    fake_nvml: Callable[..., Any],
+) -> None:
     nvml = fake_nvml(gpus=1)
     nvml.fail("nvmlDeviceGetMemoryInfo_v2", nvml.NVML_ERROR_NOT_SUPPORTED)
     assert discover("gpu", environ=EMPTY).devices[0].memory_bytes is None
@@ -327,9 +373,15 @@ def test_the_memory_of_a_chip_that_shares_the_machines_is_unknown(fake_nvml: Cal
 def test_a_gpu_in_mig_mode_is_its_instances(fake_nvml: Callable[..., Any]) -> None:
     nvml = fake_nvml(gpus=2)
     instance = type(nvml.gpus[0])
-    nvml.gpus[0].instances = [instance(f"MIG-{i}", "NVIDIA H200 MIG 1g.18gb", 18 * GIB) for i in range(2)]
+    nvml.gpus[0].instances = [
+        instance(f"MIG-{i}", "NVIDIA H200 MIG 1g.18gb", 18 * GIB) for i in range(2)
+    ]
     found = discover("gpu", environ=EMPTY)
-    assert [(device.index, device.id[:3]) for device in found.devices] == [(1, "GPU"), (2, "MIG"), (3, "MIG")]
+    assert [(device.index, device.id[:3]) for device in found.devices] == [
+        (1, "GPU"),
+        (2, "MIG"),
+        (3, "MIG"),
+    ]
     assert discover("MIG-1", environ=EMPTY).devices[0].memory_bytes == 17 * GIB
 
 
@@ -338,5 +390,7 @@ def test_a_simulated_request_loads_no_driver_binding_and_no_framework() -> None:
         "import sys\nfrom evener.devices.discover import discover\ndiscover('sim:t4,t4')\n"
         "print(sorted({'pynvml', 'psutil', 'tensorflow', 'torch', 'textual'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "[]\n"

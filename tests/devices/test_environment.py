@@ -68,15 +68,22 @@ def test_gpus_are_named_by_uuid_in_the_order_of_the_request() -> None:
     assert made.cores == ()
 
 
-def test_a_percentage_of_a_gpu_needs_an_mps_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_percentage_of_a_gpu_needs_an_mps_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     limited = gpu(1, Limit(percent=60))
     with pytest.raises(DeviceError, match="GPU:1 can't be held to 60 %") as caught:
         child_environment([limited], "torch")
     assert "nvidia-cuda-mps-control" in caught.value.remedy
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
-    assert child_environment([limited], "torch").variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "60"
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in child_environment([gpu(0, Limit(percent=100))], "torch").variables
+    assert (
+        child_environment([limited], "torch").variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "60"
+    )
+    assert (
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+        not in child_environment([gpu(0, Limit(percent=100))], "torch").variables
+    )
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "-1", "0", "999999999999999999999"])
@@ -100,7 +107,9 @@ def test_a_child_sees_no_devices_of_another_maker(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(BACKENDS, "toy", "tests.devices.test_another_maker:ToyCards")
     for device in (slice_of(0), gpu(0)):
         assert child_environment([device], "torch").variables["TOY_VISIBLE"] == ""
-    made = child_environment([Device("toy-0001", 1, "Toyland Express", "toy", GIB)], "torch").variables
+    made = child_environment(
+        [Device("toy-0001", 1, "Toyland Express", "toy", GIB)], "torch"
+    ).variables
     assert (made["TOY_VISIBLE"], made["CUDA_VISIBLE_DEVICES"]) == ("toy-0001", "")
 
 
@@ -148,5 +157,7 @@ def test_a_limited_slice_ends_in_an_error_that_torch_raises(
 ) -> None:
     """Batches double until 256 MiB are full; torch says so, and a smaller batch runs afterwards."""
     made = child_environment([slice_of(0, Limit(memory_bytes=256 << 20))], "torch")
-    ((fitted, failed),) = trainer_ranks("tests.support.limited_slice.grow", made.address_space_bytes)
+    ((fitted, failed),) = trainer_ranks(
+        "tests.support.limited_slice.grow", made.address_space_bytes
+    )
     assert 128 <= fitted < failed < 8192

@@ -25,7 +25,9 @@ OTHER = Device("cpu-1-of-2", 1, "CPU", "cpu", 1 << 30, (1,))
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A child whose command holds control characters."""
     code = "import time; print('up', flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code, "\x1b[31mred\u202e"], stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, "\x1b[31mred\u202e"], stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     child.stdout.readline()  # before that it may hold next to no memory
     yield child
@@ -33,7 +35,9 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child.communicate()
 
 
-def training(rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), age: float = 0.0) -> Training:
+def training(
+    rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), age: float = 0.0
+) -> Training:
     """A report, so old."""
     return Training("torch", "w", rate, 5, time.time() - age, devices, pid=pid)
 
@@ -47,7 +51,9 @@ def test_the_first_host_line_is_a_real_one() -> None:
     assert host.hostname
 
 
-def test_process_facts_are_known_and_cannot_steer_a_terminal(sleeper: subprocess.Popen[bytes]) -> None:
+def test_process_facts_are_known_and_cannot_steer_a_terminal(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     book = ProcessTable()
     look = book.look(sleeper.pid)
     assert look.cpu_percent is None  # the first look has nothing to compare with
@@ -59,7 +65,9 @@ def test_process_facts_are_known_and_cannot_steer_a_terminal(sleeper: subprocess
     assert book.look(sleeper.pid).cpu_percent is not None
 
 
-def test_a_dead_process_is_forgotten_and_a_stranger_stays_a_number(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_dead_process_is_forgotten_and_a_stranger_stays_a_number(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     book = ProcessTable()
     assert book.look(sleeper.pid).start_time > 0
     sleeper.kill()
@@ -73,7 +81,9 @@ def test_text_is_cleaned_of_what_is_not_printed() -> None:
     assert len(clean_text("x" * 10_000)) == 4096
 
 
-def by_process(reports: list[Training], devices: list[Device], **pids: list[int]) -> dict[tuple[int, str], float]:
+def by_process(
+    reports: list[Training], devices: list[Device], **pids: list[int]
+) -> dict[tuple[int, str], float]:
     """Rates without their ages; `pids` by device, `cpu_0` for cpu-0."""
     seen = {name.replace("_", "-"): there for name, there in pids.items()}
     rates = TrainingRates(lambda: reports).by_process(devices, seen)
@@ -82,7 +92,9 @@ def by_process(reports: list[Training], devices: list[Device], **pids: list[int]
 
 def test_rates_are_laid_onto_the_devices_that_are_named() -> None:
     reports = [
-        training(30.0, 7, (LiveDevice("cpu-0-of-2", 0, 20, 20.0), LiveDevice("cpu-1-of-2", 1, 10, 10.0))),
+        training(
+            30.0, 7, (LiveDevice("cpu-0-of-2", 0, 20, 20.0), LiveDevice("cpu-1-of-2", 1, 10, 10.0))
+        ),
         training(9.0, 9, (LiveDevice("elsewhere", -1, 9, 9.0),)),
     ]
     assert by_process(reports, [SLICE, OTHER]) == {(7, "cpu-0-of-2"): 20.0, (7, "cpu-1-of-2"): 10.0}
@@ -99,28 +111,40 @@ def test_an_index_that_cuda_visible_devices_shifted_follows_the_process() -> Non
     """The framework's devices 0 and 1 are the GPUs on which the driver sees the process."""
     reports = [training(30.0, 8, (LiveDevice("", 0, 20, 20.0), LiveDevice("", 1, 10, 10.0)))]
     gpus = [Device(f"gpu-{i}", i, "X", "gpu", None) for i in range(4)]
-    assert by_process(reports, gpus, gpu_3=[8], gpu_2=[1, 8]) == {(8, "gpu-2"): 20.0, (8, "gpu-3"): 10.0}
+    assert by_process(reports, gpus, gpu_3=[8], gpu_2=[1, 8]) == {
+        (8, "gpu-2"): 20.0,
+        (8, "gpu-3"): 10.0,
+    }
 
 
 def test_a_training_that_names_no_device_counts_where_the_driver_sees_it() -> None:
     rates = TrainingRates(lambda: [training(30.0, 7)])
     assert rates.by_process([SLICE, OTHER], {}) == {}
     seen = rates.by_process([SLICE, OTHER], {SLICE.id: [7], OTHER.id: [3, 7]})
-    assert {key: rate for key, (rate, _) in seen.items()} == {(7, SLICE.id): 15.0, (7, OTHER.id): 15.0}
+    assert {key: rate for key, (rate, _) in seen.items()} == {
+        (7, SLICE.id): 15.0,
+        (7, OTHER.id): 15.0,
+    }
 
 
 def test_reports_name_the_devices_that_they_are_of() -> None:
     """One on a device of another machine keeps the name it gives."""
     elsewhere = LiveDevice("elsewhere", -1, 9, 9.0)
-    rates = TrainingRates(lambda: [training(30.0, 8, (LiveDevice("", 0, 20, 20.0), elsewhere)), training(5.0, 9)])
+    rates = TrainingRates(
+        lambda: [training(30.0, 8, (LiveDevice("", 0, 20, 20.0), elsewhere)), training(5.0, 9)]
+    )
     gpus = [Device(f"gpu-{i}", i, "X", "gpu", None) for i in range(2)]
     rates.by_process(gpus, {"gpu-1": [8, 9]})
-    assert [[live.id for live in each.devices] for each in rates.reports] == [["gpu-1", "elsewhere"], ["gpu-1"]]
+    assert [[live.id for live in each.devices] for each in rates.reports] == [
+        ["gpu-1", "elsewhere"],
+        ["gpu-1"],
+    ]
 
 
 def test_a_rank_whose_process_has_gone_is_kept_while_the_others_train() -> None:
     ranks = [
-        msgspec.structs.replace(training(30.0, 7 + rank, age=rank), training="abc", rank=rank) for rank in range(2)
+        msgspec.structs.replace(training(30.0, 7 + rank, age=rank), training="abc", rank=rank)
+        for rank in range(2)
     ]
     alone = training(1.0, 99)
     there = [*ranks, alone]
@@ -145,7 +169,10 @@ def test_a_rank_whose_process_has_gone_is_kept_while_the_others_train() -> None:
 
 def test_tokens_are_those_of_the_newest_report_with_any() -> None:
     fresh, old = training(30.0, 7), training(30.0, 8, age=60.0)
-    texts = [msgspec.structs.replace(each, tokens_per_second=900.0, padding=0.25) for each in (fresh, old)]
+    texts = [
+        msgspec.structs.replace(each, tokens_per_second=900.0, padding=0.25)
+        for each in (fresh, old)
+    ]
     rates = TrainingRates(lambda: [*texts, training(1.0, 7), training(1.0, 9)])
     rates.by_process([], {})
     tokens, padding = rates.tokens(7)
@@ -170,7 +197,9 @@ def test_an_old_report_is_stale_and_does_not_count_gathered_a_fresh_one() -> Non
     assert rate_reading([(10.0, 60.0), (4.0, 1.0)]) == Reading(State.VALUE, 4.0, 1.0)
 
 
-def test_rows_are_what_the_driver_sees_and_who_reports_itself(sleeper: subprocess.Popen[bytes]) -> None:
+def test_rows_are_what_the_driver_sees_and_who_reports_itself(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     reports = [training(30.0, sleeper.pid, (LiveDevice(SLICE.id, 0, 8, 30.0),))]
     source = CpuSource([SLICE, OTHER], SnapshotBuilder(TrainingRates(lambda: reports)))
     source.sample()
@@ -178,13 +207,19 @@ def test_rows_are_what_the_driver_sees_and_who_reports_itself(sleeper: subproces
     assert first.samples_per_second.current == 30.0
     assert second.samples_per_second.state is State.UNSUPPORTED
     (row,) = source.sample().processes
-    assert (row.pid, row.device_label, row.samples_per_second.current) == (sleeper.pid, "CPU:0", 30.0)
+    assert (row.pid, row.device_label, row.samples_per_second.current) == (
+        sleeper.pid,
+        "CPU:0",
+        30.0,
+    )
     assert row.cpu_percent.current is not None
     assert (row.memory_bytes.current or 0) > 1 << 20
 
 
 def test_a_process_on_two_devices_is_measured_once_a_tick() -> None:
-    """Its CPU share is the same in both rows: a second look right after the first would show nothing."""
+    """Its CPU share is the same in both rows: a second look right after the first would show
+    nothing.
+    """
     builder = SnapshotBuilder(TrainingRates(lambda: ()))
     samples = [DeviceSample(device=SLICE), DeviceSample(device=OTHER)]
     seen = {SLICE.id: [OnDevice(os.getpid())], OTHER.id: [OnDevice(os.getpid())]}
@@ -204,7 +239,13 @@ def test_slices_of_this_machine_are_sampled() -> None:
     snapshot = source.sample()
     for sample in snapshot.devices:
         assert (
-            0 <= (sample.utilization_percent.current if sample.utilization_percent.current is not None else -1) <= 100
+            0
+            <= (
+                sample.utilization_percent.current
+                if sample.utilization_percent.current is not None
+                else -1
+            )
+            <= 100
         )
         assert sample.memory_used_bytes.current == snapshot.host.memory_used_bytes
         assert sample.sm_percent.state is State.UNSUPPORTED

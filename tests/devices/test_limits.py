@@ -60,7 +60,10 @@ def test_anything_else_is_an_error_with_a_remedy(text: str) -> None:
 
 LIMITS = st.builds(
     Limit,
-    st.none() | st.floats(0, 100, exclude_min=True, allow_subnormal=False).filter(lambda number: number >= 1e-6),
+    st.none()
+    | st.floats(0, 100, exclude_min=True, allow_subnormal=False).filter(
+        lambda number: number >= 1e-6
+    ),
     st.none() | st.integers(1, LARGEST_BYTES),
 ).filter(bool)
 

@@ -26,7 +26,9 @@ class Rig:
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
         self.now = 1000.0
-        self.source = NvmlSource(library=nvml, builder=SnapshotBuilder(TrainingRates(lambda: ()), lambda: self.now))
+        self.source = NvmlSource(
+            library=nvml, builder=SnapshotBuilder(TrainingRates(lambda: ()), lambda: self.now)
+        )
 
     def tick(self, seconds: float = 1.0, times: int = 1) -> Snapshot:
         """Let time pass, then sample."""
@@ -96,7 +98,9 @@ def test_rates_need_a_second_look_and_are_never_a_false_zero(rig: Rig) -> None:
 
 
 def test_throttling_has_its_reasons_before_its_share(rig: Rig) -> None:
-    """`monitor --once` takes two samples, 0.12 s apart: too close for the share. That is neither lost nor missing."""
+    """`monitor --once` takes two samples, 0.12 s apart: too close for the share. That is neither
+    lost nor missing.
+    """
     rig.nvml.gpus[1].event_reasons = 0x04
     rig.tick()
     snapshot = rig.tick(0.12)
@@ -143,11 +147,19 @@ CALLS = {
 
 @pytest.mark.parametrize(
     ("code_name", "state"),
-    [("NOT_SUPPORTED", State.UNSUPPORTED), ("NO_PERMISSION", State.DENIED), ("UNKNOWN", State.STALE)],
+    [
+        ("NOT_SUPPORTED", State.UNSUPPORTED),
+        ("NO_PERMISSION", State.DENIED),
+        ("UNKNOWN", State.STALE),
+    ],
 )
 @pytest.mark.parametrize("call", CALLS)
-def test_one_failing_call_costs_its_metric_and_no_other(rig: Rig, call: str, code_name: str, state: State) -> None:
-    """The metric says why it has no value; the rest is as before, and it comes back when the call succeeds again."""
+def test_one_failing_call_costs_its_metric_and_no_other(
+    rig: Rig, call: str, code_name: str, state: State
+) -> None:
+    """The metric says why it has no value; the rest is as before, and it comes back when the call
+    succeeds again.
+    """
     rig.nvml.fail(call, getattr(rig.nvml, f"NVML_ERROR_{code_name}"), gpu=0)
     broken, healthy = rig.tick(times=3).devices
     metric = CALLS[call]
@@ -205,7 +217,9 @@ def test_counters_of_traffic_are_not_asked_where_gpm_tells_it(rig: Rig) -> None:
     rig.tick(times=3)
     before = rig.nvml.calls["nvmlDeviceGetFieldValues"]
     rig.tick()
-    assert rig.nvml.calls["nvmlDeviceGetFieldValues"] == before + 3  # energy of both, traffic of the one
+    assert (
+        rig.nvml.calls["nvmlDeviceGetFieldValues"] == before + 3
+    )  # energy of both, traffic of the one
 
 
 def test_a_gpu_is_lost_and_back(rig: Rig) -> None:
@@ -248,7 +262,9 @@ def test_the_driver_is_unloaded_and_loaded_again(rig: Rig) -> None:
     rig.tick(times=4)
     rig.nvml.unload()
     snapshot = rig.tick()
-    assert [set(states(sample).values()) - {State.UNSUPPORTED} for sample in snapshot.devices] == [{State.LOST}] * 2
+    assert [set(states(sample).values()) - {State.UNSUPPORTED} for sample in snapshot.devices] == [
+        {State.LOST}
+    ] * 2
     assert "unloaded" in snapshot.notes[0]
     assert "not loaded" in rig.tick().notes[0]
     rig.nvml.reload()
@@ -259,7 +275,9 @@ def test_the_driver_is_unloaded_and_loaded_again(rig: Rig) -> None:
 
 
 def test_a_driver_that_was_replaced_is_opened_again(rig: Rig) -> None:
-    """An update without a reboot: the library and the kernel disagree until the modules are loaded anew."""
+    """An update without a reboot: the library and the kernel disagree until the modules are loaded
+    anew.
+    """
     rig.tick()
     rig.nvml.unload(rig.nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
     assert "different versions" in rig.tick(times=2).notes[0]
@@ -269,7 +287,11 @@ def test_a_driver_that_was_replaced_is_opened_again(rig: Rig) -> None:
 
 def test_permission_is_lost_for_everything_and_comes_back(rig: Rig) -> None:
     rig.tick(times=2)
-    calls = [name for name in rig.nvml.calls if name.startswith("nvmlDeviceGet") and "Process" not in name]
+    calls = [
+        name
+        for name in rig.nvml.calls
+        if name.startswith("nvmlDeviceGet") and "Process" not in name
+    ]
     for name in (*calls, "nvmlGpmSampleGet"):
         rig.nvml.fail(name, rig.nvml.NVML_ERROR_NO_PERMISSION, gpu=0)
     row = rig.tick(times=2).devices[0]
@@ -308,13 +330,21 @@ def test_processes_have_an_owner_a_command_and_their_use(rig: Rig) -> None:
     ]
     rows = {row.pid: row for row in rig.tick(times=2).processes}
     own = rows[os.getpid()]
-    assert (own.device_label, own.memory_bytes.current, own.sm_percent.current) == ("GPU:0", 2 * GIB, 40)
+    assert (own.device_label, own.memory_bytes.current, own.sm_percent.current) == (
+        "GPU:0",
+        2 * GIB,
+        40,
+    )
     assert own.user
     assert "py" in own.command
     assert own.start_time <= time.time()
     assert own.cpu_percent.current is not None
     stranger = rows[4_000_000]
-    assert (stranger.user, stranger.start_time, stranger.memory_bytes.state) == ("", 0.0, State.UNSUPPORTED)
+    assert (stranger.user, stranger.start_time, stranger.memory_bytes.state) == (
+        "",
+        0.0,
+        State.UNSUPPORTED,
+    )
     assert stranger.sm_percent.current == 0
     assert rows[1].memory_bytes.current == 5
 
@@ -325,7 +355,9 @@ def test_process_lists_are_asked_every_few_seconds_only(rig: Rig) -> None:
     assert rig.nvml.calls["nvmlDeviceGetGraphicsRunningProcesses_v3"] == 2
 
 
-def test_a_new_process_has_its_share_at_once_and_the_same_ones_at_every_second_look(rig: Rig) -> None:
+def test_a_new_process_has_its_share_at_once_and_the_same_ones_at_every_second_look(
+    rig: Rig,
+) -> None:
     rig.nvml.gpus[0].processes = [type_of_process(rig)(os.getpid(), sm_percent=10)]
     rig.tick(3.0, times=2)
     before = rig.nvml.calls["nvmlDeviceGetProcessUtilization"]
@@ -348,7 +380,10 @@ def test_an_idle_process_is_idle_and_one_that_cannot_be_told_is_not_zero(rig: Ri
 def test_a_mig_instance_is_a_row_of_its_own(fake_nvml: Callable[..., Any]) -> None:
     nvml = fake_nvml(gpus=2)
     kind = type(nvml.gpus[0])
-    nvml.gpus[0].instances = [kind("MIG-a", "H200 MIG 1g.18gb", 18 * GIB), kind("MIG-b", "H200 MIG 1g.18gb", 18 * GIB)]
+    nvml.gpus[0].instances = [
+        kind("MIG-a", "H200 MIG 1g.18gb", 18 * GIB),
+        kind("MIG-b", "H200 MIG 1g.18gb", 18 * GIB),
+    ]
     rig = Rig(nvml)
     rows = rig.tick(times=2).devices
     assert [row.device.id[:5] for row in rows] == ["GPU-0", "MIG-a", "MIG-b"]
@@ -361,7 +396,11 @@ def test_a_mig_instance_is_a_row_of_its_own(fake_nvml: Callable[..., Any]) -> No
 def test_nothing_that_blocks_is_called_and_static_facts_are_asked_once(rig: Rig) -> None:
     rig.tick(times=30)
     assert "nvmlDeviceGetPcieThroughput" not in rig.nvml.calls
-    for name in ("nvmlDeviceGetTemperatureThreshold", "nvmlDeviceGetMaxClockInfo", "nvmlGpmQueryDeviceSupport"):
+    for name in (
+        "nvmlDeviceGetTemperatureThreshold",
+        "nvmlDeviceGetMaxClockInfo",
+        "nvmlGpmQueryDeviceSupport",
+    ):
         assert rig.nvml.calls[name] == 2
     assert rig.nvml.calls["nvmlDeviceGetFieldValues"] <= 2 * (30 + 15 + 7)
     assert rig.nvml.calls["nvmlDeviceGetTemperature"] == 2 * 15

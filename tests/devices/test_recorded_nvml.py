@@ -1,4 +1,6 @@
-"""A driver's real answers, recorded on H200s, read again; nvidia-smi's rows of the same seconds bear witness."""
+"""A driver's real answers, recorded on H200s, read again; nvidia-smi's rows of the same seconds
+bear witness.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LOADED = slice(14, 24)  # ticks, a second each, with matrix products on the seco
 MIB = 1 << 20
 
 
-def sampled(library: Any, clock: Callable[[], float], times: int, move: Callable[[int], None]) -> list[Snapshot]:
+def sampled(
+    library: Any, clock: Callable[[], float], times: int, move: Callable[[int], None]
+) -> list[Snapshot]:
     """Looks at what a library tells, `move` getting the number of each before it."""
     source = NvmlSource(library=library, builder=SnapshotBuilder(TrainingRates(lambda: ()), clock))
     found = []
@@ -57,7 +61,13 @@ def test_a_tape_tells_what_the_driver_told(fake_nvml: Callable[..., Any], tmp_pa
     for one, other in zip(told[1:], played[1:], strict=True):
         for before, after in zip(one.devices, other.devices, strict=True):
             assert after.device == before.device
-            for metric in ("temperature_celsius", "memory_used_bytes", "sm_percent", "power_watts", "fan_percent"):
+            for metric in (
+                "temperature_celsius",
+                "memory_used_bytes",
+                "sm_percent",
+                "power_watts",
+                "fan_percent",
+            ):
                 assert told_of(after, metric) == told_of(before, metric), metric
 
 
@@ -116,8 +126,13 @@ def test_energy_is_the_sum_of_the_power(seen: list[Snapshot]) -> None:
     """By two different counters of the driver: one of energy, one of mean power over a second."""
     counted_at = 30  # the last tick at which the counter of energy was asked
     for place in (0, 1):
-        watts = [snapshot.devices[place].power_watts.value or 0.0 for snapshot in seen[1 : counted_at + 1]]
-        assert seen[counted_at].devices[place].energy_joules.value == pytest.approx(sum(watts), rel=0.03)
+        watts = [
+            snapshot.devices[place].power_watts.value or 0.0
+            for snapshot in seen[1 : counted_at + 1]
+        ]
+        assert seen[counted_at].devices[place].energy_joules.value == pytest.approx(
+            sum(watts), rel=0.03
+        )
 
 
 def test_a_process_is_there_while_it_runs_and_on_its_gpus(seen: list[Snapshot]) -> None:
@@ -141,5 +156,9 @@ def test_nothing_that_an_h200_tells_is_missing(seen: list[Snapshot]) -> None:
         assert snapshot.notes == ()
         for device in snapshot.devices:
             readings = {name: getattr(device, name) for name in device.__struct_fields__}
-            unknown = {name for name, told in readings.items() if isinstance(told, Reading) and told.value is None}
+            unknown = {
+                name
+                for name, told in readings.items()
+                if isinstance(told, Reading) and told.value is None
+            }
             assert unknown == absent

@@ -13,10 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.sampler import History, Sampler, Subscriber, stale
-from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, State, value
+from evener.devices.types import (
+    Device,
+    DeviceSample,
+    HostSample,
+    ProcessSample,
+    Snapshot,
+    State,
+    value,
+)
 
 DEVICE = Device("sim-0-a", 0, "A", "sim", None)
-HOST = HostSample(cpu_percent=1.0, load_1min=0.1, memory_used_bytes=1, memory_total_bytes=2, cores=1, hostname="h")
+HOST = HostSample(
+    cpu_percent=1.0, load_1min=0.1, memory_used_bytes=1, memory_total_bytes=2, cores=1, hostname="h"
+)
 
 
 def snapshot(celsius: float = 50.0) -> Snapshot:
@@ -24,10 +34,17 @@ def snapshot(celsius: float = 50.0) -> Snapshot:
     return Snapshot(
         at_seconds=time.time(),
         interval_seconds=1.0,
-        devices=(DeviceSample(device=DEVICE, temperature_celsius=value(celsius), clock_mhz=value(5)),),
+        devices=(
+            DeviceSample(device=DEVICE, temperature_celsius=value(celsius), clock_mhz=value(5)),
+        ),
         processes=(
             ProcessSample(
-                pid=1, start_time=1.0, user="u", device_id=DEVICE.id, device_label="SIM:0", cpu_percent=value(3)
+                pid=1,
+                start_time=1.0,
+                user="u",
+                device_id=DEVICE.id,
+                device_label="SIM:0",
+                cpu_percent=value(3),
             ),
         ),
         host=HOST,
@@ -64,7 +81,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 @contextmanager
-def sampling(source: Scripted, seconds: float, subscriber: Subscriber | None = None) -> Iterator[Sampler]:
+def sampling(
+    source: Scripted, seconds: float, subscriber: Subscriber | None = None
+) -> Iterator[Sampler]:
     """A sampler that runs."""
     with closing(Sampler(source, seconds)) as sampler:
         sampler.start(subscriber)
@@ -105,7 +124,9 @@ def test_the_period_is_kept_though_sampling_takes_time() -> None:
     with sampling(source, 0.2):
         wait_for(lambda: source.count >= 8)
     offsets = sorted((at - source.at[0]) / 0.2 % 1.0 for at in source.at)
-    assert offsets[len(offsets) // 2] < 0.5  # 25 ms a tick of drift would spread them evenly, past a period
+    assert (
+        offsets[len(offsets) // 2] < 0.5
+    )  # 25 ms a tick of drift would spread them evenly, past a period
     assert (source.at[7] - source.at[0]) / 0.2 >= 6.9
 
 
@@ -114,7 +135,9 @@ def test_ticks_that_a_slow_source_missed_are_left_out() -> None:
     with sampling(source, 0.2):
         wait_for(lambda: source.count >= 3)
     assert source.at[1] - source.at[0] >= 0.55
-    assert source.at[2] - source.at[0] >= 0.75  # on the grid at 0.6 and 0.8 s: nothing is made up for
+    assert (
+        source.at[2] - source.at[0] >= 0.75
+    )  # on the grid at 0.6 and 0.8 s: nothing is made up for
 
 
 def test_a_source_that_hangs_blocks_no_reader_and_its_readings_turn_stale() -> None:
@@ -141,9 +164,16 @@ def test_a_source_that_recovers_is_current_again() -> None:
     free = threading.Event()
     source = Scripted(lambda count: free.wait(60) if count == 2 else None)
     with sampling(source, 0.1) as sampler:
-        wait_for(lambda: (latest := sampler.latest()) and latest.devices[0].temperature_celsius.state is State.STALE)
+        wait_for(
+            lambda: (
+                (latest := sampler.latest())
+                and latest.devices[0].temperature_celsius.state is State.STALE
+            )
+        )
         free.set()
-        wait_for(lambda: (latest := sampler.latest()) and latest.devices[0].temperature_celsius.current)
+        wait_for(
+            lambda: (latest := sampler.latest()) and latest.devices[0].temperature_celsius.current
+        )
 
 
 def test_a_source_or_subscriber_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,7 +188,10 @@ def test_a_source_or_subscriber_that_raises_ends_nothing(caplog: pytest.LogCaptu
     source, got = Scripted(act), list[Snapshot]()
     with sampling(source, 0.1, fail):
         wait_for(lambda: len(got) >= 3)
-    assert {record.message.split(";")[0] for record in caplog.records} == {"the source failed", "the subscriber failed"}
+    assert {record.message.split(";")[0] for record in caplog.records} == {
+        "the source failed",
+        "the subscriber failed",
+    }
 
 
 def test_a_sampler_that_never_started_closes_its_source() -> None:
@@ -173,23 +206,39 @@ def test_an_interval_too_short_to_sample_is_refused(interval: float) -> None:
         Sampler(Scripted(), interval)
 
 
-@given(st.integers(1, 20), st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50), st.integers(0, 30))
-def test_history_is_the_last_values_oldest_first(size: int, numbers: list[float | None], newest: int) -> None:
+@given(
+    st.integers(1, 20), st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50), st.integers(0, 30)
+)
+def test_history_is_the_last_values_oldest_first(
+    size: int, numbers: list[float | None], newest: int
+) -> None:
     history = History(size)
     for number in numbers:
         sample = DeviceSample(device=DEVICE) if number is None else snapshot(number).devices[0]
         history.add(
-            Snapshot(at_seconds=0, interval_seconds=1, devices=(sample,), processes=(), host=HOST, sampling_seconds=0)
+            Snapshot(
+                at_seconds=0,
+                interval_seconds=1,
+                devices=(sample,),
+                processes=(),
+                host=HOST,
+                sampling_seconds=0,
+            )
         )
     kept = history.values(DEVICE.id, "temperature_celsius")
     assert kept == tuple(numbers[-size:])
-    assert history.values(DEVICE.id, "temperature_celsius", newest) == kept[max(0, len(kept) - newest) :]
+    assert (
+        history.values(DEVICE.id, "temperature_celsius", newest)
+        == kept[max(0, len(kept) - newest) :]
+    )
     assert history.values("another", "temperature_celsius") == (None,) * min(size, len(numbers))
 
 
 def test_a_stale_snapshot_keeps_its_values_and_says_their_age() -> None:
     old = stale(snapshot(), 7.0)
-    assert old.devices[0].temperature_celsius == stale(snapshot(), 7.0).devices[0].temperature_celsius
+    assert (
+        old.devices[0].temperature_celsius == stale(snapshot(), 7.0).devices[0].temperature_celsius
+    )
     assert (old.devices[0].clock_mhz.state, old.devices[0].clock_mhz.value) == (State.STALE, 5.0)
     assert old.devices[0].power_watts.state is State.UNSUPPORTED
     assert old.processes[0].cpu_percent.age_seconds == 7.0

@@ -41,18 +41,27 @@ curve = {CURVE}
 
 def device(**changes: object) -> SimulatedDevice:
     """A device with round numbers."""
-    keys: dict[str, object] = {"name": "A", "memory_mib": 1000.0, "curve": ((10, 20.0), (20, 30.0), (40, 40.0))}
+    keys: dict[str, object] = {
+        "name": "A",
+        "memory_mib": 1000.0,
+        "curve": ((10, 20.0), (20, 30.0), (40, 40.0)),
+    }
     return SimulatedDevice(**(keys | changes))  # type: ignore[arg-type]
 
 
 def out_of_memory(machine: Machine, shares: tuple[int, ...]) -> tuple[int, ...]:
     """Positions of the devices whose samples don't fit."""
-    sizes = [(machine.memory_bytes(i, share), machine.usable_memory_bytes(i)) for i, share in enumerate(shares)]
+    sizes = [
+        (machine.memory_bytes(i, share), machine.usable_memory_bytes(i))
+        for i, share in enumerate(shares)
+    ]
     return tuple(i for i, (taken, usable) in enumerate(sizes) if taken > usable)
 
 
 @pytest.mark.parametrize(("shares", "published"), PUBLISHED.items())
-def test_the_seed_machine_gives_every_published_figure(shares: tuple[int, int], published: float) -> None:
+def test_the_seed_machine_gives_every_published_figure(
+    shares: tuple[int, int], published: float
+) -> None:
     machine = catalogue(SEED_MACHINE)
     assert samples_per_second(machine, shares) == pytest.approx(published, rel=0.04)
     assert out_of_memory(machine, shares) == ()
@@ -65,9 +74,16 @@ def test_the_seed_machine_runs_out_of_memory_where_the_author_did() -> None:
 
 
 def test_the_best_of_the_seed_machine_leaves_room_for_a_plan_within_tolerance() -> None:
-    """The best is at least 2170 samples/s, and the smallest batch within 2 % of it gives the Ti 0.58 to 0.62."""
+    """The best is at least 2170 samples/s, and the smallest batch within 2 % of it gives the Ti
+    0.58 to 0.62.
+    """
     machine = catalogue(SEED_MACHINE)
-    grid = [(a, b) for a in range(600, 1060, 4) for b in range(400, 700, 4) if not out_of_memory(machine, (a, b))]
+    grid = [
+        (a, b)
+        for a in range(600, 1060, 4)
+        for b in range(400, 700, 4)
+        if not out_of_memory(machine, (a, b))
+    ]
     best = max(samples_per_second(machine, one) for one in grid)
     assert best >= 2170
     plan = min((pair for pair in grid if samples_per_second(machine, pair) >= 0.98 * best), key=sum)
@@ -76,7 +92,8 @@ def test_the_best_of_the_seed_machine_leaves_room_for_a_plan_within_tolerance() 
 
 
 @pytest.mark.parametrize(
-    ("name", "units"), [("p100", 0.48), ("t4", 0.42), ("v100", 0.81), ("v100-32gb", 0.81), ("a100-80gb", 1.0)]
+    ("name", "units"),
+    [("p100", 0.48), ("t4", 0.42), ("v100", 0.81), ("v100-32gb", 0.81), ("a100-80gb", 1.0)],
 )
 def test_cards_from_reference_units_follow_the_written_formula(name: str, units: float) -> None:
     card = catalogue([name]).devices[0]
@@ -107,7 +124,9 @@ def test_a_name_that_the_catalogue_lacks_is_answered_with_those_it_has() -> None
 
 def test_the_curve_is_linear_between_points_and_goes_on_beyond_them() -> None:
     one = device()
-    assert [one.seconds(batch) * 1000 for batch in (10, 15, 30, 60, 5)] == pytest.approx([20, 25, 35, 50, 15])
+    assert [one.seconds(batch) * 1000 for batch in (10, 15, 30, 60, 5)] == pytest.approx(
+        [20, 25, 35, 50, 15]
+    )
     assert device(curve=((100, 1.0), (200, 100.0))).seconds(1) == 0.0
     assert one.seconds(0) == 0.0
 
@@ -141,13 +160,20 @@ def test_a_bent_memory_line_replaces_the_straight_one() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 10_000), st.floats(0.01, 1e4)), min_size=2, max_size=6, unique_by=lambda p: p[0]),
+    st.lists(
+        st.tuples(st.integers(1, 10_000), st.floats(0.01, 1e4)),
+        min_size=2,
+        max_size=6,
+        unique_by=lambda p: p[0],
+    ),
     st.integers(1, 20_000),
 )
 def test_a_step_takes_a_time_between_its_neighbours_and_does_not_fall_outside_the_curve(
     points: list[tuple[int, float]], batch: int
 ) -> None:
-    """Whatever the curve does: times may fall as the batch grows, and none ever extrapolates down to nothing."""
+    """Whatever the curve does: times may fall as the batch grows, and none ever extrapolates down
+    to nothing.
+    """
     curve = tuple(sorted(points))
     seconds = device(curve=curve).seconds(batch) * 1000
     left = [ms for size, ms in curve if size <= batch][-1:]
@@ -164,10 +190,15 @@ def test_a_step_takes_a_time_between_its_neighbours_and_does_not_fall_outside_th
 def test_a_recorded_curve_that_falls_is_read_and_balanced(
     batch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """128 rows in 7.39 ms and 256 in 7.08, as an H200 trained a GRU; two such cards beat one at 512 rows."""
+    """128 rows in 7.39 ms and 256 in 7.08, as an H200 trained a GRU; two such cards beat one at 512
+    rows.
+    """
     path = tmp_path / "gru.toml"
     path.write_text(DEVICE.replace(CURVE, "[[64, 7.1], [128, 7.39], [256, 7.08], [512, 11.0]]") * 2)
-    assert [load_machine(path).devices[0].seconds(rows) for rows in (128, 256)] == [0.00739, 0.00708]
+    assert [load_machine(path).devices[0].seconds(rows) for rows in (128, 256)] == [
+        0.00739,
+        0.00708,
+    ]
     assert run(["balance", "-d", f"sim:{path}", batch, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["throughput"]["samples_per_second"] > 512 / 0.011
 
@@ -181,14 +212,22 @@ def test_the_machine_file_in_the_documents_is_one() -> None:
 
 def test_a_card_that_crawls_beyond_a_batch_is_written_as_a_curve() -> None:
     machine = crawling_machine()
-    assert machine.device_seconds(0, 1400, False) == machine.device_seconds(1, 1400, False) == pytest.approx(0.0498)
-    assert machine.device_seconds(0, 1500, False) == pytest.approx(8 * machine.device_seconds(1, 1500, False))
+    assert (
+        machine.device_seconds(0, 1400, False)
+        == machine.device_seconds(1, 1400, False)
+        == pytest.approx(0.0498)
+    )
+    assert machine.device_seconds(0, 1500, False) == pytest.approx(
+        8 * machine.device_seconds(1, 1500, False)
+    )
     assert out_of_memory(machine, (8192, 8192)) == ()
 
 
 def test_a_file_reads_as_written(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    path.write_text("[sync]\nbase_ms = 12\nper_device_ms = 10.0\n" + DEVICE + "noise = 0.01\n" + DEVICE)
+    path.write_text(
+        "[sync]\nbase_ms = 12\nper_device_ms = 10.0\n" + DEVICE + "noise = 0.01\n" + DEVICE
+    )
     machine = load_machine(path)
     assert machine.sync == Sync(12.0, 10.0)
     assert machine.devices[0].noise == 0.01
@@ -201,7 +240,10 @@ BROKEN = {
     "negative time": (DEVICE.replace("30.0", "-1.0"), "`curve[1][1]` is -1.0"),
     "repeated": (DEVICE.replace("[20, 30.0]", "[10, 30.0]"), "`curve` repeats 10"),
     "unsorted": (DEVICE.replace("[20, 30.0]", "[5, 30.0]"), "`curve` is not sorted"),
-    "one point": (DEVICE.replace(", [20, 30.0], [40, 40.0]", ""), "`curve`: Expected `array` of length >= 2"),
+    "one point": (
+        DEVICE.replace(", [20, 30.0], [40, 40.0]", ""),
+        "`curve`: Expected `array` of length >= 2",
+    ),
     "batch 0": (DEVICE.replace("[10, 20.0]", "[0, 20.0]"), "`curve[0][0]` is 0"),
     "nan time": (DEVICE.replace("30.0", "nan"), "`curve[1][1]` is nan"),
     "inf time": (DEVICE.replace("40.0", "inf"), "`curve[2][1]` is inf"),
@@ -213,10 +255,14 @@ BROKEN = {
     "wrong type": (DEVICE + 'noise = "much"', "`noise` is 'much': Expected `float`"),
     "a truth value": (DEVICE + "noise = true", "`noise` is True: Expected `float`"),
     "missing curve": (DEVICE.replace("curve", "#"), "missing key `curve`"),
-    "missing slope": (DEVICE.replace("memory_per_sample_mib", "#"), "missing key `memory_per_sample_mib`"),
+    "missing slope": (
+        DEVICE.replace("memory_per_sample_mib", "#"),
+        "missing key `memory_per_sample_mib`",
+    ),
     "two lines": (DEVICE + "memory_curve = [[1, 2.0], [2, 3.0]]", "exclude each other"),
     "falling memory": (
-        DEVICE.replace("memory_base", "#").replace("memory_per", "#") + "memory_curve = [[1, 3.0], [2, 2.0]]",
+        DEVICE.replace("memory_base", "#").replace("memory_per", "#")
+        + "memory_curve = [[1, 3.0], [2, 2.0]]",
         "`memory_curve` falls from batch 1 to 2",
     ),
     "no name": (DEVICE.replace("Card A", "..."), "`name` has no letter"),

@@ -18,7 +18,9 @@ class Run:
 
     def __init__(self, machine: Machine, seed: int = 0) -> None:
         self.now = 0.0
-        self.source = SimulatedSource(machine, seed, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self.now))
+        self.source = SimulatedSource(
+            machine, seed, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self.now)
+        )
 
     def tick(self, times: int = 1) -> tuple[DeviceSample, ...]:
         """Seconds pass."""
@@ -47,7 +49,9 @@ def test_an_idle_card_is_cool_and_a_loaded_one_warms_up_to_its_load() -> None:
     assert number(loaded.power_watts) > 200
     assert number(loaded.utilization_percent) > 97
     assert number(loaded.samples_per_second) == pytest.approx(1345, rel=0.05)
-    assert number(loaded.memory_used_bytes) == pytest.approx(run.source.machine.memory_bytes(0, 1024), rel=0.01)
+    assert number(loaded.memory_used_bytes) == pytest.approx(
+        run.source.machine.memory_bytes(0, 1024), rel=0.01
+    )
     run.source.set_load(0, 0.0, 0)
     assert number(run.tick(200)[0].temperature_celsius) < 40
 

@@ -108,7 +108,9 @@ def test_control_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
     assert container_cpus(root, members) == 2.0
 
 
-def test_a_container_with_a_quota_is_cut_into_the_cpus_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_with_a_quota_is_cut_into_the_cpus_that_it_has_time_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4000, 4064)))
     monkeypatch.setattr("evener.system.cores.container_cpus", lambda: 4.5)
     assert allowed_cpus() == (4000, 4001, 4002, 4003)

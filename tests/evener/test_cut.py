@@ -52,7 +52,9 @@ def test_floors_are_those_of_multi_gpu_model(weights: list[int], rows: int) -> N
         (1, [1, 1], (0, 1)),
     ],
 )
-def test_ratios_mean_what_the_seed_meant(rows: int, ratios: list[float], sizes: tuple[int, ...]) -> None:
+def test_ratios_mean_what_the_seed_meant(
+    rows: int, ratios: list[float], sizes: tuple[int, ...]
+) -> None:
     """As multi_gpu_model(..., ratios=...) of jinkos/multi-gpus split them."""
     assert Cut(ratios, floors=True).sizes(rows) == sizes
 

@@ -1,4 +1,6 @@
-"""Rows of unequal length are dealt so that ranks finish together, each row once, in passes that fit."""
+"""Rows of unequal length are dealt so that ranks finish together, each row once, in passes that
+fit.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ def dealers(draw: st.DrawFn, tokens: int = 300) -> Dealer:
     """Ranks whose costs have nothing in common; the first can hold the longest row."""
     ranks = draw(st.integers(1, 5))
     costs = draw(
-        st.lists(st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid), min_size=ranks, max_size=ranks)
+        st.lists(
+            st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid),
+            min_size=ranks,
+            max_size=ranks,
+        )
     )
-    limits = [draw(st.sampled_from([0, tokens, 2 * tokens])), *(draw(st.sampled_from([0, 50, 900])) for _ in costs[1:])]
+    limits = [
+        draw(st.sampled_from([0, tokens, 2 * tokens])),
+        *(draw(st.sampled_from([0, 50, 900])) for _ in costs[1:]),
+    ]
     rows = [draw(st.sampled_from([0, 1, 3])) for _ in costs]
     ratios = tuple(draw(st.floats(0.1, 10)) for _ in costs)
     return Dealer(tuple(map(RankCost, costs, limits, rows)), ratios, draw(st.booleans()))
@@ -50,7 +59,9 @@ def test_each_row_is_dealt_once_in_passes_that_fit(lengths: list[int], dealer: D
 
 
 @given(st.integers(1, 40), st.integers(0, 50), dealers())
-def test_rows_of_one_length_are_dealt_as_without_lengths(rows: int, length: int, dealer: Dealer) -> None:
+def test_rows_of_one_length_are_dealt_as_without_lengths(
+    rows: int, length: int, dealer: Dealer
+) -> None:
     dealt = dealer.deal([length] * rows)
     assert dealt.sizes == apportion(rows, dealer.ratios)
     assert [row for own in dealt.passes for each in own for row in each] == list(range(rows))
@@ -59,8 +70,14 @@ def test_rows_of_one_length_are_dealt_as_without_lengths(rows: int, length: int,
             assert tuple(map(len, own)) == split_passes(sum(map(len, own)), rank.rows)
 
 
-@given(LENGTHS.filter(lambda lengths: len(set(lengths)) > 1), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_no_way_is_faster_than_the_bound(lengths: list[int], ranks: int, draws: random.Random) -> None:
+@given(
+    LENGTHS.filter(lambda lengths: len(set(lengths)) > 1),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_no_way_is_faster_than_the_bound(
+    lengths: list[int], ranks: int, draws: random.Random
+) -> None:
     """Also a random way to deal, for ranks that differ in speed only."""
     speeds = [draws.uniform(0.2, 1) for _ in range(ranks)]
     costs = [RankCost(Cost(3 / speed, 1 / speed, 0.01 / speed)) for speed in speeds]
@@ -76,9 +93,17 @@ def test_no_way_is_faster_than_the_bound(lengths: list[int], ranks: int, draws: 
     assert max(Dealer(tuple(costs), (1.0,) * ranks).deal(lengths).seconds) >= least * (1 - 1e-9)
 
 
-@given(LENGTHS.filter(lambda lengths: len(set(lengths)) > 1), st.sampled_from([0.0, 30.0, 900.0]), st.booleans())
-def test_one_device_has_nearly_the_best_passes(lengths: list[int], fixed: float, bends: bool) -> None:
-    """Against all cuts of the batch: a cut may be where rows are 3 % longer, which is 6 % if seconds go by squares."""
+@given(
+    LENGTHS.filter(lambda lengths: len(set(lengths)) > 1),
+    st.sampled_from([0.0, 30.0, 900.0]),
+    st.booleans(),
+)
+def test_one_device_has_nearly_the_best_passes(
+    lengths: list[int], fixed: float, bends: bool
+) -> None:
+    """Against all cuts of the batch: a cut may be where rows are 3 % longer, which is 6 % if
+    seconds go by squares.
+    """
     rank = RankCost(Cost(fixed, 1.0, 0.1 if bends else 0.0))
     (seconds,) = Dealer((rank,), (1.0,)).deal(lengths).seconds
     assert seconds <= 1.01 * least_seconds(lengths, [rank]) / 0.97**2
@@ -90,7 +115,13 @@ def lognormal(draws: random.Random, rows: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("ranks", "rows", "median", "most"),
-    [(2, 64, 0.02, 0.05), (3, 64, 0.02, 0.05), (4, 64, 0.02, 0.05), (8, 64, 0.03, 0.09), (4, 256, 0.03, 0.05)],
+    [
+        (2, 64, 0.02, 0.05),
+        (3, 64, 0.02, 0.05),
+        (4, 64, 0.02, 0.05),
+        (8, 64, 0.03, 0.09),
+        (4, 256, 0.03, 0.05),
+    ],
 )
 def test_ranks_finish_together(ranks: int, rows: int, median: float, most: float) -> None:
     """A pass costs a hundredth of a rank's mean share; docs/benchmarks/dealing.md has more."""
@@ -100,7 +131,9 @@ def test_ranks_finish_together(ranks: int, rows: int, median: float, most: float
         lengths = lognormal(draws, rows)
         speeds = [1.0, *(draws.uniform(0.25, 1) for _ in range(ranks - 1))]
         total = sum(length * (1 + 0.001 * length) for length in lengths)
-        costs = tuple(RankCost(Cost(0.01 * total / ranks / each, 1 / each, 0.001 / each)) for each in speeds)
+        costs = tuple(
+            RankCost(Cost(0.01 * total / ranks / each, 1 / each, 0.001 / each)) for each in speeds
+        )
         dealt = Dealer(costs, tuple(speeds)).deal(lengths)
         gaps.append(max(dealt.seconds) / least_seconds(lengths, costs) - 1)
     gaps.sort()
@@ -126,10 +159,16 @@ def test_long_rows_go_where_they_fit() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "said"),
-    [([1, 2], "2 lengths for 3 rows"), ([1, -2, 3], "Row 1 has length -2"), ([1, 2, 101], "Row 2 has 101 tokens")],
+    [
+        ([1, 2], "2 lengths for 3 rows"),
+        ([1, -2, 3], "Row 1 has length -2"),
+        ([1, 2, 101], "Row 2 has 101 tokens"),
+    ],
 )
 def test_lengths_that_cant_be_are_one_sentence(lengths: list[int], said: str) -> None:
-    dealer = Dealer((RankCost(Cost(0, 1, 0), tokens=100), RankCost(Cost(0, 1, 0), tokens=50)), (1.0, 1.0))
+    dealer = Dealer(
+        (RankCost(Cost(0, 1, 0), tokens=100), RankCost(Cost(0, 1, 0), tokens=50)), (1.0, 1.0)
+    )
     with pytest.raises(RequestError, match=said) as caught:
         dealer.check(lengths, 3)
     assert caught.value.remedy

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from evener.shares.divisions import LATE_PART, WORTH_BYTES, divide_sums
 
-tensors = st.lists(st.tuples(st.integers(0, 1 << 24), st.sampled_from(["float32", "float16"])), max_size=12)
+tensors = st.lists(
+    st.tuples(st.integers(0, 1 << 24), st.sampled_from(["float32", "float16"])), max_size=12
+)
 
 
 @given(tensors)
@@ -24,7 +26,9 @@ def test_every_tensor_is_in_one_sum_of_its_type(given_: list[tuple[int, str]]) -
 
 
 @given(tensors)
-def test_what_waits_for_the_last_gradient_is_a_quarter_or_that_gradient_alone(given_: list[tuple[int, str]]) -> None:
+def test_what_waits_for_the_last_gradient_is_a_quarter_or_that_gradient_alone(
+    given_: list[tuple[int, str]],
+) -> None:
     """Of many bytes of one type; few are summed at once."""
     sizes = [size for size, _ in given_]
     sums = divide_sums([(size, "float32") for size in sizes])
@@ -32,12 +36,16 @@ def test_what_waits_for_the_last_gradient_is_a_quarter_or_that_gradient_alone(gi
         assert len(sums) == bool(sizes)
     else:
         late = sums[-1]
-        assert late == [len(sizes) - 1] or sum(sizes[place] for place in late) <= LATE_PART * sum(sizes)
+        assert late == [len(sizes) - 1] or sum(sizes[place] for place in late) <= LATE_PART * sum(
+            sizes
+        )
 
 
 @given(tensors, st.integers(1, 3))
 def test_nothing_waits_for_what_is_apart(given_: list[tuple[int, str]], apart: int) -> None:
-    """The last tensors change nothing in how the others are summed, unless all are few bytes in one sum."""
+    """The last tensors change nothing in how the others are summed, unless all are few bytes in one
+    sum.
+    """
     figures = [(0, "float32")] * apart
     sums = divide_sums([*given_, *figures], apart)
     if sum(size for size, _ in given_) >= WORTH_BYTES:
@@ -47,9 +55,13 @@ def test_nothing_waits_for_what_is_apart(given_: list[tuple[int, str]], apart: i
 
 
 def test_dense_layers_are_summed_behind_the_convolutions_before_them() -> None:
-    """keras_maxer in short: the backward pass has the large dense layers first, then eight times less."""
+    """keras_maxer in short: the backward pass has the large dense layers first, then eight times
+    less.
+    """
     mib = 1 << 20
-    assert divide_sums([(8 * mib, "f"), (60 * mib, "f"), (200 * mib, "f"), (30 * mib, "f"), (6 * mib, "f")]) == [
+    assert divide_sums(
+        [(8 * mib, "f"), (60 * mib, "f"), (200 * mib, "f"), (30 * mib, "f"), (6 * mib, "f")]
+    ) == [
         [0, 1, 2],
         [3, 4],
     ]

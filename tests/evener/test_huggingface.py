@@ -1,4 +1,5 @@
-"""Trainings by transformers' and TRL's trainers under a plan end with the weights of the bare trainer in one process.
+"""Trainings by transformers' and TRL's trainers under a plan end with the weights of the bare
+trainer in one process.
 
 The rows of the tables in docs/training_huggingface.md.
 """
@@ -22,7 +23,10 @@ from tests.support.frameworks import skip_without
 from tests.support.rank_server import run_on_gpus
 
 PROGRAMS = "tests.support.huggingface_programs"
-TWO, THREE = ((6, 2), (2, 2)), ((5, 2, 1), (3, 2, 1))  # shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
+TWO, THREE = (
+    ((6, 2), (2, 2)),
+    ((5, 2, 1), (3, 2, 1)),
+)  # shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
 THREE_RANKS = ("tokens", "resumed in other shards")
 NAMES = (
     *THREE_RANKS,
@@ -46,7 +50,13 @@ NAMES = (
     "bf16, in shards",
 )
 IN_SHARDS = ("tokens, in shards", "resumed in other shards", "the best, in shards")
-ON_GPUS = ("tokens", "tokens by cost", "rows, accumulated, drop last", "resumed", "rows, rebalanced")
+ON_GPUS = (
+    "tokens",
+    "tokens by cost",
+    "rows, accumulated, drop last",
+    "resumed",
+    "rows, rebalanced",
+)
 REFUSED = {
     "auto_find_batch_size": "auto_find_batch_size",
     "batch_rebalance": "batch_rebalance",
@@ -65,8 +75,12 @@ REFUSED = {
     "in shards, adapters": "the Trainer has PEFT's adapters",
     "in shards, FSDP": "the Trainer has FSDP or DeepSpeed",
     "in shards, compiled": "the Trainer has torch.compile",
-    "a bare training's batch": "An epoch has 6 steps in the checkpoint's training, 9 of 5 rows here",
-    "own batches": "OwnBatches.get_train_dataloader gives a DataLoader that makes its batches itself",
+    "a bare training's batch": (
+        "An epoch has 6 steps in the checkpoint's training, 9 of 5 rows here"
+    ),
+    "own batches": (
+        "OwnBatches.get_train_dataloader gives a DataLoader that makes its batches itself"
+    ),
     "another global batch": "8 of 16 rows in each optimizer step",
 }
 pytestmark = pytest.mark.slow
@@ -104,7 +118,9 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
         if "resumed" not in name:  # the trainer itself logs the mean since it was resumed
             assert rank["losses"] == pytest.approx(expected["losses"], abs=atol + 2e-6)
             assert rank["mean loss"] == pytest.approx(expected["mean loss"], abs=atol + 2e-6)
-            assert rank["samples"] == pytest.approx(expected["samples"], rel=0.02)  # its rate has three digits
+            assert rank["samples"] == pytest.approx(
+                expected["samples"], rel=0.02
+            )  # its rate has three digits
         for figure in ("steps", "tokens", "total"):
             assert rank[figure] == expected[figure]
         assert rank["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-6)
@@ -117,11 +133,15 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
             torch.testing.assert_close(rank["predicted"], expected["predicted"], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("names", [ON_GPUS, IN_SHARDS, ("tokens, FSDP2",)], ids=("DDP", "shards", "FSDP2"))
+@pytest.mark.parametrize(
+    "names", [ON_GPUS, IN_SHARDS, ("tokens, FSDP2",)], ids=("DDP", "shards", "FSDP2")
+)
 def test_two_gpus_learn_what_one_gpu_learns(
     gpu_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    """Llama computes its norms in float32: a rounding that falls otherwise is as large as the bound."""
+    """Llama computes its norms in float32: a rounding that falls otherwise is as large as the
+    bound.
+    """
     ranks = gpu_ranks(f"{PROGRAMS}.train_all", *TWO, names)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     run_on_gpus(f"{PROGRAMS}.reference_all", tmp_path / "one", names, world=1)
@@ -177,7 +197,9 @@ def test_trl_trainers_that_generate_have_the_method_by_which_they_are_refused(na
 
 
 def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
-    """Also in a last batch with fewer rows than passes, where a row that doesn't count keeps step."""
+    """Also in a last batch with fewer rows than passes, where a row that doesn't count keeps
+    step.
+    """
     (found,) = trainer_ranks(f"{PROGRAMS}.deal_passes")
     assert {rows for rows, _ in found} == set(range(9, 34))
     for rows, batches in found:
@@ -201,10 +223,16 @@ def exploded(trainer_ranks: Run) -> Ended:
     return found
 
 
-@pytest.mark.parametrize("given", [TWO, ((6, 2), (3, 1)), ((8,), (8,))], ids=("passes", "as many passes", "one device"))
-def test_it_learns_the_same_where_passes_run_out_of_memory(trainer_ranks: Run, exploded: Ended, given: Any) -> None:
+@pytest.mark.parametrize(
+    "given", [TWO, ((6, 2), (3, 1)), ((8,), (8,))], ids=("passes", "as many passes", "one device")
+)
+def test_it_learns_the_same_where_passes_run_out_of_memory(
+    trainer_ranks: Run, exploded: Ended, given: Any
+) -> None:
     shares, micros = given
-    found = trainer_ranks("tests.support.huggingface_oom_programs.train_all", shares, micros, world=len(shares))
+    found = trainer_ranks(
+        "tests.support.huggingface_oom_programs.train_all", shares, micros, world=len(shares)
+    )
     for name, its in exploded.items():
         assert sum(rank[name]["burst"] for rank in found) >= 2 * len(found)
         for each in (rank[name] for rank in found):
@@ -213,19 +241,30 @@ def test_it_learns_the_same_where_passes_run_out_of_memory(trainer_ranks: Run, e
             assert each["losses"] == pytest.approx(its["losses"], abs=2e-6)
             for figure in ("steps", "tokens", "counted", "noted"):
                 assert each[figure] == its[figure]
-            assert each["calls"] == its["calls"] * (-(-shares[each["rank"]] // micros[each["rank"]]))
-            for mine, other in zip(each["figures"], its["figures"], strict=True) if each["figures"] else ():
+            assert each["calls"] == its["calls"] * (
+                -(-shares[each["rank"]] // micros[each["rank"]])
+            )
+            for mine, other in (
+                zip(each["figures"], its["figures"], strict=True) if each["figures"] else ()
+            ):
                 assert mine == pytest.approx(other, rel=1e-12)
             assert bool(each["figures"]) == (given != TWO)
 
 
 def test_a_sum_is_not_computed_in_smaller_passes(trainer_ranks: Run) -> None:
     (said,) = trainer_ranks("tests.support.huggingface_oom_programs.refuse_sum")
-    assert "Rank 0 ran out of memory in a pass of 8 rows, and smaller passes would learn something else" in said
+    assert (
+        "Rank 0 ran out of memory in a pass of 8 rows, and smaller passes would learn "
+        "something else"
+    ) in said
 
 
-def test_a_compute_loss_that_meets_other_ranks_ends_in_a_sentence_on_each(trainer_ranks: Run) -> None:
+def test_a_compute_loss_that_meets_other_ranks_ends_in_a_sentence_on_each(
+    trainer_ranks: Run,
+) -> None:
     waited, said = trainer_ranks("tests.support.huggingface_oom_programs.meet", world=2)
     assert said.startswith("DeviceError: Rank 1")
     assert "the loop meets other ranks in a pass" in said
-    assert waited.splitlines()[-1].startswith("evener: rank 1 ended, and this rank can't go on without it: DeviceError")
+    assert waited.splitlines()[-1].startswith(
+        "evener: rank 1 ended, and this rank can't go on without it: DeviceError"
+    )

@@ -1,7 +1,8 @@
-"""A split learns what one device learns: weights and logs after two epochs, in float64, against Keras alone.
+"""A split learns what one device learns: weights and logs after two epochs, in float64, against
+Keras alone.
 
-Each engine has processes of its own, forked from one that has imported Keras; a test reads what its engine's found.
-Models as users write them are in the last part.
+Each engine has processes of its own, forked from one that has imported Keras; a test reads what its
+engine's found. Models as users write them are in the last part.
 """
 
 from __future__ import annotations
@@ -16,33 +17,49 @@ from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers
 
 skip_without("tensorflow")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all processes, on a machine that may be busy
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1000),
+]  # one wait for all processes, on a machine that may be busy
 
 ROOT = Path(__file__).parents[2]
 ROLES = {"group of 2": ("chief", "worker"), "group of 3": ("worker",) * 3}  # of TensorFlow's groups
 EVERY_WAY = "assigned, validated, single samples and batches, instance"
 RATIOS = "momentum, class weights, one row, ratios form"
 TOWERS = [
-    *(RATIOS, "clipped accumulation, adamw, L2, activity, weighted mean, three steps per execution 5:0:1"),
-    *("masked embedding, dataset", "two heads", "passes 2:5, weights, one row, evaluate and predict"),
+    *(
+        RATIOS,
+        "clipped accumulation, adamw, L2, activity, weighted mean, three steps per execution 5:0:1",
+    ),
+    *(
+        "masked embedding, dataset",
+        "two heads",
+        "passes 2:5, weights, one row, evaluate and predict",
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
-def proofs(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def proofs(
+    keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
     """What each engine's processes found."""
     folder = str(tmp_path_factory.mktemp("keras"))
 
     def prove(name: str) -> list[Any]:
         engine = "multiworker" if name in ROLES else name
-        return keras_ranks("tests.support.keras_proofs.prove", engine, folder, roles=ROLES.get(name, ()))
+        return keras_ranks(
+            "tests.support.keras_proofs.prove", engine, folder, roles=ROLES.get(name, ())
+        )
 
     return Answers(prove)
 
 
 @pytest.mark.parametrize("case", TOWERS)
 def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
-    """Weights within 1e-12 after two epochs with a short last batch; what fit reports within 1e-12 too."""
+    """Weights within 1e-12 after two epochs with a short last batch; what fit reports within 1e-12
+    too.
+    """
     found = proofs("towers")[0][case]
     assert found["weights"] <= 1e-12
     assert found["logs"] <= 1e-12
@@ -57,7 +74,9 @@ def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
     ],
 )
 def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: str) -> None:
-    """Weights and logs within 1e-12, and the same in all processes: clipping and accumulation included."""
+    """Weights and logs within 1e-12, and the same in all processes: clipping and accumulation
+    included.
+    """
     first, *others = proofs(group)
     assert first["engine"] == "multiworker"
     assert first[case]["weights"] <= 1e-12
@@ -67,7 +86,8 @@ def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: s
 
 @pytest.mark.parametrize("case", ["forced", "by rule"])
 def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any, case: str) -> None:
-    """Within 1e-12 after 24 steps or 140: with changes after every fifth, weights, clipped; and as the rule says.
+    """Within 1e-12 after 24 steps or 140: with changes after every fifth, weights, clipped; and as
+    the rule says.
 
     Three begin with shares 15, 6, 3 in 5, 1 and 2 passes of a plan that leaves a fourth device out.
     """
@@ -78,7 +98,9 @@ def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any,
 
 
 def test_a_slow_process_loses_rows_and_gets_them_back_and_the_monitor_sees_why(proofs: Any) -> None:
-    """Slow from step 60 to 109. All decide the same; own work, the training's name and changes are in live files."""
+    """Slow from step 60 to 109. All decide the same; own work, the training's name and changes are
+    in live files.
+    """
     every = [found["by rule"] for found in proofs("group of 3")]
     changes = every[0]["changes"]
     assert changes == [
@@ -86,7 +108,10 @@ def test_a_slow_process_loses_rows_and_gets_them_back_and_the_monitor_sees_why(p
         [120, [15, 6, 3], "cpu-1-of-4 faster by 50 % since step 110"],
     ]
     assert all(found["changes"] == changes for found in every)
-    assert all(found["own"] > 0 and found["recorded"] == [after for _, after, _ in changes] for found in every)
+    assert all(
+        found["own"] > 0 and found["recorded"] == [after for _, after, _ in changes]
+        for found in every
+    )
     ranks = [rank for found in every for rank in found["ranks"]]
     assert [rank[:2] for rank in ranks] == [[0, 3], [1, 3], [2, 3]]
     assert len({name for *_, name in ranks}) == 1
@@ -94,13 +119,17 @@ def test_a_slow_process_loses_rows_and_gets_them_back_and_the_monitor_sees_why(p
 
 def test_a_group_of_which_one_rebalances_is_refused_in_every_process(proofs: Any) -> None:
     """Else it would cut batches otherwise than the others."""
-    said = "RequestError: Rank 1 has rebalance=True, rank 0 has rebalance=False. Give every process the same."
+    said = (
+        "RequestError: Rank 1 has rebalance=True, rank 0 has rebalance=False. Give every "
+        "process the same."
+    )
     assert [found["one that rebalances"] for found in proofs("group of 3")] == [said] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_group_sums_each_tensor_whatever_was_summed_before(proofs: Any, size: int) -> None:
-    """Two types, and lengths that come and go: each is settled between the processes once, under its own key.
+    """Two types, and lengths that come and go: each is settled between the processes once, under
+    its own key.
 
     int32, which TensorFlow doesn't sum over GPUs, goes as int64.
     """
@@ -118,19 +147,28 @@ def test_processes_shuffle_in_the_same_order(proofs: Any) -> None:
 def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
     """In an order that changes by epoch and is the same for the same seed."""
     found = proofs("towers")[0]["epoch rows"]
-    assert found == {"complete": True, "repeatable": True, "reshuffled": True, "sizes": [24] * 3 + [9]}
+    assert found == {
+        "complete": True,
+        "repeatable": True,
+        "reshuffled": True,
+        "sizes": [24] * 3 + [9],
+    }
 
 
 @pytest.mark.parametrize("case", ["masked", "weighted"])
 def test_towers_learn_the_same_from_rows_dealt_by_length(proofs: Any, case: str) -> None:
-    """Weights and figures, a validation's too, with means over tokens, clipping and a short last batch."""
+    """Weights and figures, a validation's too, with means over tokens, clipping and a short last
+    batch.
+    """
     found = proofs("towers")[0]["lengths"][case]
     assert found["weights"] <= 1e-12
     assert found["logs"] <= 1e-12
 
 
 def test_rows_dealt_by_length_come_once_and_without_most_padding(proofs: Any) -> None:
-    """Over three devices, shuffled; 23 % of the steps are words, and one device would compute nearly all of them."""
+    """Over three devices, shuffled; 23 % of the steps are words, and one device would compute
+    nearly all of them.
+    """
     found = proofs("towers")[0]["lengths"]["computed"]
     assert found["once"]
     assert found["part"] < 0.8
@@ -140,7 +178,10 @@ def test_rows_dealt_by_length_come_once_and_without_most_padding(proofs: Any) ->
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        *[(case, "The loss counts padding") for case in ("unmasked", "weights of rows", "mean over steps")],
+        *[
+            (case, "The loss counts padding")
+            for case in ("unmasked", "weights of rows", "mean over steps")
+        ],
         ("looks ahead", "another output for a row without its padding"),
         ("batch normalization", "Batch normalization counts padding"),
         ("activity", "adds losses of its layers' outputs"),
@@ -158,14 +199,18 @@ def test_rows_whose_padding_would_count_are_refused(proofs: Any, case: str, said
 
 
 def test_towers_average_moving_statistics_by_rows(proofs: Any) -> None:
-    """BatchNormalization's moving mean is that of the whole batch; its variance lacks the spread between devices."""
+    """BatchNormalization's moving mean is that of the whole batch; its variance lacks the spread
+    between devices.
+    """
     found = proofs("towers")[0]["batch normalization"]
     assert found["mean"] <= 1e-12
     assert found["variance"] <= 1e-3
 
 
 def test_fit_traces_its_step_once(proofs: Any) -> None:
-    """Variables of optimizer and metrics are made before it: TensorFlow traces a step twice that makes some."""
+    """Variables of optimizer and metrics are made before it: TensorFlow traces a step twice that
+    makes some.
+    """
     assert proofs("towers")[0]["batch normalization"]["traces"] == 1
 
 
@@ -177,7 +222,9 @@ def test_every_device_does_its_own_heavy_work(proofs: Any) -> None:
 
 
 def test_loss_scaling_stays_whole(proofs: Any) -> None:
-    """Half precision stays near one device; an overflow on one device alone skips the step on all."""
+    """Half precision stays near one device; an overflow on one device alone skips the step on
+    all.
+    """
     found = proofs("towers")[0]["half"]
     assert found["near"] < 0.02
     assert found["kept"] == 0
@@ -185,7 +232,9 @@ def test_loss_scaling_stays_whole(proofs: Any) -> None:
 
 
 def test_a_training_reports_itself(proofs: Any) -> None:
-    """Each device that computes with its share, while it trains; nothing is left when it has ended."""
+    """Each device that computes with its share, while it trains; nothing is left when it has
+    ended.
+    """
     found = proofs("towers")[0]["reported"]
     assert found["devices"] == [["cpu-0-of-3", 20], ["cpu-2-of-3", 4]]
     assert found["framework"] == "tensorflow"
@@ -194,16 +243,22 @@ def test_a_training_reports_itself(proofs: Any) -> None:
 
 
 def test_limits_and_processes_that_a_training_does_not_have_are_said_once(proofs: Any) -> None:
-    """Each limited device that computes with its limit, and what follows; also an engine that was asked for."""
+    """Each limited device that computes with its limit, and what follows; also an engine that was
+    asked for.
+    """
     said, apart, asked = proofs("towers")[0]["limits"]
-    assert asked == "The plan was measured with engine='multiworker', this is 'towers': expect other samples/s."
+    assert asked == (
+        "The plan was measured with engine='multiworker', this is 'towers': expect other samples/s."
+    )
     assert "measured with a process for each device; this is one process" in apart
     assert "limits that this training doesn't have" in said
     assert said.count("60%") == 2
 
 
 def test_batches_that_are_not_the_plans_are_noted_once(proofs: Any) -> None:
-    """For each model, whether arrays or a dataset's own batches; the plan's own aren't noted, unless data are fewer."""
+    """For each model, whether arrays or a dataset's own batches; the plan's own aren't noted,
+    unless data are fewer.
+    """
     small, first, arrays, dataset, second = proofs("towers")[0]["noted"]
     assert first == second == "turn"
     assert "The data have 20 rows, fewer than the plan's global batch of 24" in small
@@ -238,7 +293,9 @@ def test_devices_draw_their_own_numbers_in_passes(proofs: Any) -> None:
 
 
 def test_what_passes_cannot_put_together_is_refused(proofs: Any) -> None:
-    """Losses that aren't means over rows, steps outside a graph, and a strategy that takes whole shares."""
+    """Losses that aren't means over rows, steps outside a graph, and a strategy that takes whole
+    shares.
+    """
     found = proofs("towers")[0]["refused in passes"]
     assert len(found) == 4
     for words in found.values():
@@ -247,7 +304,9 @@ def test_what_passes_cannot_put_together_is_refused(proofs: Any) -> None:
 
 
 def test_statistics_over_a_pass_are_said(proofs: Any) -> None:
-    """Beside what is said of every split; one device in passes is one, as Keras' own step takes the whole share."""
+    """Beside what is said of every split; one device in passes is one, as Keras' own step takes the
+    whole share.
+    """
     assert proofs("towers")[0]["engine of one in passes"] == "towers"
     said = proofs("towers")[0]["said of passes"]
     assert "Batch normalization sees one pass of 7 rows, not the whole share." in said
@@ -272,7 +331,9 @@ WARNED = {"towers": {"normalization"}, "group of 2": {"normalization", "embeddin
 
 @pytest.mark.parametrize("engine", WARNED)
 def test_what_an_engine_does_otherwise_is_warned_of(proofs: Any, engine: str) -> None:
-    """In one sentence before the first step; XLA is switched off silently, as no split can use it."""
+    """In one sentence before the first step; XLA is switched off silently, as no split can use
+    it.
+    """
     for process in proofs(engine):
         found = process["warned"]
         assert not found.pop("xla")
@@ -313,22 +374,31 @@ def test_a_plan_by_hand_was_measured_in_no_precision(proofs: Any) -> None:
 def found(proofs: Any) -> dict[str, Any]:
     """What each process did with models as users write them."""
     processes = [*proofs("towers"), *proofs("group of 2")]
-    return dict(zip(("towers", "chief", "worker"), (each["users"] for each in processes), strict=True))
+    return dict(
+        zip(("towers", "chief", "worker"), (each["users"] for each in processes), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("process", "case"),
     [
-        *[("towers", case) for case in ("own loss, test and predict", "watched", "without training, frozen")],
+        *[
+            ("towers", case)
+            for case in ("own loss, test and predict", "watched", "without training, frozen")
+        ],
         *[("towers", case) for case in ("single samples, rebatched, instance", "eager")],
         *[(process, "added, sparse") for process in ("towers", "chief")],
         *[("chief", case) for case in (EVERY_WAY, "own predict")],
     ],
 )
-def test_a_split_does_with_a_users_model_what_one_device_does(found: Any, process: str, case: str) -> None:
-    """A model instead of a function, with steps, losses and metrics of its own, inside layers too; sparse rows.
+def test_a_split_does_with_a_users_model_what_one_device_does(
+    found: Any, process: str, case: str
+) -> None:
+    """A model instead of a function, with steps, losses and metrics of its own, inside layers too;
+    sparse rows.
 
-    Pipelines of single samples or of batches of another size; validation by a PyDataset; single batches.
+    Pipelines of single samples or of batches of another size; validation by a PyDataset; single
+    batches.
     """
     assert found[process][case]["weights"] <= 1e-12
     assert found[process][case]["logs"] <= 1e-12
@@ -336,13 +406,17 @@ def test_a_split_does_with_a_users_model_what_one_device_does(found: Any, proces
 
 @pytest.mark.parametrize("case", ["own predict", "added, sparse", EVERY_WAY])
 def test_a_worker_has_what_its_chief_has(found: Any, case: str) -> None:
-    """TF_CONFIG with a chief and a worker; the same weights and figures, a single row in a batch included."""
+    """TF_CONFIG with a chief and a worker; the same weights and figures, a single row in a batch
+    included.
+    """
     assert [found[kind]["rank"] for kind in ("chief", "worker")] == [0, 1]
     assert found["chief"][case]["learned"] == found["worker"][case]["learned"]
 
 
 def test_a_dataset_becomes_global_batches(found: Any) -> None:
-    """Of single samples, vectors as long as their labels too, or of batches of another size, static or not."""
+    """Of single samples, vectors as long as their labels too, or of batches of another size, static
+    or not.
+    """
     assert found["towers"]["batch sizes"] == [[24, 24, 1]] * 3
     assert found["towers"]["rows"] == [20, 20]
 
@@ -367,7 +441,9 @@ def test_fit_as_documented_warns_of_nothing(found: Any) -> None:
 
 @pytest.mark.parametrize("way", ["clone_model", "clone_model functional", "deepcopy", "pickle"])
 def test_a_copy_that_is_not_split_is_warned_of(found: Any, way: str) -> None:
-    """Once, with the remedy; saving, after which everybody expects a plain model, warns of nothing."""
+    """Once, with the remedy; saving, after which everybody expects a plain model, warns of
+    nothing.
+    """
     (said,) = found["towers"]["copies"][way]
     assert "trains on one device: pass the copy to split.model()" in said
     assert found["towers"]["copies"]["save"] == []
@@ -379,7 +455,9 @@ def test_each_prediction_draws_fresh_numbers(found: Any) -> None:
 
 
 def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
-    """Not the split's own, where fit is given another; and the CPU isn't taken for a GPU of that number."""
+    """Not the split's own, where fit is given another; and the CPU isn't taken for a GPU of that
+    number.
+    """
     assert found["towers"]["reported"]["samples"] == [16, 16, 16, 1] * 2
     assert found["towers"]["reported"]["devices"] == ["cpu:0", "cpu:1"]
 
@@ -396,7 +474,9 @@ def test_each_process_of_a_group_reports_its_own_rows(found: Any) -> None:
 
 
 def test_a_report_leaves_out_the_first_step_of_each_batch_size(found: Any) -> None:
-    """Also that of the short last batch, which is counted by its own size, and where nobody says its size."""
+    """Also that of the short last batch, which is counted by its own size, and where nobody says
+    its size.
+    """
     reported = found["towers"]["reported"]
     assert reported["timed arrays"] == [False, True, True, False, True, True, True, True]
     assert reported["timed dataset"] == [False, True, False, True, True, True]
@@ -429,6 +509,8 @@ def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None
         ("worker", "single", "a single number"),
     ],
 )
-def test_what_a_split_would_do_otherwise_is_refused(found: Any, engine: str, case: str, says: str) -> None:
+def test_what_a_split_would_do_otherwise_is_refused(
+    found: Any, engine: str, case: str, says: str
+) -> None:
     """In a sentence; a layer inside a layer of the user's own is seen too."""
     assert says in found[engine]["refusals"][case]

@@ -21,7 +21,20 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 def test_the_recurrent_experiment_gives_its_table(keras_ranks: Callable[..., list[Any]]) -> None:
     """In float64 one device and two have the same accuracies, of which three digits are printed."""
-    words = ["--units", "4", "--layers", "1", "--dense", "8", "--epochs", "2", "--sizes", "512", "--seeds", "1"]
+    words = [
+        "--units",
+        "4",
+        "--layers",
+        "1",
+        "--dense",
+        "8",
+        "--epochs",
+        "2",
+        "--sizes",
+        "512",
+        "--seeds",
+        "1",
+    ]
     script = str(EXAMPLES / "keras_gru_digits.py")
     (printed,) = keras_ranks("tests.support.script_ranks.run_keras_in_float64", script, *words)
     *_, row, _, verdict = printed.splitlines()
@@ -32,8 +45,12 @@ def test_the_recurrent_experiment_gives_its_table(keras_ranks: Callable[..., lis
     assert verdict.startswith("Batch 512, two devices against 1 seeds of one: accuracy")
 
 
-def test_training_by_a_plan_reaches_its_steps(keras_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """As evener launch starts it, a process for each slice, in passes: as many steps as the plan's figure gives."""
+def test_training_by_a_plan_reaches_its_steps(
+    keras_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """As evener launch starts it, a process for each slice, in passes: as many steps as the plan's
+    figure gives.
+    """
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
     layout = make_layout("split", shares, (20, 12), micros=(7, 12), engine="multiworker")
     promise = Throughput(960.0, 960.0, 960.0)

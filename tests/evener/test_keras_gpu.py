@@ -21,7 +21,9 @@ SECONDS = 550
 
 
 def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
-    """Within what GPUs' own order of sums leaves of float64; each does its own heavy work; GPU 1 can train alone."""
+    """Within what GPUs' own order of sums leaves of float64; each does its own heavy work; GPU 1
+    can train alone.
+    """
     (found,) = read_all([start(SCRIPT, "towers on gpus", str(tmp_path))], SECONDS)
     for case in ("adam L2", "momentum one row"):
         assert found[case]["weights"] <= 1e-7
@@ -33,9 +35,13 @@ def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
 
 
 def test_two_processes_with_a_gpu_each_learn_what_one_learns(tmp_path: Path) -> None:
-    """Gradients, metrics and first weights summed by NCCL, in uneven shares, with a short last batch."""
+    """Gradients, metrics and first weights summed by NCCL, in uneven shares, with a short last
+    batch.
+    """
     gpus = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
-    processes = start_group(SCRIPT, "multiworker", str(tmp_path), roles=["worker"] * 2, variables=gpus)
+    processes = start_group(
+        SCRIPT, "multiworker", str(tmp_path), roles=["worker"] * 2, variables=gpus
+    )
     first, second = read_all(processes, SECONDS)
     compared = [case for case, seen in first.items() if isinstance(seen, dict) and "logs" in seen]
     assert len(compared) >= 3

@@ -1,4 +1,6 @@
-"""A group of two processes does with a user's callbacks, metrics and data what one process does, in float64."""
+"""A group of two processes does with a user's callbacks, metrics and data what one process does, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,26 @@ from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers
 
 skip_without("tensorflow")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all processes, on a machine that may be busy
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1000),
+]  # one wait for all processes, on a machine that may be busy
 
 CASES = [
     "metrics of batches, maxima, x and a layer",
     "losses of single outputs, confusion matrices, weights of small kinds",
-    "evaluate alone, stops, figures of batches, asked again, steps_per_epoch, pandas, checkpoints, no number",
+    (
+        "evaluate alone, stops, figures of batches, asked again, steps_per_epoch, pandas, "
+        "checkpoints, no number"
+    ),
     *("large outputs", "evaluate alone, without weights", "ragged rows"),
 ]
 
 
 @pytest.fixture(scope="module")
-def proofs(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def proofs(
+    keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
     """What each of two processes found."""
     folder = str(tmp_path_factory.mktemp("group"))
     prove = "tests.support.keras_group_programs.prove"
@@ -32,7 +42,9 @@ def proofs(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempP
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_does_what_one_process_does(proofs: Any, case: str) -> None:
-    """Weights and all that a program reads, within 1e-12; the second process has the same to the last bit."""
+    """Weights and all that a program reads, within 1e-12; the second process has the same to the
+    last bit.
+    """
     first, second = (found[case] for found in proofs("group"))
     assert first["weights"] <= 1e-12
     assert first["logs"] <= 1e-12
@@ -40,12 +52,16 @@ def test_a_group_does_what_one_process_does(proofs: Any, case: str) -> None:
 
 
 def test_no_code_that_tensorflow_writes_is_left(proofs: Any) -> None:
-    """AutoGraph's files of evener's own functions, which a process that is killed would leave in /tmp."""
+    """AutoGraph's files of evener's own functions, which a process that is killed would leave in
+    /tmp.
+    """
     assert [found["left"] for found in proofs("group")] == [[], []]
 
 
 def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
-    """All of them: by arrays before the first step, by datasets after the first batch or epoch whose labels differ."""
+    """All of them: by arrays before the first step, by datasets after the first batch or epoch
+    whose labels differ.
+    """
     for found in proofs("group"):
         refused = found["refused"]
         assert refused.pop("nothing") == ""
@@ -55,7 +71,9 @@ def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
 
 def test_another_engine_than_the_measured_one_is_said_and_not_compared_with(proofs: Any) -> None:
     """By the first process; the monitor gets the plan's samples/s only where it was measured so."""
-    said = "The plan was measured with engine='towers', this is 'multiworker': expect other samples/s."
+    said = (
+        "The plan was measured with engine='towers', this is 'multiworker': expect other samples/s."
+    )
     first, second = (found["measured"] for found in proofs("group"))
     assert first == [[[said], 0], [[], 100]]
     assert second == [[[], 0], [[], 100]]
@@ -71,7 +89,9 @@ def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
 
 
 def test_the_noise_scale_is_that_of_the_rows_own_gradients(proofs: Any) -> None:
-    """In each step; equal in all processes. Weights are bit for bit those of a training without it."""
+    """In each step; equal in all processes. Weights are bit for bit those of a training without
+    it.
+    """
     first, second = (found["noise"] for found in proofs("group"))
     assert first == second
     assert first["steps"] > 40
@@ -82,11 +102,16 @@ def test_the_noise_scale_is_that_of_the_rows_own_gradients(proofs: Any) -> None:
 def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_it_was_not(
     keras_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """The note of the second epoch was written, its weights weren't: three epochs are left, and files are whole."""
+    """The note of the second epoch was written, its weights weren't: three epochs are left, and
+    files are whole.
+    """
     program = "tests.support.keras_group_programs.killed", str(tmp_path)
     with pytest.raises(AssertionError):
         keras_ranks(*program, 11, roles=("worker", "worker"))
-    assert {path.name for path in tmp_path.rglob("*.*")} >= {"latest.weights.h5", "training_metadata.json"}
+    assert {path.name for path in tmp_path.rglob("*.*")} >= {
+        "latest.weights.h5",
+        "training_metadata.json",
+    }
     first, second = keras_ranks(*program, 0, roles=("worker", "worker"))
     assert first["apart"] <= 1e-12
     assert first["learned"] == second["learned"]

@@ -1,4 +1,6 @@
-"""Passes of a Keras group that run out of memory are computed again; float64, with errors raised in the graph."""
+"""Passes of a Keras group that run out of memory are computed again; float64, with errors raised in
+the graph.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
-def found(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[Any]]:
+def found(
+    keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], list[Any]]:
     """What each of two processes found."""
     folder = str(tmp_path_factory.mktemp("oom"))
     prove = "tests.support.keras_oom_programs.prove"
@@ -24,7 +28,9 @@ def found(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPa
 
 
 def test_nothing_is_lost_or_taken_twice(found: Any) -> None:
-    """Beside one device: forward and backward, the first, the last and later passes, both processes, short batches."""
+    """Beside one device: forward and backward, the first, the last and later passes, both
+    processes, short batches.
+    """
     first, second = (each["two heads"] for each in found())
     assert first["weights"] <= 1e-12
     assert first["logs"] <= 1e-12
@@ -34,8 +40,12 @@ def test_nothing_is_lost_or_taken_twice(found: Any) -> None:
     assert second["rows"][0] == [3, 1, 1, 1, 1, 1, 1]
 
 
-def test_what_depends_on_draws_and_states_is_as_with_the_same_passes_from_the_start(found: Any) -> None:
-    """Dropout, BatchNormalization, a loss that counts; a scale of losses that moves; weights of rows; XLA asked for."""
+def test_what_depends_on_draws_and_states_is_as_with_the_same_passes_from_the_start(
+    found: Any,
+) -> None:
+    """Dropout, BatchNormalization, a loss that counts; a scale of losses that moves; weights of
+    rows; XLA asked for.
+    """
     first, second = (each["everything"] for each in found())
     for own in (first, second):
         assert own["left"] == 0
@@ -45,7 +55,9 @@ def test_what_depends_on_draws_and_states_is_as_with_the_same_passes_from_the_st
 
 
 def test_a_retreat_is_said_and_kept_in_the_journal(found: Any) -> None:
-    """By its own process, in the one line that PyTorch's has; the first one's journal has those of both."""
+    """By its own process, in the one line that PyTorch's has; the first one's journal has those of
+    both.
+    """
     first, second = (each["everything"] for each in found())
     (one,), (other,) = first["said"], second["said"]
     assert "(cpu-0-of-2) ran out of memory at step 1: passes of 6 -> 3 rows" in one
@@ -54,17 +66,23 @@ def test_a_retreat_is_said_and_kept_in_the_journal(found: Any) -> None:
 
 
 def test_smaller_passes_are_kept_and_larger_ones_tried_again(found: Any) -> None:
-    """After two clean steps here; a row that never fits ends the training without a step, naming rank and rows."""
+    """After two clean steps here; a row that never fits ends the training without a step, naming
+    rank and rows.
+    """
     grown, second = (each["grown"] for each in found())
     assert grown["rows"] == [[6, *[3] * 4], [3] * 4, [3] * 4, [6, *[3] * 4], [2, 3], [3] * 4]
     assert second["rows"][0] == [3, 3]
     for rank, own in enumerate((grown, second)):
-        assert f"Rank {rank} ran out of memory 20 times in a row with a pass of 1 rows" in own["never"]
+        assert (
+            f"Rank {rank} ran out of memory 20 times in a row with a pass of 1 rows" in own["never"]
+        )
         assert own["steps"] == 0
 
 
 def test_what_cannot_be_computed_again_ends_in_a_sentence(found: Any) -> None:
-    """An optimizer that has no room, whose weights may have changed; a share that takes no passes."""
+    """An optimizer that has no room, whose weights may have changed; a share that takes no
+    passes.
+    """
     for rank, each in enumerate(found()):
         assert f"Rank {rank} ran out of memory when it updated the weights" in each["update"]
         assert f"Rank {rank} ran out of memory with {(12, 6)[rank]} rows at once" in each["at once"]

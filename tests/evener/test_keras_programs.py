@@ -1,6 +1,8 @@
-"""Programs of Keras' users are learned as by one device, or refused in a sentence before the first step.
+"""Programs of Keras' users are learned as by one device, or refused in a sentence before the first
+step.
 
-A sample of what `python -m benchmarks.keras_programs` tries, in float64, with a last batch of one row.
+A sample of what `python -m benchmarks.keras_programs` tries, in float64, with a last batch of one
+row.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ REFUSED = {
     "outputs: similarities": SHAPE,
     "nothing has a gradient": "No gradients",
 }
-REFUSED_IN_GROUPS = {"own class weights, one class a batch": NO_MEAN, "state: codebook": "assigns sequential"}
+REFUSED_IN_GROUPS = {
+    "own class weights, one class a batch": NO_MEAN,
+    "state: codebook": "assigns sequential",
+}
 SAMPLES = {
     "towers": {"rmse": EXACT, "pooler, AdamW": EXACT, **REFUSED},
     "passes": {"sum": EXACT, "rmse": NO_MEAN, "state: steps": EXACT, **REFUSED},
@@ -42,7 +47,11 @@ SAMPLES = {
         **REFUSED_IN_GROUPS,
     },
 }
-CASES = [(engine, name, expected) for engine, sample in SAMPLES.items() for name, expected in sample.items()]
+CASES = [
+    (engine, name, expected)
+    for engine, sample in SAMPLES.items()
+    for name, expected in sample.items()
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +60,25 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
 
     def ask(name: str) -> list[Any]:
         in_group = name == "group"
-        chosen = {engine: list(sample) for engine, sample in SAMPLES.items() if ("multiworker" in engine) == in_group}
+        chosen = {
+            engine: list(sample)
+            for engine, sample in SAMPLES.items()
+            if ("multiworker" in engine) == in_group
+        }
         if in_group:
             given = chosen, "one row", ["ignore_class"]
-            return keras_ranks("tests.support.keras_programs.run_all", *given, roles=("worker",) * 2)
+            return keras_ranks(
+                "tests.support.keras_programs.run_all", *given, roles=("worker",) * 2
+            )
         return keras_ranks("tests.support.keras_programs.run_towers", chosen, "one row")
 
     return Answers(ask)
 
 
 @pytest.mark.parametrize(("engine", "program", "expected"), CASES)
-def test_a_users_program_is_exact_or_refused(answers: Answers, engine: str, program: str, expected: str) -> None:
+def test_a_users_program_is_exact_or_refused(
+    answers: Answers, engine: str, program: str, expected: str
+) -> None:
     """Weights and figures within 1e-9 of plain Keras, or what is said before the first step.
 
     Every process refuses by itself; one that was slower may say that another has ended.
@@ -90,12 +107,16 @@ def test_the_check_leaves_no_trace(beside: dict[str, Any]) -> None:
 
 
 def test_the_check_needs_no_seed(beside: dict[str, Any]) -> None:
-    """A training whose script sets none is checked too: of a root of a mean, no parts make the whole."""
+    """A training whose script sets none is checked too: of a root of a mean, no parts make the
+    whole.
+    """
     assert beside["unseeded"] == ""
 
 
 def test_common_layers_are_no_surprise(beside: dict[str, Any]) -> None:
-    """Random layers and normalization, in float32 and with labels of one class: a mean over rows, and nothing else."""
+    """Random layers and normalization, in float32 and with labels of one class: a mean over rows,
+    and nothing else.
+    """
     found = beside["common"]
     assert found["loss"] == "rows"
     assert found["fault"] == ""

@@ -1,4 +1,5 @@
-"""Trainings by Lightning and loops with accelerate under a plan end with the weights of one process.
+"""Trainings by Lightning and loops with accelerate under a plan end with the weights of one
+process.
 
 The rows of the tables in docs/training_lightning.md.
 """
@@ -36,14 +37,22 @@ WITH_ACCELERATE = (
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
-Pairs = dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]  # (of one process, of a rank) for each program
+Pairs = dict[
+    str, list[tuple[dict[str, Any], dict[str, Any]]]
+]  # (of one process, of a rank) for each program
 
 
 def pair_all(trainer_ranks: Run, module: str, *names: str) -> tuple[Pairs, list[dict[str, Any]]]:
     """What every program ended with, and what each rank says beside."""
     (expected,) = trainer_ranks(f"{module}.reference_all")
-    ranks = [rank for given in GIVEN for rank in trainer_ranks(f"{module}.train_all", *given, world=len(given[0]))]
-    return {name: [(expected[name], rank.pop(name)) for rank in ranks if name in rank] for name in names}, ranks
+    ranks = [
+        rank
+        for given in GIVEN
+        for rank in trainer_ranks(f"{module}.train_all", *given, world=len(given[0]))
+    ]
+    return {
+        name: [(expected[name], rank.pop(name)) for rank in ranks if name in rank] for name in names
+    }, ranks
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +83,16 @@ def test_lightning_learns_what_one_process_learns(in_lightning: Any, name: str) 
             assert rank["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
 
 
-def test_a_signal_within_a_step_ends_all_ranks_after_it_and_only_then_lightning_asks(in_lightning: Any) -> None:
+def test_a_signal_within_a_step_ends_all_ranks_after_it_and_only_then_lightning_asks(
+    in_lightning: Any,
+) -> None:
     for rank in in_lightning[1][:2]:
         assert rank["stopped"] == (3, 1, True)
 
 
-def test_lightning_on_two_gpus_learns_what_one_process_learns(trainer_ranks: Run, gpu_ranks: Run) -> None:
+def test_lightning_on_two_gpus_learns_what_one_process_learns(
+    trainer_ranks: Run, gpu_ranks: Run
+) -> None:
     (expected,) = trainer_ranks(f"{LIGHTNING}.reference_all")
     for rank in gpu_ranks(f"{LIGHTNING}.train_all", (6, 2), (2, 2)):
         for name in set(IN_LIGHTNING) - {"manual"}:
@@ -114,12 +127,17 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "training_step(dataloader_iter) takes batches itself" in found["batches of its own"]
     assert "sees one pass of 4 rows" in found["normalized"]
     assert "not supported with distributed strategies" in found["finder"]
-    assert found["accumulated"] == [(2, 2), (2, 2)]  # global batches, and steps: a second training is over at once
+    assert found["accumulated"] == [
+        (2, 2),
+        (2, 2),
+    ]  # global batches, and steps: a second training is over at once
 
 
 def test_a_trainers_loader_goes_on_in_mid_epoch() -> None:
     def make(shares: tuple[int, int] = (6, 2)) -> StepLoader:
-        return StepLoader(range(21), StepSampler(UnevenBatchSampler(21, shares, 0, seed=4)), collate_fn=list)
+        return StepLoader(
+            range(21), StepSampler(UnevenBatchSampler(21, shares, 0, seed=4)), collate_fn=list
+        )
 
     first = make()
     first.set_epoch(1)

@@ -1,4 +1,6 @@
-"""Trainings by Lightning in which passes run out of memory end as those whose memory suffices, or in a sentence."""
+"""Trainings by Lightning in which passes run out of memory end as those whose memory suffices, or
+in a sentence.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,19 @@ import torch
 
 from tests.support import torch_oom_programs as bombed
 
-PROGRAMS = (
-    "tests.support.lightning_oom_programs"  # which imports Lightning: the ranks' server does, no worker of pytest
+# which imports Lightning: the ranks' server does, no worker of pytest
+PROGRAMS = "tests.support.lightning_oom_programs"
+NAMES = (
+    "figures",
+    "columns",
+    "tokens",
+    "validated",
+    "compiled",
+    "skipped",
+    "resumed",
+    "bf16",
+    "fp16",
 )
-NAMES = ("figures", "columns", "tokens", "validated", "compiled", "skipped", "resumed", "bf16", "fp16")
 WITHIN = {"bf16": 0.05, "fp16": 0.05}  # all others are in float64
 SAME_PASSES = ("normalized", "dropout in passes, accumulated")
 GIVEN = (((8,), (8,)), ((6, 2), (6, 2)), ((6, 2), (3, 1)))  # shares, and rows of a pass
@@ -42,7 +53,9 @@ def trained(trainer_ranks: Run) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_what_a_training_learns_whose_memory_suffices(expected: Any, trained: Any, name: str) -> None:
+def test_it_learns_what_a_training_learns_whose_memory_suffices(
+    expected: Any, trained: Any, name: str
+) -> None:
     wanted, within = expected[name], WITHIN.get(name, 1e-12)
     ranks = [rank[name] for plan in trained for rank in plan if name in rank]
     assert sum(rank["burst"] for rank in ranks) >= 5
@@ -51,14 +64,23 @@ def test_it_learns_what_a_training_learns_whose_memory_suffices(expected: Any, t
             torch.testing.assert_close(mine, its, rtol=0, atol=within)
         assert rank["steps"] == wanted["steps"]
         assert rank["unpaired"] == [], "the callbacks of a batch run once"
-        if name not in ("columns", "resumed"):  # logged on each rank alone; Lightning itself logs another mean
+        if name not in (
+            "columns",
+            "resumed",
+        ):  # logged on each rank alone; Lightning itself logs another mean
             for kind in ("metrics", "shown"):
                 own = {figure: value for figure, value in rank[kind].items() if figure != "metric"}
-                assert own == pytest.approx({figure: wanted[kind][figure] for figure in own}, abs=within)
-                assert rank[kind].get("metric", 0) == pytest.approx(wanted[kind].get("metric", 0), abs=1e-6)
+                assert own == pytest.approx(
+                    {figure: wanted[kind][figure] for figure in own}, abs=within
+                )
+                assert rank[kind].get("metric", 0) == pytest.approx(
+                    wanted[kind].get("metric", 0), abs=1e-6
+                )
 
 
-def test_a_figure_that_one_device_logs_of_a_step_is_of_all_its_rows(expected: Any, trained: Any) -> None:
+def test_a_figure_that_one_device_logs_of_a_step_is_of_all_its_rows(
+    expected: Any, trained: Any
+) -> None:
     ((rank,), *_) = trained
     assert rank["columns"]["shown"] == pytest.approx(expected["columns"]["shown"], abs=1e-12)
 
@@ -91,7 +113,9 @@ def test_rows_that_depend_on_draws_are_learned_as_by_one_process_that_takes_the_
         ("gathered", "the loop meets other ranks in a pass"),
     ],
 )
-def test_what_cannot_be_computed_again_ends_in_a_sentence(trainer_ranks: Run, name: str, words: str) -> None:
+def test_what_cannot_be_computed_again_ends_in_a_sentence(
+    trainer_ranks: Run, name: str, words: str
+) -> None:
     waited, said = trainer_ranks(f"{PROGRAMS}.end", name, [4, 4], world=2)
     assert said.startswith("DeviceError")
     assert words in said
@@ -100,7 +124,9 @@ def test_what_cannot_be_computed_again_ends_in_a_sentence(trainer_ranks: Run, na
     )
 
 
-def test_what_a_failed_pass_computed_is_released_before_smaller_ones_begin(trainer_ranks: Run) -> None:
+def test_what_a_failed_pass_computed_is_released_before_smaller_ones_begin(
+    trainer_ranks: Run,
+) -> None:
     (seen,) = trainer_ranks(f"{PROGRAMS}.look_at_memory")
     assert len(seen) >= 10
     assert all(seen)

@@ -1,4 +1,5 @@
-"""Lightning's options, losses and logged figures under a plan are those of one process, or refused in a sentence.
+"""Lightning's options, losses and logged figures under a plan are those of one process, or refused
+in a sentence.
 
 The rows of the tables in docs/training_lightning.md.
 """
@@ -17,7 +18,10 @@ if not all(map(find_spec, ("torch", "lightning"))):
 import torch
 
 PROGRAMS = "tests.support.lightning_options"
-GIVEN = (((6, 2), (6, 2)), ((6, 2), (3, 2)))  # shares, and rows of a pass: the first rank's share in two
+GIVEN = (
+    ((6, 2), (6, 2)),
+    ((6, 2), (3, 2)),
+)  # shares, and rows of a pass: the first rank's share in two
 EXACT = (
     "limited",
     "limited to a part",
@@ -39,9 +43,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(trainer_ranks: Callable[..., list[Any]]) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """What one process ended with, the ranks of a plan without passes, and those of one with passes."""
+    """What one process ended with, the ranks of a plan without passes, and those of one with
+    passes.
+    """
     (expected,) = trainer_ranks(f"{PROGRAMS}.reference_all")
-    whole, passes = (trainer_ranks(f"{PROGRAMS}.train_all", *given, world=len(given[0])) for given in GIVEN)
+    whole, passes = (
+        trainer_ranks(f"{PROGRAMS}.train_all", *given, world=len(given[0])) for given in GIVEN
+    )
     return expected, whole, passes
 
 
@@ -51,7 +59,9 @@ def assert_same(expected: dict[str, Any], rank: dict[str, Any], bound: float = 1
     assert rank["steps"] == expected["steps"]
     assert rank["ends"] == expected["ends"]  # of batches: a batch is a global batch
     for kind in ("metrics", "shown"):
-        assert rank[kind].get("metric", 0) == pytest.approx(expected[kind].get("metric", 0), abs=1e-6)  # in float32
+        assert rank[kind].get("metric", 0) == pytest.approx(
+            expected[kind].get("metric", 0), abs=1e-6
+        )  # in float32
         own = {name: value for name, value in rank[kind].items() if name != "metric"}
         assert own == pytest.approx({name: expected[kind][name] for name in own}, abs=bound)
 
@@ -69,14 +79,20 @@ def test_the_trial_of_the_loss_leaves_no_trace(found: Any) -> None:
     for rank in whole:
         assert rank["figures"]["seen"] == expected["figures"]["seen"]
     for rank in passes:
-        assert rank["figures"]["seen"] == [step for step in expected["figures"]["seen"] for _ in range(2)]
+        assert rank["figures"]["seen"] == [
+            step for step in expected["figures"]["seen"] for _ in range(2)
+        ]
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes(found: Any, name: str) -> None:
+def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes(
+    found: Any, name: str
+) -> None:
     expected, whole, passes = found
     for rank in whole:
-        assert_same(expected[name], rank[name], 1e-9 if name == "LBFGS" else 1e-12)  # which divides small differences
+        assert_same(
+            expected[name], rank[name], 1e-9 if name == "LBFGS" else 1e-12
+        )  # which divides small differences
     for rank in passes:
         assert AT_ONCE[name] in rank[name]
 
@@ -94,6 +110,8 @@ def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes
         ("unchecked", "learned"),
     ],
 )
-def test_what_would_learn_something_else_is_refused_on_every_rank(found: Any, name: str, words: str) -> None:
+def test_what_would_learn_something_else_is_refused_on_every_rank(
+    found: Any, name: str, words: str
+) -> None:
     for rank in (*found[1], *found[2]):
         assert words in rank[name]

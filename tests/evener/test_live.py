@@ -1,4 +1,6 @@
-"""A training's report comes to its reader, costs next to nothing, and nothing else in the folder does any harm."""
+"""A training's report comes to its reader, costs next to nothing, and nothing else in the folder
+does any harm.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from hypothesis import strategies as st
 
 from evener.errors import RequestError
 from evener.live import reporter as live
-from evener.live.files import LARGEST_FILE_BYTES, Details, clean, file_name, prepare_folder, replace_file, start_ticks
+from evener.live.files import (
+    LARGEST_FILE_BYTES,
+    Details,
+    clean,
+    file_name,
+    prepare_folder,
+    replace_file,
+    start_ticks,
+)
 from evener.live.reporter import DeviceTimes, Reporter, live_folders, read_trainings, report
 from evener.plan.file import Share
 
@@ -65,7 +75,9 @@ def reporter(folder: Path, clock: Clock) -> Iterator[Reporter]:
     made.close()
 
 
-def train(reporter: Reporter, clock: Clock, seconds: float, step_seconds: float = 0.25, **words: Any) -> None:
+def train(
+    reporter: Reporter, clock: Clock, seconds: float, step_seconds: float = 0.25, **words: Any
+) -> None:
     for _ in range(round(seconds / step_seconds)):
         clock.now += step_seconds
         reporter.report(32, **words)
@@ -87,7 +99,9 @@ def test_the_figure_is_that_of_the_last_seconds(reporter: Reporter, clock: Clock
     assert read_trainings()[0].samples_per_second == pytest.approx(32)
 
 
-def test_tokens_and_padding_are_those_of_the_last_seconds(reporter: Reporter, clock: Clock, folder: Path) -> None:
+def test_tokens_and_padding_are_those_of_the_last_seconds(
+    reporter: Reporter, clock: Clock, folder: Path
+) -> None:
     train(reporter, clock, 60)
     (training,) = read_trainings()
     assert (training.tokens_per_second, training.padding) == (0, 0)
@@ -101,21 +115,29 @@ def test_steps_longer_than_the_window_have_a_figure(reporter: Reporter, clock: C
     assert read_trainings()[0].samples_per_second == pytest.approx(1.6)
 
 
-def test_a_pause_is_forgotten_with_the_next_report_but_one(reporter: Reporter, clock: Clock) -> None:
+def test_a_pause_is_forgotten_with_the_next_report_but_one(
+    reporter: Reporter, clock: Clock
+) -> None:
     train(reporter, clock, 10)
     clock.now += 600
     train(reporter, clock, 1.5)
     assert read_trainings()[0].samples_per_second == pytest.approx(128)
 
 
-def test_the_first_step_only_starts_the_clock(reporter: Reporter, clock: Clock, folder: Path) -> None:
+def test_the_first_step_only_starts_the_clock(
+    reporter: Reporter, clock: Clock, folder: Path
+) -> None:
     """No figure is known before a second step, and an unknown figure is not 0."""
     reporter.report(32)
     assert not folder.exists()
 
 
-def test_a_step_that_is_not_timed_is_left_out_of_the_figure(reporter: Reporter, clock: Clock) -> None:
-    """A slow step that compiles between steps of 100 samples/s; it counts as a step all the same."""
+def test_a_step_that_is_not_timed_is_left_out_of_the_figure(
+    reporter: Reporter, clock: Clock
+) -> None:
+    """A slow step that compiles between steps of 100 samples/s; it counts as a step all the
+    same.
+    """
     for seconds, timed in [(0.0, False), (1.0, True), (3.0, False), (1.0, True)]:
         clock.now += seconds
         reporter.report(100, timed=timed)
@@ -177,7 +199,13 @@ def test_a_record_of_an_earlier_version_is_due_when_it_was_written(
 ) -> None:
     train(reporter, clock, 2)
     (file,) = folder.iterdir()
-    old = {"framework": "torch", "workload": "w", "samples_per_second": 5.0, "step": 3, "updated_at": 100.0}
+    old = {
+        "framework": "torch",
+        "workload": "w",
+        "samples_per_second": 5.0,
+        "step": 3,
+        "updated_at": 100.0,
+    }
     file.write_text(json.dumps(old | {"devices": []}))
     (training,) = read_trainings()
     assert (training.due_at, training.doing, training.late_seconds(142.0)) == (0.0, "", 42.0)
@@ -190,7 +218,9 @@ def wait_for(found: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_where_no_step_ends_a_process_says_what_it_is_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_step_ends_a_process_says_what_it_is_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a thread, which leaves the record as it is otherwise, and ends with the reporter."""
     monkeypatch.setattr(live, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(live, "LATE_SECONDS", 0.1)
@@ -222,7 +252,9 @@ def describe(times: tuple[DeviceTimes, ...]) -> tuple[Details, tuple[DeviceTimes
 
 
 def test_a_rank_that_tells_its_own_work_has_the_plan_s_curve(folder: Path, clock: Clock) -> None:
-    """The monitor's advice needs it; where own work isn't reported, or the curve is endless, the file goes without."""
+    """The monitor's advice needs it; where own work isn't reported, or the curve is endless, the
+    file goes without.
+    """
     knots = ((0.0, 0.01), (64.0, 0.1))
     share = Share("GPU-a", 0, "a", 48, 1.0, micro=48, curve=knots, most=96)
     endless = msgspec.structs.replace(share, curve=tuple((float(rows), 0.1) for rows in range(65)))
@@ -238,22 +270,35 @@ def test_a_rank_that_tells_its_own_work_has_the_plan_s_curve(folder: Path, clock
 def test_the_rate_is_shared_by_batches(reporter: Reporter, clock: Clock) -> None:
     train(reporter, clock, 5, devices=("GPU-a", "GPU-b", 7), batches=(24, 8, 0))
     first, second = read_trainings()[0].devices
-    assert (first.id, first.index, first.batch, first.samples_per_second) == ("GPU-a", -1, 24, pytest.approx(96))
+    assert (first.id, first.index, first.batch, first.samples_per_second) == (
+        "GPU-a",
+        -1,
+        24,
+        pytest.approx(96),
+    )
     assert (second.id, second.batch, second.samples_per_second) == ("GPU-b", 8, pytest.approx(32))
 
 
 def test_devices_without_batches_share_evenly(reporter: Reporter, clock: Clock) -> None:
     train(reporter, clock, 5, devices=[0, np.int64(1)])
-    assert [(d.id, d.index, d.batch, d.samples_per_second) for d in read_trainings()[0].devices] == [
+    assert [
+        (d.id, d.index, d.batch, d.samples_per_second) for d in read_trainings()[0].devices
+    ] == [
         ("", 0, 0, pytest.approx(64)),
         ("1", -1, 0, pytest.approx(64)),
     ]
 
 
 def test_a_plans_shares_carry_their_batches(reporter: Reporter, clock: Clock) -> None:
-    shares = (Share("GPU-a", 0, "a", 48, 0.75), Share("GPU-b", 1, "b", 16, 0.25), Share("GPU-c", 2, "c", 0, 0.0))
+    shares = (
+        Share("GPU-a", 0, "a", 48, 0.75),
+        Share("GPU-b", 1, "b", 16, 0.25),
+        Share("GPU-c", 2, "c", 0, 0.0),
+    )
     train(reporter, clock, 5, devices=shares)
-    assert [(d.id, d.index, d.batch, d.samples_per_second) for d in read_trainings()[0].devices] == [
+    assert [
+        (d.id, d.index, d.batch, d.samples_per_second) for d in read_trainings()[0].devices
+    ] == [
         ("GPU-a", 0, 48, pytest.approx(96)),
         ("GPU-b", 1, 16, pytest.approx(32)),
     ]
@@ -273,7 +318,9 @@ def test_whole_numbers_of_other_libraries_count(reporter: Reporter, clock: Clock
     assert read_trainings()[0].samples_per_second == pytest.approx(32)
 
 
-def test_the_folder_and_the_file_are_this_users_alone(reporter: Reporter, clock: Clock, folder: Path) -> None:
+def test_the_folder_and_the_file_are_this_users_alone(
+    reporter: Reporter, clock: Clock, folder: Path
+) -> None:
     before = os.umask(0)
     try:
         train(reporter, clock, 3)
@@ -285,7 +332,14 @@ def test_the_folder_and_the_file_are_this_users_alone(reporter: Reporter, clock:
 
 
 def test_control_characters_of_names_are_replaced(reporter: Reporter, clock: Clock) -> None:
-    train(reporter, clock, 3, workload="tr\x1b[2Jain\udcff.py" + "x" * 500, framework="t\n", devices=["a\0"])
+    train(
+        reporter,
+        clock,
+        3,
+        workload="tr\x1b[2Jain\udcff.py" + "x" * 500,
+        framework="t\n",
+        devices=["a\0"],
+    )
     (training,) = read_trainings()
     assert training.workload.startswith("tr?[2Jain?.py")
     assert len(training.workload) == 200
@@ -303,7 +357,9 @@ def test_closing_removes_the_file_and_a_later_report_begins_anew(
     assert len(read_trainings()) == 1
 
 
-def test_a_folder_that_goes_away_is_made_again(reporter: Reporter, clock: Clock, folder: Path) -> None:
+def test_a_folder_that_goes_away_is_made_again(
+    reporter: Reporter, clock: Clock, folder: Path
+) -> None:
     train(reporter, clock, 3)
     for path in folder.iterdir():
         path.unlink()
@@ -424,7 +480,9 @@ def test_an_oversized_file_is_passed_over(folder: Path) -> None:
 
 
 def test_what_is_no_file_is_passed_over(folder: Path) -> None:
-    """A pipe, a folder, a socket, a link and an endless device under the names of reports don't hold the reader."""
+    """A pipe, a folder, a socket, a link and an endless device under the names of reports don't
+    hold the reader.
+    """
     folder.mkdir(mode=0o700)
     pid, ticks = os.getpid(), start_ticks(os.getpid()) or 0
     os.mkfifo(folder / file_name(pid, ticks, 1), 0o600)
@@ -432,7 +490,9 @@ def test_what_is_no_file_is_passed_over(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(os.path.relpath(folder / file_name(pid, ticks, 3)))
         (folder / file_name(pid, ticks, 4)).symlink_to("/dev/zero")
-        (folder / file_name(pid, ticks, 5)).symlink_to(put(folder, json.dumps(GOOD).encode(), "elsewhere"))
+        (folder / file_name(pid, ticks, 5)).symlink_to(
+            put(folder, json.dumps(GOOD).encode(), "elsewhere")
+        )
         assert read_trainings() == ()
 
 
@@ -440,7 +500,10 @@ def test_files_of_the_dead_are_removed_and_others_left(folder: Path) -> None:
     """A process is named by its pid and its start: another that got the pid doesn't count."""
     ticks = start_ticks(os.getpid()) or 0
     text = json.dumps(GOOD).encode()
-    dead = [put(folder, text, name) for name in (file_name(os.getpid(), ticks + 1, 0), file_name(4_194_999, 5, 0))]
+    dead = [
+        put(folder, text, name)
+        for name in (file_name(os.getpid(), ticks + 1, 0), file_name(4_194_999, 5, 0))
+    ]
     dead.append(put(folder, b"", f"{os.getpid()}.{ticks + 1}.0.tmp"))
     kept = [
         put(folder, text),
@@ -453,13 +516,17 @@ def test_files_of_the_dead_are_removed_and_others_left(folder: Path) -> None:
     assert all(path.exists() for path in kept)
 
 
-def test_a_new_training_removes_what_the_dead_left(folder: Path, reporter: Reporter, clock: Clock) -> None:
+def test_a_new_training_removes_what_the_dead_left(
+    folder: Path, reporter: Reporter, clock: Clock
+) -> None:
     dead = put(folder, b"{}", file_name(4_194_999, 5, 0))
     train(reporter, clock, 3)
     assert not dead.exists()
 
 
-def test_folders_are_the_runtime_folder_then_the_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_the_runtime_folder_then_the_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("EVENER_LIVE_DIR", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -566,7 +633,9 @@ def test_a_forked_child_reports_as_itself(folder: Path) -> None:
 
 
 def test_a_call_costs_little(folder: Path) -> None:
-    """The best of several thousand calls takes under 20 µs, a thousandth of a step of 20 ms; here about 0.5 µs."""
+    """The best of several thousand calls takes under 20 µs, a thousandth of a step of 20 ms; here
+    about 0.5 µs.
+    """
     best = math.inf
     for _ in range(30):
         started = time.perf_counter()
@@ -578,6 +647,9 @@ def test_a_call_costs_little(folder: Path) -> None:
 
 def test_importing_it_loads_no_framework() -> None:
     heavy = ("torch", "tensorflow", "numpy", "psutil", "platformdirs")
-    code = f"import sys, evener; evener.report; print([name for name in {heavy} if name in sys.modules])"
+    code = (
+        f"import sys, evener; evener.report; print([name for name in {heavy} if name in "
+        f"sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -29,7 +29,9 @@ def test_a_weighted_mean_is_found_by_its_weights(
 
 
 @given(st.tuples(losses, losses), st.tuples(counts, counts), st.floats(0.01, 0.5))
-def test_another_figure_is_no_mean(parts: tuple[float, float], rows: tuple[int, int], off: float) -> None:
+def test_another_figure_is_no_mean(
+    parts: tuple[float, float], rows: tuple[int, int], off: float
+) -> None:
     figures = LossFigures(0.0, parts, {"rows": rows})
     moved = LossFigures(mean_by(figures, "rows") * (1 + off), parts, figures.counts)
     assert judge(moved).mean_over == ()
@@ -57,7 +59,9 @@ def test_a_loss_that_is_zero_but_for_rounding_says_nothing() -> None:
 
     with pytest.raises(ArithmeticError, match=r"the loss of 8 rows is (0\.0|-?[0-9.]+e-)"):
         check(lambda: networks()["linear"][0](), surrogate)
-    assert check(lambda: networks()["linear"][0](), lambda model, x, _: model(x).sum() * 0).mean_over == ("rows",)
+    assert check(
+        lambda: networks()["linear"][0](), lambda model, x, _: model(x).sum() * 0
+    ).mean_over == ("rows",)
 
 
 class Points:
@@ -97,7 +101,9 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
     gpu_states = torch.cuda.get_rng_state_all()
     was = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random_states = torch.get_rng_state(), numpy_state(), random.getstate()
-    batch = make_check_batch(Points(rows), UnevenBatchSampler(rows, (6, 2), 0, shuffle=False), default_collate)
+    batch = make_check_batch(
+        Points(rows), UnevenBatchSampler(rows, (6, 2), 0, shuffle=False), default_collate
+    )
     if batch is None:
         return None
     measure = LossMeasure(model)
@@ -114,7 +120,9 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
 
 
 def networks() -> dict[str, tuple[Callable[[], Any], bool]]:
-    """Models by name, and whether their cross-entropy is a mean over rows; all have three classes."""
+    """Models by name, and whether their cross-entropy is a mean over rows; all have three
+    classes.
+    """
     import torch
     from torch import nn
 
@@ -203,7 +211,9 @@ def test_losses_that_are_no_means_are_refused() -> None:
         "class weights": lambda model, x, y: functional.cross_entropy(model(x), y, weight=weights),
         "a sum": lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum"),
         "a root": lambda model, x, y: functional.mse_loss(model(x)[:, 0], y.float()).sqrt(),
-        "rows compared": lambda model, x, _: functional.cross_entropy(model(x) @ model(x).T, place(x)),
+        "rows compared": lambda model, x, _: functional.cross_entropy(
+            model(x) @ model(x).T, place(x)
+        ),
     }
     for loss in refused.values():
         with pytest.raises(RequestError):

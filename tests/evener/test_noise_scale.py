@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.training.noise_scale import BLOCK, ENDLESS, NoiseWindow, Sample, describe, extra_rows, separate, worth
+from evener.training.noise_scale import (
+    BLOCK,
+    ENDLESS,
+    NoiseWindow,
+    Sample,
+    describe,
+    extra_rows,
+    separate,
+    worth,
+)
 
 SHARES = ((1, 1), (6, 2), (5, 2, 1), (820, 568, 64, 8))
 sizes = st.lists(st.integers(0, 4), min_size=2, max_size=3).filter(
@@ -21,7 +30,9 @@ sizes = st.lists(st.integers(0, 4), min_size=2, max_size=3).filter(
 
 
 @given(sizes, st.lists(st.integers(-3, 3), min_size=2, max_size=2, unique=True), st.integers(-3, 3))
-def test_noise_and_signal_are_unbiased_for_any_shares(shares: list[int], rows: list[int], shift: int) -> None:
+def test_noise_and_signal_are_unbiased_for_any_shares(
+    shares: list[int], rows: list[int], shift: int
+) -> None:
     """Over all equally likely batches of rows with one of two gradients, in exact arithmetic."""
     values = [Fraction(each + shift) for each in rows]
     center = sum(values) / 2
@@ -48,12 +59,19 @@ def test_one_part_alone_shows_no_noise() -> None:
         separate((8, 0), 1.0, 1.0)
 
 
-def draw(chance: random.Random, shares: tuple[int, ...], noise: float, dimensions: int = 20) -> Sample:
+def draw(
+    chance: random.Random, shares: tuple[int, ...], noise: float, dimensions: int = 20
+) -> Sample:
     """A step's sample of gradients with |G|^2 = 1 and this tr(S), normal ones."""
     spread = math.sqrt(noise / dimensions)
-    parts = [[chance.gauss(i == 0, spread / math.sqrt(n)) for i in range(dimensions)] for n in shares]
+    parts = [
+        [chance.gauss(i == 0, spread / math.sqrt(n)) for i in range(dimensions)] for n in shares
+    ]
     total = sum(shares)
-    whole = [sum(n * part[i] for n, part in zip(shares, parts, strict=True)) / total for i in range(dimensions)]
+    whole = [
+        sum(n * part[i] for n, part in zip(shares, parts, strict=True)) / total
+        for i in range(dimensions)
+    ]
     weighted = sum(n * sum(x * x for x in part) for n, part in zip(shares, parts, strict=True))
     return separate(shares, weighted, sum(x * x for x in whole))
 
@@ -118,7 +136,9 @@ def test_a_step_that_overflowed_is_left_out() -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(1e-3, 1e9))
-def test_rows_to_the_same_loss_follow_the_worth_of_a_batch(batch: int, larger: int, scale: float) -> None:
+def test_rows_to_the_same_loss_follow_the_worth_of_a_batch(
+    batch: int, larger: int, scale: float
+) -> None:
     assert 0 < worth(batch, scale) <= 1
     assert extra_rows(batch, larger, scale) == pytest.approx((larger + scale) / (batch + scale))
 
@@ -140,4 +160,7 @@ def test_the_sentence_has_two_digits() -> None:
     found = window.scale()
     assert found is not None
     said = describe(found, 2048, 1200)
-    assert said == "noise scale 3,900 rows (3,900 - 3,900) after 1,200 steps; 2,048 rows: 66 % of the samples' worth"
+    assert said == (
+        "noise scale 3,900 rows (3,900 - 3,900) after 1,200 steps; 2,048 rows: 66 % of the "
+        "samples' worth"
+    )

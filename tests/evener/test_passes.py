@@ -38,7 +38,9 @@ def test_a_pass_has_a_whole_number_of_rows(micro: Any) -> None:
 
 
 def test_passes_are_the_plans_again_once_a_neighbour_has_gone() -> None:
-    """It held 30 GiB as memory ran out; one that still holds most of it, or that was never seen, changes nothing."""
+    """It held 30 GiB as memory ran out; one that still holds most of it, or that was never seen,
+    changes nothing.
+    """
     for held, left, most in ((30 << 30, 20 << 30, 32), (30 << 30, 1 << 30, None), (0, 0, 32)):
         limit = PassLimit(0)
         limit.begin()

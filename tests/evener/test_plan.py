@@ -48,33 +48,52 @@ SECONDS = st.floats(0, 1e9, allow_nan=False)
 CURVES = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), min_size=2, max_size=4).map(
     lambda knots: tuple(zip(*map(sorted, zip(*knots, strict=True)), strict=True))
 )
-CURVES = CURVES.filter(lambda knots: knots[-1][1] > 0 and len({rows for rows, _ in knots}) == len(knots)) | st.just(())
+CURVES = CURVES.filter(
+    lambda knots: knots[-1][1] > 0 and len({rows for rows, _ in knots}) == len(knots)
+) | st.just(())
 COSTS = st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> PlanLayout:
     batches = draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
-    devices = draw(st.lists(TEXT.filter(bool), min_size=len(batches), max_size=len(batches), unique=True))
+    devices = draw(
+        st.lists(TEXT.filter(bool), min_size=len(batches), max_size=len(batches), unique=True)
+    )
     indexes = draw(st.permutations(range(8)))
     shares = tuple(
         Share(device, index, draw(TEXT), batch, 0.0, draw(TEXT))
         for device, index, batch in zip(devices, indexes, batches, strict=False)
     )
-    kind: Kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
-    micros = tuple(draw(st.integers(min(batch, 1), batch)) for batch in batches) if draw(st.booleans()) else None
+    kind: Kind = (
+        "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
+    )
+    micros = (
+        tuple(draw(st.integers(min(batch, 1), batch)) for batch in batches)
+        if draw(st.booleans())
+        else None
+    )
     engine = draw(st.sampled_from(["", "towers", "ddp"]))
     if kind == "split" and draw(st.booleans()):
         held = [draw(st.floats(0.01, 100)) * min(batch, 1) for batch in batches]
         parts = (each / sum(held) for each in held)
         kind = "shard"
-        shares = tuple(msgspec.structs.replace(share, state=part) for share, part in zip(shares, parts, strict=True))
+        shares = tuple(
+            msgspec.structs.replace(share, state=part)
+            for share, part in zip(shares, parts, strict=True)
+        )
     if draw(st.booleans()):
-        shares = tuple(msgspec.structs.replace(share, curve=draw(CURVES), most=draw(COUNT)) for share in shares)
+        shares = tuple(
+            msgspec.structs.replace(share, curve=draw(CURVES), most=draw(COUNT)) for share in shares
+        )
         return make_layout(kind, shares, tuple(batches), micros=micros, engine=engine)
     weights = [draw(st.floats(0.01, 100)) * min(batch, 1) for batch in batches]
-    dealt = tuple(msgspec.structs.replace(share, cost=draw(COSTS), tokens=draw(COUNT)) for share in shares)
-    return make_layout(kind, dealt, tuple(batches), ratios=tuple(each / sum(weights) for each in weights))
+    dealt = tuple(
+        msgspec.structs.replace(share, cost=draw(COSTS), tokens=draw(COUNT)) for share in shares
+    )
+    return make_layout(
+        kind, dealt, tuple(batches), ratios=tuple(each / sum(weights) for each in weights)
+    )
 
 
 @st.composite
@@ -99,10 +118,18 @@ PLANS = st.builds(
     layout=layouts(),
     throughput=throughputs(),
     evidence=st.lists(
-        st.builds(Evidence, name=TEXT, layout=layouts(), throughput=throughputs(), tie=st.booleans()), max_size=3
+        st.builds(
+            Evidence, name=TEXT, layout=layouts(), throughput=throughputs(), tie=st.booleans()
+        ),
+        max_size=3,
     ).map(tuple),
     search=st.builds(
-        SearchSummary, probes=COUNT, out_of_memory=COUNT, seconds=SECONDS, seed=st.integers(), why_stopped=TEXT
+        SearchSummary,
+        probes=COUNT,
+        out_of_memory=COUNT,
+        seconds=SECONDS,
+        seed=st.integers(),
+        why_stopped=TEXT,
     ),
     fingerprint=st.builds(
         Fingerprint,
@@ -124,7 +151,9 @@ def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:
         workload="keras_mnist",
         framework="tensorflow",
         search=SearchSummary(9, 1, 12.5, 0, "the evidence is enough"),
-        fingerprint=Fingerprint(("GTX 1080 (8119 MiB)",), "580.1", {"tensorflow": "2.21.0"}, "ab12"),
+        fingerprint=Fingerprint(
+            ("GTX 1080 (8119 MiB)",), "580.1", {"tensorflow": "2.21.0"}, "ab12"
+        ),
     )
 
 
@@ -192,7 +221,9 @@ def test_parts_of_state_make_a_sharded_plan_of_schema_3() -> None:
         (b"\n[[", b'\n[layout]\nkind = "split"\n[[', "layout.kind is split"),
     ],
 )
-def test_parts_of_state_that_are_no_whole_are_named(before: bytes, after: bytes, named: str) -> None:
+def test_parts_of_state_that_are_no_whole_are_named(
+    before: bytes, after: bytes, named: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         parse_plan(SHARDED.replace(before, after, 1))
     assert named in caught.value.message
@@ -219,7 +250,11 @@ def test_a_plan_of_schema_1_is_read_as_one_pass_each_and_written_as_schema_2() -
     """Old plans, and journals that hold them as they were decoded."""
     assert to_toml(example()).startswith(b"schema = 2\n")  # older versions refuse it by that
     for form in (to_toml, to_json):
-        old = form(example()).replace(b"schema = 2", b"schema = 1").replace(b'"schema": 2', b'"schema": 1')
+        old = (
+            form(example())
+            .replace(b"schema = 2", b"schema = 1")
+            .replace(b'"schema": 2', b'"schema": 1')
+        )
         old = re.sub(rb',?\s*"?micro"?( =|:) \d+', b"", old)
         assert b"micro" not in old
         assert parse_plan(old) == example()
@@ -236,12 +271,16 @@ def test_what_one_pass_does_stays_one_at_any_batch_and_passes_keep_their_rows(
     plan = msgspec.structs.replace(example(), layout=in_passes(1, 0, 20))
     assert plan.micros(batch) == micros
     rough = msgspec.structs.replace(example(), layout=in_passes(30, 0, 20))
-    assert rough.micros(batch) == tuple(min(30, each) for each in rough.shares(batch)[:1]) + micros[1:]
+    assert (
+        rough.micros(batch) == tuple(min(30, each) for each in rough.shares(batch)[:1]) + micros[1:]
+    )
 
 
 def test_hosts_are_written_where_a_plan_has_them() -> None:
     hosts = iter(("one", "one", "two"))
-    shares = tuple(msgspec.structs.replace(share, host=next(hosts)) for share in example().layout.share)
+    shares = tuple(
+        msgspec.structs.replace(share, host=next(hosts)) for share in example().layout.share
+    )
     layout = msgspec.structs.replace(example().layout, share=shares)
     plan = msgspec.structs.replace(example(), layout=layout)
     for form in (to_toml, to_json):
@@ -259,20 +298,28 @@ def with_curves() -> Plan:
         msgspec.structs.replace(share, curve=curve, most=70) if share.batch else share
         for share in example().layout.share
     )
-    return msgspec.structs.replace(example(), layout=msgspec.structs.replace(example().layout, share=shares))
+    return msgspec.structs.replace(
+        example(), layout=msgspec.structs.replace(example().layout, share=shares)
+    )
 
 
 def test_curves_are_written_on_short_lines_and_only_where_there_are_any() -> None:
     for form in (to_toml, to_json):
         assert b"curve" not in form(example())
         assert parse_plan(form(with_curves())) == with_curves()
-    assert b"curve = [\n    [0.0, 0.001],\n    [80.0, 0.0123],\n]\nmost = 70\n" in to_toml(with_curves())
+    assert b"curve = [\n    [0.0, 0.001],\n    [80.0, 0.0123],\n]\nmost = 70\n" in to_toml(
+        with_curves()
+    )
 
 
 def by_cost() -> Plan:
-    """The example with shares of cost: the last device has less of the cost, as it is slower, than of the rows."""
+    """The example with shares of cost: the last device has less of the cost, as it is slower, than
+    of the rows.
+    """
     shares = tuple(
-        msgspec.structs.replace(share, cost=Cost(0.002, 1e-6 * (1 + index), 1e-9), tokens=4096 * index)
+        msgspec.structs.replace(
+            share, cost=Cost(0.002, 1e-6 * (1 + index), 1e-9), tokens=4096 * index
+        )
         for index, share in enumerate(example().layout.share)
     )
     layout = make_layout("split", shares, (60, 0, 20), ratios=(0.8, 0.0, 0.2))
@@ -294,7 +341,11 @@ def test_shares_of_cost_are_written_only_where_there_are_any() -> None:
         ("layout.share.0.cost", None, "share[0] has no cost, and others have one"),
         ("layout.share.2.cost.fixed_s", -1.0, "share[2].cost"),
         ("layout.share.1.cost.per_token_s", math.nan, "share[1].cost"),
-        ("layout.share.0.cost", {"fixed_s": 0, "per_token_s": 0, "per_token_length_s": 0}, "share[0].cost"),
+        (
+            "layout.share.0.cost",
+            {"fixed_s": 0, "per_token_s": 0, "per_token_length_s": 0},
+            "share[0].cost",
+        ),
         ("layout.share.0.cost", {"fixed_s": 1}, "per_token_s"),
         ("layout.share.0.ratio", 0.9, "ratios that sum to 1.1"),
         ("layout.share.0.ratio", 0, "share[0].ratio"),
@@ -405,9 +456,15 @@ def test_a_plan_without_shares_says_so() -> None:
 
 
 def documented() -> list[str]:
-    """The plans of docs/plan.md: the shortest, the one with what a training reads, and one in shards."""
+    """The plans of docs/plan.md: the shortest, the one with what a training reads, and one in
+    shards.
+    """
     page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
-    return [text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "[[layout.share]]" in text]
+    return [
+        text
+        for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+        if "[[layout.share]]" in text
+    ]
 
 
 def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> None:
@@ -417,10 +474,18 @@ def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> No
     assert (plan.layout.kind, plan.layout.global_batch, plan.batches) == ("split", 8, (6, 2))
     assert plan.ratios == (0.75, 0.25)
     assert plan.micros() == plan.batches
-    assert [(share.index, share.name) for share in plan.layout.share] == [(0, "cpu-0-of-2"), (1, "cpu-1-of-2")]
+    assert [(share.index, share.name) for share in plan.layout.share] == [
+        (0, "cpu-0-of-2"),
+        (1, "cpu-1-of-2"),
+    ]
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
     for framework in ("torch", "tensorflow"):
-        assert check_fit(plan, devices=None, world=2, workload_digest="ab", strict=True, framework=framework) == ()
+        assert (
+            check_fit(
+                plan, devices=None, world=2, workload_digest="ab", strict=True, framework=framework
+            )
+            == ()
+        )
 
 
 def test_the_plan_of_the_page_is_one_and_the_page_has_every_key() -> None:
@@ -456,7 +521,14 @@ def test_what_a_plan_leaves_out_is_what_it_would_have_said(data: st.DataObject) 
 
 
 @pytest.mark.parametrize(
-    "text", [b"[" * 100_000, b'{"a":' * 100_000, b"a = " + b"[" * 100_000, b'{"schema":1,"x":1e999}', b"\xef\xbb\xbf{}"]
+    "text",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"a = " + b"[" * 100_000,
+        b'{"schema":1,"x":1e999}',
+        b"\xef\xbb\xbf{}",
+    ],
 )
 def test_absurd_nesting_and_numbers_are_one_sentence(text: bytes) -> None:
     with pytest.raises(PlanError):
@@ -475,7 +547,9 @@ def test_files_that_are_no_plan_are_one_sentence(tmp_path: Path) -> None:
 
 def test_a_plan_is_read_from_a_pipe(tmp_path: Path) -> None:
     code = "import sys, evener; print(evener.load_plan('/dev/stdin').batches)"
-    done = subprocess.run([sys.executable, "-c", code], input=to_toml(example()), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=to_toml(example()), capture_output=True, check=True
+    )
     assert done.stdout.strip() == b"(60, 0, 20)"
 
 
@@ -484,7 +558,11 @@ def test_save_chooses_the_form_by_the_name(tmp_path: Path) -> None:
     example().save(tmp_path / "plan.json")
     example().save(tmp_path / "plan.txt", "json")
     assert (tmp_path / "plan.toml").read_bytes() == to_toml(example())
-    assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "plan.txt").read_bytes() == to_json(example())
+    assert (
+        (tmp_path / "plan.json").read_bytes()
+        == (tmp_path / "plan.txt").read_bytes()
+        == to_json(example())
+    )
     assert {load_plan(path).batches for path in tmp_path.iterdir()} == {(60, 0, 20)}
 
 
@@ -536,7 +614,9 @@ def disk_full(path: Path, content: bytes) -> None:
         "try: write_atomically(Path(sys.argv[1]), b'x' * 100)\n"
         "except RequestError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, check=True, text=True
+    )
     if "can't be written" in done.stdout:
         raise RequestError(done.stdout)
 
@@ -550,7 +630,9 @@ def read_only(path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("fault", [disk_full, no_folder, read_only])
-def test_a_write_that_fails_keeps_the_earlier_file(tmp_path: Path, fault: Callable[[Path, bytes], None]) -> None:
+def test_a_write_that_fails_keeps_the_earlier_file(
+    tmp_path: Path, fault: Callable[[Path, bytes], None]
+) -> None:
     path = tmp_path / "plan.toml"
     example().save(path)
     with pytest.raises(RequestError, match="can't be written"):
@@ -578,15 +660,23 @@ def fit(plan: Plan, **changes: Any) -> tuple[str, ...]:
 
 def test_a_plan_that_fits_has_no_warning() -> None:
     assert fit(example(), strict=True) == ()
-    assert fit(example(), devices=("GPU-0", "GPU-2"), strict=True) == ()  # the middle one was left out anyway
+    assert (
+        fit(example(), devices=("GPU-0", "GPU-2"), strict=True) == ()
+    )  # the middle one was left out anyway
     assert fit(example(), devices=None, world=None, workload_digest=None, strict=True) == ()
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"devices": ("GPU-0", "GPU-7")}, "GPU-2"), ({"devices": ()}, "none"), ({"workload_digest": "cd34"}, "cd34")],
+    [
+        ({"devices": ("GPU-0", "GPU-7")}, "GPU-2"),
+        ({"devices": ()}, "none"),
+        ({"workload_digest": "cd34"}, "cd34"),
+    ],
 )
-def test_another_machine_or_model_is_a_warning_and_strict_an_error(changes: dict[str, Any], named: str) -> None:
+def test_another_machine_or_model_is_a_warning_and_strict_an_error(
+    changes: dict[str, Any], named: str
+) -> None:
     (warning,) = fit(example(), **changes)
     assert named in warning
     with pytest.raises(PlanError) as caught:
@@ -615,6 +705,10 @@ def test_a_global_batch_below_the_devices_is_an_error_that_names_it(batch: Any) 
 def test_evidence_on_other_devices_than_the_plan_s_is_refused() -> None:
     """Whoever shows a rival names its devices by the plan's."""
     throughput = Throughput(10.0, 9.0, 11.0)
-    plan = msgspec.structs.replace(example(), evidence=(Evidence("even split", example((40, 40)).layout, throughput),))
-    with pytest.raises(PlanError, match=r"evidence\[0\].layout.share names 2 devices, and layout.share 3"):
+    plan = msgspec.structs.replace(
+        example(), evidence=(Evidence("even split", example((40, 40)).layout, throughput),)
+    )
+    with pytest.raises(
+        PlanError, match=r"evidence\[0\].layout.share names 2 devices, and layout.share 3"
+    ):
         parse_plan(to_json(plan))

@@ -12,7 +12,14 @@ from evener.plan.file import Share
 from evener.plan.solver import pass_rows, proportional_curves, read_curves, scale, solve_shares
 from evener.shares.curves import Curve
 from evener.shares.whole_rows import split_passes
-from evener.training.rebalance import GROWTH, Change, Rebalancer, advise, choose_quantum, name_devices
+from evener.training.rebalance import (
+    GROWTH,
+    Change,
+    Rebalancer,
+    advise,
+    choose_quantum,
+    name_devices,
+)
 from tests.support.share_traces import (
     Machine,
     Run,
@@ -27,17 +34,26 @@ from tests.support.share_traces import (
     stay,
 )
 
-STRAIGHT = st.builds(lambda fixed, slope: Curve((0.0,), (fixed,), slope), st.floats(0.0, 0.02), st.floats(1e-4, 1e-3))
+STRAIGHT = st.builds(
+    lambda fixed, slope: Curve((0.0,), (fixed,), slope), st.floats(0.0, 0.02), st.floats(1e-4, 1e-3)
+)
 CURVES = st.lists(STRAIGHT, min_size=2, max_size=4)
 PAIR = proportional_curves((768, 560))
 
 
-def feed(rebalancer: Rebalancer, factors: list[float], curves: tuple[Curve, ...], windows: int) -> list[Change]:
-    """What it proposes in windows in which each device takes so many times as long as its curve says."""
+def feed(
+    rebalancer: Rebalancer, factors: list[float], curves: tuple[Curve, ...], windows: int
+) -> list[Change]:
+    """What it proposes in windows in which each device takes so many times as long as its curve
+    says.
+    """
     changes = []
     for number in range(windows):
         shares = rebalancer.shares
-        own = [factor * curve.seconds(share) for factor, curve, share in zip(factors, curves, shares, strict=True)]
+        own = [
+            factor * curve.seconds(share)
+            for factor, curve, share in zip(factors, curves, shares, strict=True)
+        ]
         change = rebalancer.observe(5 * number + 4, own, shares)
         changes += [change] if change else []
     return changes
@@ -80,7 +96,9 @@ def test_steady_slowdowns_are_mended_by_one_change_that_gains_what_it_says(
     rebalancer = Rebalancer(shares, curves, [batch] * len(shares), False)
     changes = feed(rebalancer, factors, tuple(curves), 20)
     assert len(changes) <= 1
-    best = solve_or_fail([scale(curve, factor) for curve, factor in zip(curves, factors, strict=True)], batch)
+    best = solve_or_fail(
+        [scale(curve, factor) for curve, factor in zip(curves, factors, strict=True)], batch
+    )
 
     def slowest(some: tuple[int, ...]) -> float:
         return max(f * c.seconds(share) for f, c, share in zip(factors, curves, some, strict=True))
@@ -109,7 +127,10 @@ def test_the_reason_names_the_device_how_much_and_since_when() -> None:
 
 
 def test_devices_are_named_as_in_the_monitor_and_by_rank_where_nothing_tells_them_apart() -> None:
-    shares = [Share("mig-8a50", 1, "H200", 60, 0.6, host="b"), Share("cpu-0-of-2", 0, "a slice", 40, 0.4)]
+    shares = [
+        Share("mig-8a50", 1, "H200", 60, 0.6, host="b"),
+        Share("cpu-0-of-2", 0, "a slice", 40, 0.4),
+    ]
     assert name_devices(shares) == ("b/GPU:1", "cpu-0-of-2")
     assert name_devices([shares[1], shares[1]]) == ()
 
@@ -135,11 +156,15 @@ def test_memory_bounds_a_share_or_its_passes(passes: bool) -> None:
 @pytest.mark.parametrize("least", [0.008, 0.014, 0.020, 0.026])
 @pytest.mark.parametrize("room", [16, 32, 64])
 def test_shares_beside_a_neighbour_are_the_best_in_a_few_windows(least: float, room: int) -> None:
-    """The neighbour limits the rows of a pass on the second rank, and every pass takes the host a minimum time.
+    """The neighbour limits the rows of a pass on the second rank, and every pass takes the host a
+    minimum time.
 
-    The first rank's memory isn't known: its passes grow with those that ran, and aren't cut by a guess.
+    The first rank's memory isn't known: its passes grow with those that ran, and aren't cut by a
+    guess.
     """
-    rule = Rebalancer((128, 128), proportional_curves((128, 128)), (160, 160), True, grows=(True, True))
+    rule = Rebalancer(
+        (128, 128), proportional_curves((128, 128)), (160, 160), True, grows=(True, True)
+    )
 
     def find_own(shares: tuple[int, ...], micros: tuple[int, ...]) -> list[float]:
         passes = [split_passes(*each) for each in zip(shares, micros, strict=True)]
@@ -256,7 +281,9 @@ def test_advice_promises_what_the_curves_as_seen_give_and_no_row_would_be_done_e
     assert (advice is not None) == (gain >= 0.02)
     if advice is not None:
         assert sum(advice.shares) == sum(shares)
-        assert all(share <= (wall or share) for share, wall in zip(advice.shares, most, strict=True))
+        assert all(
+            share <= (wall or share) for share, wall in zip(advice.shares, most, strict=True)
+        )
         assert advice.gain == pytest.approx(gain)
 
 
@@ -265,6 +292,8 @@ def test_a_plan_without_curves_is_taken_to_be_in_proportion_to_rows() -> None:
         Share("a", 0, "", 30, 0.6, micro=30),
         Share("b", 1, "", 20, 0.4, micro=20, curve=((0.0, 1.0), (50.0, 2.0))),
     ]
-    assert [curve.seconds(share.batch) for curve, share in zip(read_curves(shares), shares, strict=True)] == [1.0, 1.0]
+    assert [
+        curve.seconds(share.batch) for curve, share in zip(read_curves(shares), shares, strict=True)
+    ] == [1.0, 1.0]
     (curve,) = read_curves(shares[1:])
     assert [curve.seconds(rows) for rows in (0, 25, 50, 100)] == [1.0, 1.5, 2.0, 3.0]

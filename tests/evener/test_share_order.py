@@ -1,4 +1,6 @@
-"""A process finds its share by host and device; one that is missing or taken twice is refused in a sentence."""
+"""A process finds its share by host and device; one that is missing or taken twice is refused in a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SLICES = [share("cpu-0-of-1", "one"), share("cpu-0-of-2", "two"), share("cpu-1-o
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Share], list[RankInfo], list[int]]:
-    """Shares on one to three hosts, the same names of devices on each, and their ranks in any order."""
+    """Shares on one to three hosts, the same names of devices on each, and their ranks in any
+    order.
+    """
     hosts = [f"host{i}" for i in range(draw(st.integers(1, 3)))]
     shares = [share(f"GPU-{i}", host) for host in hosts for i in range(draw(st.integers(1, 4)))]
     shares = draw(st.permutations(shares))
@@ -37,7 +41,9 @@ def worlds(draw: st.DrawFn) -> tuple[list[Share], list[RankInfo], list[int]]:
 
 
 @given(worlds())
-def test_a_rank_finds_its_share_by_host_and_device(world: tuple[list[Share], list[RankInfo], list[int]]) -> None:
+def test_a_rank_finds_its_share_by_host_and_device(
+    world: tuple[list[Share], list[RankInfo], list[int]],
+) -> None:
     """Whatever the order of ranks."""
     shares, ranks, order = world
     assert order_shares(shares, ranks) == tuple(order)
@@ -52,7 +58,9 @@ def test_a_share_taken_twice_is_refused(
         return
     first, second = data.draw(st.permutations(range(len(ranks))))[:2]
     ranks[first] = ranks[second]
-    with pytest.raises(PlanError, match=rf"Ranks {min(first, second)} and {max(first, second)} all train on"):
+    with pytest.raises(
+        PlanError, match=rf"Ranks {min(first, second)} and {max(first, second)} all train on"
+    ):
         order_shares(shares, ranks)
 
 
@@ -62,20 +70,28 @@ def test_slices_that_nobody_names_are_taken_by_local_rank() -> None:
     assert order_shares(SLICES, ranks) == (1, 2, 0)
     with pytest.raises(PlanError, match="Rank 2 trains on none"):
         order_shares(SLICES, [*ranks[:2], info(host="one", local_rank=1)])
-    with pytest.raises(PlanError, match=r"Ranks 0 and 1 all train on a device .cpu-0-of-2., and none on"):
+    with pytest.raises(
+        PlanError, match=r"Ranks 0 and 1 all train on a device .cpu-0-of-2., and none on"
+    ):
         order_shares(SLICES, [ranks[0], ranks[0], ranks[2]])
-    with pytest.raises(PlanError, match="runs on here, which is none of the plan's hosts: one, two"):
+    with pytest.raises(
+        PlanError, match="runs on here, which is none of the plan's hosts: one, two"
+    ):
         order_shares(SLICES, [*ranks[:2], info()])
 
 
 def test_gpus_that_a_process_sees_are_taken_by_local_rank() -> None:
-    """In the plan's order, not in the framework's; a launcher may also show each process its own."""
+    """In the plan's order, not in the framework's; a launcher may also show each process its
+    own.
+    """
     shares = [share("GPU-b"), share("GPU-a"), share("GPU-c")]
     seen = ("GPU-a", "GPU-b", "GPU-other", "GPU-c")
     assert order_shares(shares, [info(visible=seen, local_rank=i) for i in range(3)]) == (0, 1, 2)
     own = [info(visible=(f"GPU-{name}",), local_rank=i) for i, name in enumerate("cab")]
     assert order_shares(shares, own) == (2, 1, 0)
-    with pytest.raises(PlanError, match=r"Rank 1 trains on none of the plan's devices: a device .GPU-b., a device"):
+    with pytest.raises(
+        PlanError, match=r"Rank 1 trains on none of the plan's devices: a device .GPU-b., a device"
+    ):
         order_shares(shares, [own[0], info(visible=("GPU-x",)), own[2]])
 
 

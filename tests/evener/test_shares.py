@@ -30,7 +30,9 @@ def test_apportion_gives_every_sample_to_one_device(batch: int, ratios: list[flo
 
 
 @given(BATCH, RATIOS)
-def test_a_device_gets_samples_exactly_if_its_ratio_and_the_batch_allow(batch: int, ratios: list[float]) -> None:
+def test_a_device_gets_samples_exactly_if_its_ratio_and_the_batch_allow(
+    batch: int, ratios: list[float]
+) -> None:
     sizes = apportion(batch, ratios)
     active = [i for i, ratio in enumerate(ratios) if ratio > 0]
     for i, size in enumerate(sizes):
@@ -48,7 +50,9 @@ def test_apportion_stays_within_one_sample_of_the_quota(extra: int, ratios: list
     total = sum(ratios)
     batch = total + extra
     quotas = [Fraction(batch * ratio, total) for ratio in ratios]
-    assert all(abs(size - quota) < 1 for size, quota in zip(apportion(batch, ratios), quotas, strict=True))
+    assert all(
+        abs(size - quota) < 1 for size, quota in zip(apportion(batch, ratios), quotas, strict=True)
+    )
 
 
 @given(st.lists(st.integers(0, 4096), min_size=1, max_size=12).filter(any))
@@ -70,7 +74,9 @@ def test_a_larger_ratio_never_gets_less(batch: int, ratios: list[int]) -> None:
 
 
 def test_the_samples_of_tiny_shares_come_from_the_device_furthest_above_its_quota() -> None:
-    """Three devices get one sample each for a quota of 0.1; of 3.88 and 3.83, the smaller quota gives."""
+    """Three devices get one sample each for a quota of 0.1; of 3.88 and 3.83, the smaller quota
+    gives.
+    """
     assert apportion(8, [0.1, 0.1, 0.1, 4, 3.95]) == (1, 1, 1, 3, 2)
 
 
@@ -102,7 +108,8 @@ def test_a_batch_of_one_sample_has_one_whole_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    "ratios", [[], [0, 0], [-1, 2], [math.nan], [math.inf, 1], [True, 1], ["1"], [None], [10**400], [1 + 2j]]
+    "ratios",
+    [[], [0, 0], [-1, 2], [math.nan], [math.inf, 1], [True, 1], ["1"], [None], [10**400], [1 + 2j]],
 )
 def test_what_is_no_ratio_is_one_sentence(ratios: list[object]) -> None:
     with pytest.raises(RequestError) as caught:

@@ -1,8 +1,10 @@
-"""Real ranks end with the weights of one process, to float64's rounding, or with a sentence that names what to change.
+"""Real ranks end with the weights of one process, to float64's rounding, or with a sentence that
+names what to change.
 
-Loops of every kind, and programs as users write them: the rows of the tables in docs/training_torch.md. The programs'
-data sets have 25 rows, whose last batch of 8 has 1, on two ranks; and also 29, whose last has 5, on three, where a
-program does something with rows. Ranks are on gloo; on NCCL where there are GPUs.
+Loops of every kind, and programs as users write them: the rows of the tables in
+docs/training_torch.md. The programs' data sets have 25 rows, whose last batch of 8 has 1, on two
+ranks; and also 29, whose last has 5, on three, where a program does something with rows. Ranks are
+on gloo; on NCCL where there are GPUs.
 """
 
 from __future__ import annotations
@@ -32,22 +34,30 @@ Trained = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def three(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
-    """What the ranks of a plan saved, 5:2:1 with a device left out: every case, and programs with a tail of 5 rows."""
+    """What the ranks of a plan saved, 5:2:1 with a device left out: every case, and programs with a
+    tail of 5 rows.
+    """
     given = (5, 0, 2, 1), programs.TAIL, True
-    return trainer_ranks("tests.support.torch_programs.run_all", *given, world=3, imports="torch.distributed.fsdp")
+    return trainer_ranks(
+        "tests.support.torch_programs.run_all", *given, world=3, imports="torch.distributed.fsdp"
+    )
 
 
 @pytest.fixture(scope="module")
 def two(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
     """What two ranks saved, 6:2: every program with a tail of one row."""
     given = (6, 2), programs.SHORT_TAIL, False
-    return trainer_ranks("tests.support.torch_programs.run_all", *given, world=2, imports="torch.distributed.fsdp")
+    return trainer_ranks(
+        "tests.support.torch_programs.run_all", *given, world=2, imports="torch.distributed.fsdp"
+    )
 
 
 @pytest.fixture
 def ended(two: list[Any], three: list[Any]) -> Ended:
     """What every program returned or was refused with, rank by rank."""
-    return {key: [found[key] for found, _ in ranks] for ranks in (two, three) for key in ranks[0][0]}
+    return {
+        key: [found[key] for found, _ in ranks] for ranks in (two, three) for key in ranks[0][0]
+    }
 
 
 @pytest.fixture
@@ -82,15 +92,24 @@ def test_the_trainings_moved_the_weights() -> None:
     for case in {**RANKS.CASES, **RANKS.GPU_CASES}.values():
         start = [weights.detach() for weights in RANKS.model(case).parameters()]
         weights, _ = RANKS.reference(case, case.global_batch(8), RANKS.OVER_AN_EPOCH)
-        assert max(float((now - then).abs().max()) for now, then in zip(weights, start, strict=True)) > 1e-3
+        assert (
+            max(float((now - then).abs().max()) for now, then in zip(weights, start, strict=True))
+            > 1e-3
+        )
 
 
-COMPILED = ("compiled_after_wrap", "compiled_before_wrap", "wrap_of_a_compiled_ddp")  # the model of wrap_of_a_ddp
+COMPILED = (
+    "compiled_after_wrap",
+    "compiled_before_wrap",
+    "wrap_of_a_compiled_ddp",
+)  # the model of wrap_of_a_ddp
 
 
 @cache
 def one_process(name: str, rows: int) -> list[torch.Tensor]:
-    if name in COMPILED:  # a model that isn't compiled computes the same, and starts a second sooner
+    if (
+        name in COMPILED
+    ):  # a model that isn't compiled computes the same, and starts a second sooner
         return one_process("wrap_of_a_ddp", rows)
     result = programs.run(programs.EXACT[name], (8,), rows)
     assert not isinstance(result, str), result
@@ -127,11 +146,14 @@ def test_the_programs_move_the_weights() -> None:
 
 @contextmanager
 def one_of(ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
-    """A process group of one rank that takes itself for the first of several, so that models are wrapped."""
+    """A process group of one rank that takes itself for the first of several, so that models are
+    wrapped.
+    """
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: ranks)
-    answer_alike = lambda every, own: every.__setitem__(slice(None), [own] * ranks)  # noqa: E731 - others say the same
+    # others say the same
+    answer_alike = lambda every, own: every.__setitem__(slice(None), [own] * ranks)  # noqa: E731
     monkeypatch.setattr(torch.distributed, "all_gather_object", answer_alike)
     found = [Split(ratios=[3, 1][:ranks], global_batch=8)]
     monkeypatch.undo()
@@ -157,7 +179,9 @@ def test_statistics_of_a_rank_s_own_rows_are_said(one_rank_of_two: Split) -> Non
             model(inputs)
 
 
-def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(one_rank_of_two: Split) -> None:
+def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(
+    one_rank_of_two: Split,
+) -> None:
     with pytest.warns(UserWarning, match=r"last batch has 1 rows for 2 ranks.*split\.rows"):
         one_rank_of_two.loader(programs.data(25))
     for loader in (
@@ -182,7 +206,9 @@ def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:
     assert len(alive) == 0
 
 
-def test_the_batch_in_which_a_rank_ended_is_that_of_its_last_training(one_rank_of_two: Split) -> None:
+def test_the_batch_in_which_a_rank_ended_is_that_of_its_last_training(
+    one_rank_of_two: Split,
+) -> None:
     """A process may train several times in one group."""
     watch_others(one_rank_of_two.device, lambda: (7, None))
     others = Others.newest
@@ -194,7 +220,9 @@ def test_the_batch_in_which_a_rank_ended_is_that_of_its_last_training(one_rank_o
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_split_that_is_dropped_is_not_kept(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what is said as the process ends nor the watch of other ranks keeps it, or its rules for optimizers."""
+    """Neither what is said as the process ends nor the watch of other ranks keeps it, or its rules
+    for optimizers.
+    """
     with one_of(ranks, monkeypatch) as split:
         alive = weakref.ref(split.passes), weakref.ref(split.weights)
         del split

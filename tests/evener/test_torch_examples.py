@@ -1,4 +1,6 @@
-"""The PyTorch examples run as they stand, with small sizes, in forked ranks that have evener launch's environment."""
+"""The PyTorch examples run as they stand, with small sizes, in forked ranks that have evener
+launch's environment.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,17 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture
 def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
-    """`run(name, *words, world=1)`: what an example prints on these devices, in its first rank; in float64."""
+    """`run(name, *words, world=1)`: what an example prints on these devices, in its first rank; in
+    float64.
+    """
 
     def run_example(
-        name: str, *words: str, world: int = 1, how: str = "_in_float64", given: Sequence[str] = (), imports: str = ""
+        name: str,
+        *words: str,
+        world: int = 1,
+        how: str = "_in_float64",
+        given: Sequence[str] = (),
+        imports: str = "",
     ) -> str:
         function = f"tests.support.script_ranks.save_printed{how}"
         given = [*given, str(EXAMPLES / name), *words]
@@ -46,20 +55,31 @@ def epochs(text: str) -> list[list[str]]:
     return re.findall(r"epoch \d+: loss ([\d.]+), accuracy ([\d.]+), [\d,]+ samples/s", text)
 
 
-def test_training_by_a_plan_learns_what_one_device_learns(plan: str, run: Callable[..., str]) -> None:
-    """Two ranks of 24 and 8 print the loss and accuracy of one process on batches of 32, and the plan's figure.
+def test_training_by_a_plan_learns_what_one_device_learns(
+    plan: str, run: Callable[..., str]
+) -> None:
+    """Two ranks of 24 and 8 print the loss and accuracy of one process on batches of 32, and the
+    plan's figure.
 
-    Their time is over in the first epoch, which both of them end. In float64: CPUs differ in how they sum float32.
+    Their time is over in the first epoch, which both of them end. In float64: CPUs differ in how
+    they sum float32.
     """
     name, rows = "torch_train.py", ("--rows", "1000")
     two = run(name, *rows, "--seconds", "0.01", world=2, how="_by_plan", given=[plan])
-    (ours,), (expected,) = epochs(two), epochs(run(name, "--global-batch", "32", *rows, "--epochs", "1"))
+    (ours,), (expected,) = (
+        epochs(two),
+        epochs(run(name, "--global-batch", "32", *rows, "--epochs", "1")),
+    )
     assert ours == expected
     assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)
 
 
-def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path, run: Callable[..., str]) -> None:
-    """On two devices, after 100 of an epoch's 128 steps on one: what is left of the first epoch, and the second."""
+def test_a_script_goes_on_from_its_checkpoint(
+    plan: str, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    """On two devices, after 100 of an epoch's 128 steps on one: what is left of the first epoch,
+    and the second.
+    """
     layout = make_layout("solo", (Share("cpu-0-of-2", 0, "a slice", 0, 0.0),), (32,))
     make_plan(layout).save(tmp_path / "solo.toml")
     words = ("--checkpoint", str(tmp_path / "a.pt"), "--every", "100")
@@ -71,14 +91,30 @@ def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path, run: Ca
 
 
 def test_the_recurrent_experiment_gives_its_table(run: Callable[..., str]) -> None:
-    """One device and two unequal ones have the same accuracies, to one in the last digit: the script is in float32.
+    """One device and two unequal ones have the same accuracies, to one in the last digit: the
+    script is in float32.
 
     The two, which the script would start by torchrun, are forked.
     """
-    words = ["--units", "8", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "256", "--seeds", "2"]
+    words = [
+        "--units",
+        "8",
+        "--layers",
+        "1",
+        "--dense",
+        "8",
+        "--epochs",
+        "2",
+        "--batches",
+        "256",
+        "--seeds",
+        "2",
+    ]
     name, imports = "torch_gru_digits.py", "sklearn.model_selection"
     column = run(name, "--column", *words, how="", world=2, imports=imports)
-    table, said = run(name, *words, how="_beside_launched", given=[column], imports=imports).splitlines()[-2:]
+    table, said = run(
+        name, *words, how="_beside_launched", given=[column], imports=imports
+    ).splitlines()[-2:]
     cells = table.strip("|").split("|")
     assert cells[:2] == ["2", "256"]
     for one, two in zip(cells[2:4], cells[5:7], strict=True):

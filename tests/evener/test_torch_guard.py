@@ -1,4 +1,6 @@
-"""The guard: which losses of a loop are means over rows, by the loop's own functions computed again."""
+"""The guard: which losses of a loop are means over rows, by the loop's own functions computed
+again.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Scaled(torch.autograd.Function):
 
 
 def noisy(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(functional.dropout(model(inputs + torch.randn_like(inputs)), 0.3), labels)
+    return functional.cross_entropy(
+        functional.dropout(model(inputs + torch.randn_like(inputs)), 0.3), labels
+    )
 
 
 def summed_by_hand(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -60,13 +64,25 @@ def read_back(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.T
 EXACT: dict[str, Body] = {
     "a mean": lambda model, x, y: functional.cross_entropy(model(x), y),
     "a module": lambda model, x, y: nn.CrossEntropyLoss(label_smoothing=0.1)(model(x), y),
-    "divided by size": lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum") / x.size(0),
-    "divided by shape": lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum") / x.shape[0],
-    "a product of sizes": lambda model, x, _: model(x).view(x.shape[0] * 3).square().sum() / (x.shape[0] * 3),
+    "divided by size": lambda model, x, y: (
+        functional.cross_entropy(model(x), y, reduction="sum") / x.size(0)
+    ),
+    "divided by shape": lambda model, x, y: (
+        functional.cross_entropy(model(x), y, reduction="sum") / x.shape[0]
+    ),
+    "a product of sizes": lambda model, x, _: (
+        model(x).view(x.shape[0] * 3).square().sum() / (x.shape[0] * 3)
+    ),
     "accumulated": lambda model, x, y: functional.cross_entropy(model(x), y) / 4,
-    "squares": lambda model, x, y: (model(x).float() - functional.one_hot(y, 3)).pow(2).mean().double(),
-    "two losses": lambda model, x, y: (out := model(x)).square().mean() * 0.1 + functional.cross_entropy(out, y),
-    "in place": lambda model, x, y: functional.cross_entropy(model(x), y).mul_(0.5).add_(model(x).mean()),
+    "squares": lambda model, x, y: (
+        (model(x).float() - functional.one_hot(y, 3)).pow(2).mean().double()
+    ),
+    "two losses": lambda model, x, y: (
+        (out := model(x)).square().mean() * 0.1 + functional.cross_entropy(out, y)
+    ),
+    "in place": lambda model, x, y: (
+        functional.cross_entropy(model(x), y).mul_(0.5).add_(model(x).mean())
+    ),
     "noise and dropout": noisy,
     "by hand": summed_by_hand,
     "class weights by rows": lambda model, x, y: (
@@ -74,14 +90,20 @@ EXACT: dict[str, Body] = {
     ).mean(),
     "a function of one's own": lambda model, x, _: Scaled.apply(model(x).mean()),
     "a penalty": lambda model, x, y: (
-        functional.cross_entropy(model(x), y) + sum(each.square().sum() for each in model.parameters()) * 0.01
+        functional.cross_entropy(model(x), y)
+        + sum(each.square().sum() for each in model.parameters()) * 0.01
     ),
 }
 OTHER: dict[str, tuple[Body, str]] = {
-    "a sum": (lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum"), "it is a sum"),
+    "a sum": (
+        lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum"),
+        "it is a sum",
+    ),
     "divided by a constant": (lambda model, x, _: model(x).square().sum() / ROWS, "it is a sum"),
     "class weights": (
-        lambda model, x, y: functional.cross_entropy(model(x), y, weight=torch.tensor([1.0, 2.0, 30.0])),
+        lambda model, x, y: functional.cross_entropy(
+            model(x), y, weight=torch.tensor([1.0, 2.0, 30.0])
+        ),
         "isn't a mean over rows",
     ),
     "ignored labels": (
@@ -92,14 +114,20 @@ OTHER: dict[str, tuple[Body, str]] = {
     "mined": (mined, "can't be followed"),
     "read back": (read_back, "can't be followed"),
     "another batch": (
-        lambda model, _, __: functional.cross_entropy(model(torch.randn(ROWS, 5)), torch.arange(ROWS) % 3),
+        lambda model, _, __: functional.cross_entropy(
+            model(torch.randn(ROWS, 5)), torch.arange(ROWS) % 3
+        ),
         "from the batch that its loader gave last",
     ),
     "a standard deviation": (lambda model, x, _: model(x).std(0).sum(), "isn't a mean over rows"),
-    "no model": (lambda _, x, __: (x * torch.ones((), requires_grad=True)).mean(), "isn't computed from"),
+    "no model": (
+        lambda _, x, __: (x * torch.ones((), requires_grad=True)).mean(),
+        "isn't computed from",
+    ),
     "a loop over rows": (
         lambda model, x, y: (
-            sum(functional.cross_entropy(model(x)[i : i + 1], y[i : i + 1]) for i in range(ROWS)) / ROWS
+            sum(functional.cross_entropy(model(x)[i : i + 1], y[i : i + 1]) for i in range(ROWS))
+            / ROWS
         ),
         "isn't a mean over rows",
     ),
@@ -147,7 +175,9 @@ def test_what_is_no_mean_or_cannot_be_followed_is_said(name: str) -> None:
         assert said in judge(body)
 
 
-@pytest.mark.parametrize("batch", [[torch.ones(6, 4), torch.ones(4)], [torch.ones(6, 4), torch.ones(6)]])
+@pytest.mark.parametrize(
+    "batch", [[torch.ones(6, 4), torch.ones(4)], [torch.ones(6, 4), torch.ones(6)]]
+)
 def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared(batch: Any) -> None:
     """A time-major batch of four samples, which would be cut between its steps."""
     model = nn.Linear(4, 1, dtype=torch.float32)
@@ -159,7 +189,11 @@ def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared(batch
 
 
 def test_packed_rows_are_written_down_and_computed_again() -> None:
-    model, inputs, lengths = nn.LSTM(3, 2, batch_first=True), torch.randn(4, 5, 3), torch.tensor([5, 4, 4, 2])
+    model, inputs, lengths = (
+        nn.LSTM(3, 2, batch_first=True),
+        torch.randn(4, 5, 3),
+        torch.tensor([5, 4, 4, 2]),
+    )
     guard = Guard([model], (inputs, lengths))
     packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True)
     made, _ = model(packed)

@@ -35,7 +35,9 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "text_train.py"
 def plan(cost: Cost, tokens: int = 0) -> Plan:
     made = example_plan((BATCH,), "cpu-{}")
     share = msgspec.structs.replace(made.layout.share[0], cost=cost, tokens=tokens)
-    return msgspec.structs.replace(made, layout=msgspec.structs.replace(made.layout, share=(share,)))
+    return msgspec.structs.replace(
+        made, layout=msgspec.structs.replace(made.layout, share=(share,))
+    )
 
 
 @pytest.fixture
@@ -67,9 +69,12 @@ def test_the_rows_of_each_batch_and_their_order_of_batches_stay(split: Split) ->
 
 
 @pytest.mark.parametrize("options", [{"prefetch": 2}, {"num_workers": 1}])
-def test_passes_are_the_same_however_they_are_fetched(split: Split, options: dict[str, Any]) -> None:
+def test_passes_are_the_same_however_they_are_fetched(
+    split: Split, options: dict[str, Any]
+) -> None:
     plain, other = (
-        split.loader(TEXTS, lengths=torch.tensor(TEXTS.lengths), collate_fn=collate, **more) for more in ({}, options)
+        split.loader(TEXTS, lengths=torch.tensor(TEXTS.lengths), collate_fn=collate, **more)
+        for more in ({}, options)
     )
     assert passes(split, other) == passes(split, plain)
     assert pickle.loads(pickle.dumps(plain)).state_dict() == plain.state_dict()
@@ -78,7 +83,9 @@ def test_passes_are_the_same_however_they_are_fetched(split: Split, options: dic
 def test_a_pass_is_padded_to_its_own_longest(split: Split) -> None:
     for batch in split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate):
         for part in parts(split, batch):
-            assert part.batch["words"].shape[1] + 1 == max(TEXTS.lengths[row] for row in part.batch["rows"])
+            assert part.batch["words"].shape[1] + 1 == max(
+                TEXTS.lengths[row] for row in part.batch["rows"]
+            )
             assert part.rows == len(part.batch["rows"])
 
 
@@ -90,9 +97,14 @@ def test_a_pass_fits_in_memory() -> None:
 
 
 def test_a_loop_without_parts_trains_where_every_batch_is_one_pass() -> None:
-    """By ratios. Where batches may have passes, the first is refused already, though it has none."""
+    """By ratios. Where batches may have passes, the first is refused already, though it has
+    none.
+    """
     split = Split(ratios=[1.0], global_batch=BATCH)
-    assert all(len(batch["rows"]) for batch in split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate))
+    assert all(
+        len(batch["rows"])
+        for batch in split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)
+    )
     equal = split.loader(TEXTS, lengths=[7] * len(TEXTS), collate_fn=collate)
     assert all(len(batch["rows"]) for batch in equal)
     dear = Split(plan(Cost(1e9, 1, 0))).loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)
@@ -126,7 +138,10 @@ def test_two_loops_over_one_loader_keep_their_epochs(split: Split) -> None:
     taken = [next(first)]
     second = iter(loader)
     taken += [next(second), *first, *second]
-    rows = [sorted(row for part in parts(split, batch) for row in part.batch["rows"].tolist()) for batch in taken]
+    rows = [
+        sorted(row for part in parts(split, batch) for row in part.batch["rows"].tolist())
+        for batch in taken
+    ]
     whole = [sorted(row for each in batch for row in each) for batch in expected]
     assert rows == [whole[0], whole[6], *whole[1:6], *whole[7:]]
 
@@ -147,7 +162,11 @@ def test_a_rank_without_a_row_keeps_step_with_the_shortest() -> None:
     sizes = sampler(0).sizes_at(0)
     assert sorted(sizes) == [0, 1, 1, 1]
     assert batches[sizes.index(0)] == [[0]]
-    assert sorted(row for rank, (rows,) in enumerate(batches) if sizes[rank] for row in rows) == [0, 1, 2]
+    assert sorted(row for rank, (rows,) in enumerate(batches) if sizes[rank] for row in rows) == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_tokens_are_counted_without_and_with_padding() -> None:
@@ -173,7 +192,9 @@ def test_a_state_is_that_of_a_loader_without_lengths() -> None:
 
 @pytest.fixture
 def in_float64() -> Iterator[None]:
-    """float64 is PyTorch's default: sums then don't depend on the CPU's kernels, as far as they are printed."""
+    """float64 is PyTorch's default: sums then don't depend on the CPU's kernels, as far as they are
+    printed.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -190,6 +211,8 @@ def test_the_example_learns_by_length_what_it_learns_without(
     for words in (["--plan", str(path)], ["--global-batch", str(BATCH)]):
         monkeypatch.setattr("sys.argv", ["text_train.py", "--rows", "20", "--epochs", "1", *words])
         runpy.run_path(str(EXAMPLE), run_name="__main__")
-        said.append(re.findall(r"epoch \d: loss ([\d.]+), [\d,]+ tokens/s", capsys.readouterr().out))
+        said.append(
+            re.findall(r"epoch \d: loss ([\d.]+), [\d,]+ tokens/s", capsys.readouterr().out)
+        )
     assert len(said[0]) == 1
     assert said[0] == said[1]

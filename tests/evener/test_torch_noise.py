@@ -1,4 +1,6 @@
-"""The noise scale that trainings measure, beside that of each row's own gradient; what they learn stays as it is."""
+"""The noise scale that trainings measure, beside that of each row's own gradient; what they learn
+stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,20 @@ def test_it_is_that_of_the_rows_own_gradients(measured: list[Any], name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "library"), [("huggingface", "transformers.trainer"), ("lightning", "lightning")])
-def test_trainers_measure_it_too(trainer_ranks: Callable[..., list[Any]], trainer: str, library: str) -> None:
-    """With a batch at a time, and accumulated by two. Weights are bit for bit those without, also with accelerate."""
+@pytest.mark.parametrize(
+    ("trainer", "library"), [("huggingface", "transformers.trainer"), ("lightning", "lightning")]
+)
+def test_trainers_measure_it_too(
+    trainer_ranks: Callable[..., list[Any]], trainer: str, library: str
+) -> None:
+    """With a batch at a time, and accumulated by two. Weights are bit for bit those without, also
+    with accelerate.
+    """
     skip_without(library.partition(".")[0])
     truth = programs.true_noise_scale(programs.network(), programs.data())
-    measured, same = trainer_ranks(f"tests.support.trainer_noise_programs.{trainer}", world=2, imports=library)[0]
+    measured, same = trainer_ranks(
+        f"tests.support.trainer_noise_programs.{trainer}", world=2, imports=library
+    )[0]
     assert same
     assert all(same)
     for found in measured:
@@ -75,8 +85,12 @@ def test_what_sums_gradients_itself_and_a_second_model_are_refused(exact: list[A
 
 
 @pytest.mark.parametrize("name", programs.ALONE)
-def test_one_process_compares_the_passes_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample is that of the passes' own gradients, and the weights are bit for bit those without noise."""
+def test_one_process_compares_the_passes_of_a_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sample is that of the passes' own gradients, and the weights are bit for bit those
+    without noise.
+    """
     case, opened = programs.ALONE[name], Exchange.open
     if name == "rows that depend on draws":
         monkeypatch.setattr(Exchange, "open", lambda self, _, rows: opened(self, True, rows))
@@ -89,11 +103,19 @@ def test_one_process_compares_the_passes_of_a_step(name: str, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_trainer_in_one_process_compares_what_it_accumulates(trainer_ranks: Callable[..., list[Any]]) -> None:
+def test_a_trainer_in_one_process_compares_what_it_accumulates(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
     skip_without("transformers")
-    (found,) = trainer_ranks("tests.support.trainer_noise_programs.one_process", imports="transformers.trainer")
+    (found,) = trainer_ranks(
+        "tests.support.trainer_noise_programs.one_process", imports="transformers.trainer"
+    )
     assert found["samples"] > 60
-    assert found["low"] < programs.true_noise_scale(programs.network(), programs.data()) < found["high"]
+    assert (
+        found["low"]
+        < programs.true_noise_scale(programs.network(), programs.data())
+        < found["high"]
+    )
 
 
 def test_steps_of_one_pass_are_refused() -> None:

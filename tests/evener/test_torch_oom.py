@@ -1,4 +1,6 @@
-"""Passes that run out of memory, at any layer, forward or backward, on any rank: nothing is lost or taken twice."""
+"""Passes that run out of memory, at any layer, forward or backward, on any rank: nothing is lost or
+taken twice.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", programs.CASES)
-def test_it_learns_what_one_process_learns_that_takes_the_same_passes(trained: list[Any], name: str, seed: int) -> None:
+def test_it_learns_what_one_process_learns_that_takes_the_same_passes(
+    trained: list[Any], name: str, seed: int
+) -> None:
     ranks = [rank[name, seed] for rank in trained]
     case = msgspec.structs.replace(programs.CASES[name], seed=seed)
     assert sum(rank["burst"] for rank in ranks) >= 5
@@ -50,10 +54,15 @@ def test_it_learns_what_one_process_learns_that_takes_the_same_passes(trained: l
 
 def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
     """Over NCCL a rank waits in the sum on the device, while its host has long gone on."""
-    shares, ranks = (20, 12), gpu_ranks("tests.support.torch_oom_programs.train_all", (20, 12), SEEDS[:1])
+    shares, ranks = (
+        (20, 12),
+        gpu_ranks("tests.support.torch_oom_programs.train_all", (20, 12), SEEDS[:1]),
+    )
     for name, seed in ranks[0]:
         own = [rank[name, seed] for rank in ranks]
-        expected = programs.reference(programs.CASES[name], shares, [rank["kept"] for rank in own], "cuda")
+        expected = programs.reference(
+            programs.CASES[name], shares, [rank["kept"] for rank in own], "cuda"
+        )
         assert sum(rank["burst"] for rank in own) >= 3
         for rank in own:
             assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-12)
@@ -64,7 +73,9 @@ def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", ["plain", "plain in passes", "by parts, counted", "accumulated"])
-def test_rows_that_depend_on_nothing_are_learned_as_if_nothing_had_happened(trained: list[Any], name: str) -> None:
+def test_rows_that_depend_on_nothing_are_learned_as_if_nothing_had_happened(
+    trained: list[Any], name: str
+) -> None:
     case = programs.CASES[name]
     undisturbed = [[[share]] * case.steps for share in SHARES]
     expected = programs.reference(msgspec.structs.replace(case), SHARES, undisturbed)
@@ -72,7 +83,9 @@ def test_rows_that_depend_on_nothing_are_learned_as_if_nothing_had_happened(trai
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
 
 
-ROWS = torch.utils.data.TensorDataset(torch.randn(64, 3, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64))
+ROWS = torch.utils.data.TensorDataset(
+    torch.randn(64, 3, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64)
+)
 
 
 @pytest.fixture
@@ -101,7 +114,9 @@ def take_steps(split: Split, most: int, steps: int) -> list[list[int]]:
     return tried
 
 
-def test_smaller_passes_are_kept_and_larger_ones_tried_again(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_passes_are_kept_and_larger_ones_tried_again(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retreat, "CLEAN_STEPS", 2)
     first, *kept = take_steps(split, 3, 6)
     assert first == [8, 4, 2, 2, 2, 2]
@@ -123,8 +138,12 @@ def test_rows_for_which_the_device_has_no_room_are_sent_in_smaller_passes(
     assert take_steps(split, 8, 2) == [[2, 2, 2, 2]] * 2
 
 
-def test_a_row_that_never_fits_ends_in_a_sentence(split: Split, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DeviceError, match=r"Rank 0 ran out of memory 20 times in a row with a pass of 1 rows"):
+def test_a_row_that_never_fits_ends_in_a_sentence(
+    split: Split, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        DeviceError, match=r"Rank 0 ran out of memory 20 times in a row with a pass of 1 rows"
+    ):
         take_steps(split, 0, 1)
     said = capsys.readouterr().err.splitlines()
     assert "ran out of memory at step 1: passes of 8 -> 4 rows" in said[0]
@@ -168,7 +187,9 @@ def test_memory_that_runs_out_after_a_parts_backward_pass_ends_the_step(split: S
 
 
 def test_a_loss_whose_parts_do_not_add_up_is_not_computed_in_smaller_passes(split: Split) -> None:
-    """On one device a sum over rows, or in-batch negatives, are as good as a mean; in parts they are something else."""
+    """On one device a sum over rows, or in-batch negatives, are as good as a mean; in parts they
+    are something else.
+    """
     model = split.wrap(torch.nn.Linear(3, 1).double())
     batch = next(iter(split.loader(ROWS)))
 
@@ -198,12 +219,20 @@ def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_o
     trainer_ranks: Callable[..., list[Any]], name: str
 ) -> None:
     """In pieces it would meet them more often than they meet it, and they would wait."""
-    (waited, steps), (said, own_steps) = trainer_ranks("tests.support.torch_meeting_programs.train", name, world=2)
-    expected = "others than evener sum its gradients" if name == "sharded" else "the loop meets other ranks in a pass"
+    (waited, steps), (said, own_steps) = trainer_ranks(
+        "tests.support.torch_meeting_programs.train", name, world=2
+    )
+    expected = (
+        "others than evener sum its gradients"
+        if name == "sharded"
+        else "the loop meets other ranks in a pass"
+    )
     assert said.startswith("DeviceError: Rank 1")
     assert expected in said
     assert waited.startswith("RuntimeError"), "it ends as the other one does"
-    assert waited.splitlines()[-1].startswith("evener: rank 1 ended, and this rank can't go on without it: DeviceError")
+    assert waited.splitlines()[-1].startswith(
+        "evener: rank 1 ended, and this rank can't go on without it: DeviceError"
+    )
     assert steps == own_steps == (2 if "two steps" in name else 0)
 
 
@@ -211,8 +240,19 @@ def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_o
 @pytest.mark.parametrize(
     ("who", "how", "words"),
     [
-        (1, "raises", "evener: rank 1 ended, and this rank can't go on without it: OSError: No space left on device."),
-        (1, "is killed", "evener: rank 1 doesn't answer, and this rank can't go on without it: it was killed"),
+        (
+            1,
+            "raises",
+            (
+                "evener: rank 1 ended, and this rank can't go on without it: OSError: No space "
+                "left on device."
+            ),
+        ),
+        (
+            1,
+            "is killed",
+            "evener: rank 1 doesn't answer, and this rank can't go on without it: it was killed",
+        ),
         (0, "raises", "evener: rank 0 ended, and this rank can't go on without it"),
     ],
 )
@@ -226,8 +266,12 @@ def test_the_rank_that_ended_is_named_on_the_others(
 
 
 @pytest.mark.slow
-def test_the_journal_has_the_retreats_of_all_ranks(trainer_ranks: Callable[..., list[Any]], own_state: Path) -> None:
-    lines, said = trainer_ranks("tests.support.torch_meeting_programs.train_noted", str(own_state), world=2)
+def test_the_journal_has_the_retreats_of_all_ranks(
+    trainer_ranks: Callable[..., list[Any]], own_state: Path
+) -> None:
+    lines, said = trainer_ranks(
+        "tests.support.torch_meeting_programs.train_noted", str(own_state), world=2
+    )
     assert len(lines) == 3
     assert said == [line for line in lines if "at step 1:" not in line], "of the second rank"
 
@@ -236,12 +280,20 @@ def test_the_journal_has_the_retreats_of_all_ranks(trainer_ranks: Callable[..., 
     ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("HIP error: out of memory"), True),
         (RuntimeError("NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'"), False),
         (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 8 bytes"
+            ),
             True,
         ),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
@@ -271,7 +323,9 @@ def test_room_for_the_optimizer_s_state_is_tried_before_its_first_step(
     if times == 1:
         check_memory(optimizer, weights)
     else:
-        with pytest.raises(DeviceError, match=r"no room for the 0\.0 GiB of AdamW's state.*No weight was changed"):
+        with pytest.raises(
+            DeviceError, match=r"no room for the 0\.0 GiB of AdamW's state.*No weight was changed"
+        ):
             check_memory(optimizer, weights)
 
 

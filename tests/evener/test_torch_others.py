@@ -16,10 +16,13 @@ from tests.support import torch_leaving_programs as programs
 from tests.support.torch_start import free_port, rank_environment
 
 SHORTER = (
-    "evener: rank 1 ended in its batch {}, and this rank can't go on without it: it has called sys.exit(), or its loop"
+    "evener: rank 1 ended in its batch {}, and this rank can't go on without it: it has "
+    "called sys.exit(), or its loop"
     " was shorter. Every rank has to take every batch."
 )
-WORDS = "evener: rank 1 ended, and this rank can't go on without it: OSError: No space left on device."
+WORDS = (
+    "evener: rank 1 ended, and this rank can't go on without it: OSError: No space left on device."
+)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,9 @@ WORDS = "evener: rank 1 ended, and this rank can't go on without it: OSError: No
 def test_a_rank_that_waits_for_one_that_has_ended_says_so(
     trainer_ranks: Callable[..., list[Any]], how: str, expected: list[Any]
 ) -> None:
-    """One that has an exchange more under way, also as it leaves, or is stuck since another's error; none else."""
+    """One that has an exchange more under way, also as it leaves, or is stuck since another's
+    error; none else.
+    """
     ended, _ = trainer_ranks("tests.support.torch_leaving_programs.wait_for", how, world=2)
     assert ended == expected
 
@@ -42,12 +47,17 @@ def test_a_rank_that_waits_for_one_that_has_ended_says_so(
 @pytest.mark.parametrize(
     ("how", "way"),
     [
-        *((how, "loop") for how in ("raises", "raises in backward", "exits", "breaks", "is killed")),
+        *(
+            (how, "loop")
+            for how in ("raises", "raises in backward", "exits", "breaks", "is killed")
+        ),
         *((how, "destroys") for how in ("raises", "breaks", "leaves out the last")),
         *((how, "lightning") for how in ("raises", "exits", "is killed")),
     ],
 )
-def test_on_two_gpus_the_other_rank_ends_with_a_sentence(tmp_path: Path, how: str, way: str) -> None:
+def test_on_two_gpus_the_other_rank_ends_with_a_sentence(
+    tmp_path: Path, how: str, way: str
+) -> None:
     """NCCL would wait for ten minutes, in the sum or as it leaves the group."""
     import torch
 
@@ -55,20 +65,38 @@ def test_on_two_gpus_the_other_rank_ends_with_a_sentence(tmp_path: Path, how: st
         pytest.skip("needs two GPUs")
     (code, said), (own, its) = run_pair(how, way, tmp_path)
     assert code == 1, said + its
-    if how != "leaves out the last":  # both wait in leaving then, and the first one's end may be an error to the other
+    if (
+        how != "leaves out the last"
+    ):  # both wait in leaving then, and the first one's end may be an error to the other
         assert own == {"exits": 3, "breaks": 0, "is killed": -9}.get(how, 1), its
-    words = "rank 1 doesn't answer" if how == "is killed" else "OSError" if "raises" in how else "ended in its batch"
+    words = (
+        "rank 1 doesn't answer"
+        if how == "is killed"
+        else "OSError"
+        if "raises" in how
+        else "ended in its batch"
+    )
     assert words in said.splitlines()[-1]
 
 
 def run_pair(how: str, way: str, folder: Path) -> list[tuple[int, str]]:
     """The exit codes of two ranks, and what they said."""
-    common = {**os.environ, **rank_environment(gpus=True), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    common = {
+        **os.environ,
+        **rank_environment(gpus=True),
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": str(free_port()),
+    }
     words = [sys.executable, "-m", programs.__name__, how, way]
     ranks = [
         subprocess.Popen(
             words,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "EVENER_LIVE_DIR": str(folder)},
+            env={
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "EVENER_LIVE_DIR": str(folder),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -24,7 +24,8 @@ SIZES = (3, 1)
 
 
 def run(script: str, alone: bool = False) -> tuple[StepTimer, TurnedClock]:
-    """Digits are seconds between what letters say: b a batch in hand, g gradients, e the end of the backward pass,
+    """Digits are seconds between what letters say: b a batch in hand, g gradients, e the end of the
+    backward pass,
 
     u update, d done with it, f finished, p pause.
     """
@@ -57,7 +58,9 @@ def test_a_step_is_own_work_then_waiting_and_the_input_lies_before() -> None:
 
 
 def test_between_steps_is_what_lies_around_the_optimizer_s_step() -> None:
-    """Clipping, or a pause, isn't waiting; nor is the optimizer's own time anything that could be left out."""
+    """Clipping, or a pause, isn't waiting; nor is the optimizer's own time anything that could be
+    left out.
+    """
     step = last("fb3g2e4u5d1f")
     assert step[1:3] == (3, 2)
     assert step.between_s == 4 + 1
@@ -141,8 +144,19 @@ def test_medians_leave_out_what_is_not_known() -> None:
 
 
 def test_it_is_known_what_goes_on_now() -> None:
-    parts = {"": "between steps", "b": "own work", "bg": "sum", "bge": "between steps", "bgeu": "update"}
-    parts |= {"bgeud": "between steps", "bgeudf": "input", "bgeudfp": "between steps", "bgeudfb": "own work"}
+    parts = {
+        "": "between steps",
+        "b": "own work",
+        "bg": "sum",
+        "bge": "between steps",
+        "bgeu": "update",
+    }
+    parts |= {
+        "bgeud": "between steps",
+        "bgeudf": "input",
+        "bgeudfp": "between steps",
+        "bgeudfb": "own work",
+    }
     assert {script: run(script)[0].now()[1] for script in parts} == parts
     assert run("bgeudfb")[0].now()[0] == 2
 
@@ -218,15 +232,21 @@ def test_events_are_recorded_again_once_they_were_read() -> None:
 
 
 def paired(first: Any, second: Any) -> Iterator[tuple[Training, Training, float]]:
-    """What the live files of two ranks say of each training, and the seconds that the second was held up."""
+    """What the live files of two ranks say of each training, and the seconds that the second was
+    held up.
+    """
     for weigh, (record, _) in first.items():
         other, held_up = second[weigh]
         yield msgspec.convert(record, Training), msgspec.convert(other, Training), held_up
 
 
 @pytest.mark.slow
-def test_live_files_tell_the_rank_whose_backward_pass_is_slow(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """DDP makes both backward passes equally long; own work differs by what rank 1 sleeps, and rank 0 waits as long."""
+def test_live_files_tell_the_rank_whose_backward_pass_is_slow(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
+    """DDP makes both backward passes equally long; own work differs by what rank 1 sleeps, and rank
+    0 waits as long.
+    """
     first, second = trainer_ranks("tests.support.torch_rebalance_programs.slow_backward", world=2)
     assert len(first) == 3
     for fast, slow, _ in paired(first, second):
@@ -234,7 +254,9 @@ def test_live_files_tell_the_rank_whose_backward_pass_is_slow(trainer_ranks: Cal
         assert late.own_work_s >= SLEEP_SECONDS
         assert quick.own_work_s < 0.5 * late.own_work_s
         assert quick.waiting_s > 0.5 * SLEEP_SECONDS > late.waiting_s
-        assert quick.own_work_s + quick.waiting_s == pytest.approx(late.own_work_s + late.waiting_s, rel=0.2)
+        assert quick.own_work_s + quick.waiting_s == pytest.approx(
+            late.own_work_s + late.waiting_s, rel=0.2
+        )
         assert (fast.rank, slow.rank, fast.world, slow.world) == (0, 1, 2, 2)
         assert fast.training == slow.training != ""
         assert (quick.batch, late.batch) == (6, 2)
@@ -247,16 +269,24 @@ def test_ranks_tell_where_they_pause(trainer_ranks: Callable[..., list[Any]]) ->
     first, second = trainer_ranks("tests.support.torch_made_ranks.paused", world=2)
     for where, record in second.items():
         quick, late = msgspec.convert(first[where], Training), msgspec.convert(record, Training)
-        figures = {"input": late.input_s, "own": late.devices[0].own_work_s, "between": late.between_s}
+        figures = {
+            "input": late.input_s,
+            "own": late.devices[0].own_work_s,
+            "between": late.between_s,
+        }
         named = {"before": "between", "after": "between"}.get(where, where)
         long = [name for name, seconds in figures.items() if seconds > 0.8 * PAUSE_SECONDS]
         assert long == [named], where
         assert late.devices[0].waiting_s < 0.5 * PAUSE_SECONDS < quick.devices[0].waiting_s, where
-        assert max(quick.input_s, quick.devices[0].own_work_s, quick.between_s) < 0.5 * PAUSE_SECONDS, where
+        assert (
+            max(quick.input_s, quick.devices[0].own_work_s, quick.between_s) < 0.5 * PAUSE_SECONDS
+        ), where
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(trainer_ranks: Callable[..., list[Any]]) -> None:
+def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
     """In its own work, between two steps, and stopped: then it says nothing, and the other does."""
     said = {
         "own work": "has been in own work for",
@@ -267,7 +297,9 @@ def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(trainer_ranks:
     assert first.keys() == said.keys()
     for where, written in first.items():
         waits, holds = msgspec.json.decode(written, type=tuple[Training, Training])
-        places = [place for each in (waits, holds) for place in place_ranks(each, {}, time.time() + 60)]
+        places = [
+            place for each in (waits, holds) for place in place_ranks(each, {}, time.time() + 60)
+        ]
         (cause,) = find_causes(places, waits.step_s, ())
         assert said[where] in cause.text
         assert cause.text.endswith("; the others wait for it.")
@@ -277,7 +309,9 @@ def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(trainer_ranks:
 
 
 @pytest.mark.slow
-def test_gpus_tell_by_how_much_a_backward_pass_was_held_up(gpu_ranks: Callable[..., list[Any]]) -> None:
+def test_gpus_tell_by_how_much_a_backward_pass_was_held_up(
+    gpu_ranks: Callable[..., list[Any]],
+) -> None:
     """By CUDA events: a kernel holds up rank 1."""
     first, second = gpu_ranks("tests.support.torch_rebalance_programs.slow_backward")
     for fast, slow, held_up in paired(first, second):

@@ -1,4 +1,6 @@
-"""A batch in passes: how it is cut, what a pass weighs, and what is refused; several ranks are in test_torch_exact."""
+"""A batch in passes: how it is cut, what a pass weighs, and what is refused; several ranks are in
+test_torch_exact.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from evener.torch_rows.structure import cut_rows
 from evener.torch_split import Split
 from tests.support import torch_ranks
 
-ROWS = torch.utils.data.TensorDataset(torch.randn(20, 3, dtype=torch.float64), torch.arange(20.0).double())
+ROWS = torch.utils.data.TensorDataset(
+    torch.randn(20, 3, dtype=torch.float64), torch.arange(20.0).double()
+)
 Pair = namedtuple("Pair", ["left", "right"])
 pytestmark = pytest.mark.usefixtures("alone_on_the_cpu")
 
@@ -40,11 +44,15 @@ def split() -> Split:
 
 @pytest.fixture
 def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A process group of one rank that takes itself for the first of two, whose share is two passes."""
+    """A process group of one rank that takes itself for the first of two, whose share is two
+    passes.
+    """
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr("evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world)
+    monkeypatch.setattr(
+        "evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world
+    )
     split = Split(in_passes((6, 2), (3, 2)))
     monkeypatch.undo()
     yield split
@@ -77,12 +85,21 @@ def leaves(data: Any) -> list[Any]:
         return [data]
     if isinstance(data, UserDict):
         return [leaf for key in sorted(data) for leaf in leaves(data[key])]
-    return [leaf for item in data for leaf in leaves(item)] if isinstance(data, (tuple, list)) else [data]
+    return (
+        [leaf for item in data for leaf in leaves(item)]
+        if isinstance(data, (tuple, list))
+        else [data]
+    )
 
 
 @settings(max_examples=20)
-@given(st.integers(3, 9).flatmap(lambda rows: st.tuples(st.just(rows), nested(rows))), st.integers(1, 2))
-def test_parts_have_the_batchs_structure_and_together_its_rows(case: tuple[int, Any], at: int) -> None:
+@given(
+    st.integers(3, 9).flatmap(lambda rows: st.tuples(st.just(rows), nested(rows))),
+    st.integers(1, 2),
+)
+def test_parts_have_the_batchs_structure_and_together_its_rows(
+    case: tuple[int, Any], at: int
+) -> None:
     rows, batch = case
     first, second = cut_rows(batch, 0, at, rows), cut_rows(batch, at, rows, rows)
     assert type(first) is type(second) is type(batch)
@@ -90,7 +107,9 @@ def test_parts_have_the_batchs_structure_and_together_its_rows(case: tuple[int, 
         if isinstance(whole, list):
             assert left + right == whole
         elif getattr(whole, "shape", ()):
-            assert torch.equal(torch.cat([torch.as_tensor(left), torch.as_tensor(right)]), torch.as_tensor(whole))
+            assert torch.equal(
+                torch.cat([torch.as_tensor(left), torch.as_tensor(right)]), torch.as_tensor(whole)
+            )
             assert len(left) == at
         else:
             assert left is right is whole
@@ -171,7 +190,9 @@ def test_a_loop_without_parts_is_refused_before_it_learns(split: Split) -> None:
 
 @pytest.mark.parametrize("name", ["mean", "total", "loss", "gather", "scale", "parts"])
 def test_what_all_ranks_do_together_is_refused_inside_parts(split: Split, name: str) -> None:
-    """Also without passes on this rank, and before anyone waits; after the parts it is there again."""
+    """Also without passes on this rank, and before anyone waits; after the parts it is there
+    again.
+    """
     batch = next(iter(split.loader(ROWS)))
     calls: dict[str, Any] = {
         "mean": lambda: split.mean(1.0),
@@ -182,7 +203,9 @@ def test_what_all_ranks_do_together_is_refused_inside_parts(split: Split, name: 
         "parts": lambda: next(split.parts(batch)),
     }
     for _ in split.parts(batch):
-        with pytest.raises(RequestError, match=rf"split\.{name} can't be called inside split\.parts"):
+        with pytest.raises(
+            RequestError, match=rf"split\.{name} can't be called inside split\.parts"
+        ):
             calls[name]()
         break
     assert split.total(2.0) == 2.0
@@ -222,7 +245,9 @@ def test_parts_of_no_batch_are_refused(split: Split) -> None:
 
 def test_statistics_over_a_pass_are_said(split: Split) -> None:
     """Also on one device, where nothing else differs from training without a plan."""
-    with pytest.warns(UserWarning, match=r"Batch normalization sees one pass of 3 rows, not the whole share\."):
+    with pytest.warns(
+        UserWarning, match=r"Batch normalization sees one pass of 3 rows, not the whole share\."
+    ):
         split.wrap(torch.nn.BatchNorm1d(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,11 +260,15 @@ def test_a_pass_of_a_single_row_is_said(micro: int) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         Split(in_passes((3,), (micro,))).wrap(torch.nn.BatchNorm1d(3))
-    assert any("Each batch has a pass of a single row" in str(each.message) for each in said) is (micro == 2)
+    assert any("Each batch has a pass of a single row" in str(each.message) for each in said) is (
+        micro == 2
+    )
 
 
 def play(split: Split, models: Any, way: str) -> None:
-    """A step of the critic on what the generator makes, then one of the generator: three ways to write it."""
+    """A step of the critic on what the generator makes, then one of the generator: three ways to
+    write it.
+    """
     generator, critic = models
     batch = next(iter(split.loader(ROWS)))
     for part in split.parts(batch, models=[critic] if way == "named" else None):
@@ -251,7 +280,9 @@ def play(split: Split, models: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "named", "without gradients"])
-def test_a_model_that_computes_without_a_backward_pass_is_left_alone(one_rank_of_two: Split, way: str) -> None:
+def test_a_model_that_computes_without_a_backward_pass_is_left_alone(
+    one_rank_of_two: Split, way: str
+) -> None:
     split = one_rank_of_two
     models = [split.wrap(torch.nn.Linear(3, width).double()) for width in (3, 1)]
     play(split, models, way)
@@ -282,7 +313,11 @@ def test_models_whose_passes_would_wait_for_each_other_are_refused(one_rank_of_t
 
 @pytest.mark.parametrize(
     ("kind", "library"),
-    [("DeepSpeedEngine", "DeepSpeed"), ("MegatronEngine", "Megatron-LM"), ("FullyShardedDataParallel", "FSDP1")],
+    [
+        ("DeepSpeedEngine", "DeepSpeed"),
+        ("MegatronEngine", "Megatron-LM"),
+        ("FullyShardedDataParallel", "FSDP1"),
+    ],
 )
 def test_a_model_whose_gradients_another_library_exchanges_is_refused(
     one_rank_of_two: Split, kind: str, library: str
@@ -300,7 +335,10 @@ def test_gradients_are_exchanged_in_the_last_pass_only(one_rank_of_two: Split) -
 
     def exchanged(**given: Any) -> list[tuple[bool, ...]]:
         with torch.no_grad():
-            return [tuple(m.require_backward_grad_sync for m in models) for _ in split.parts(batch, **given)]
+            return [
+                tuple(m.require_backward_grad_sync for m in models)
+                for _ in split.parts(batch, **given)
+            ]
 
     assert exchanged() == [(False, False), (True, True)]
     assert exchanged(models=models[:1]) == [(False, True), (True, True)]

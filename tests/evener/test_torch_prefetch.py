@@ -1,4 +1,6 @@
-"""Batches that are fetched at once and ahead are those that DataLoader gives, in its order, however a pass ends."""
+"""Batches that are fetched at once and ahead are those that DataLoader gives, in its order, however
+a pass ends.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_a_batch_at_once_is_what_row_by_row_gives(dataset: Any) -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_data_set_that_says_so_is_given_a_tensor(workers: int) -> None:
-    """It returns the batch as the loop gets it, in worker processes too; `collate_fn` may change it."""
+    """It returns the batch as the loop gets it, in worker processes too; `collate_fn` may change
+    it.
+    """
     rows = list(sampler().batches())
     options = {"num_workers": workers}
     for batch, expected in zip(Fetch(Annotated(), sampler(), options, False), rows, strict=True):
@@ -80,7 +84,9 @@ def test_a_data_set_that_says_so_is_given_a_tensor(workers: int) -> None:
 
 def test_other_data_sets_are_asked_as_dataloader_asks() -> None:
     batches = list(Fetch(Listed(), sampler(), {}, False))
-    assert [batch.tolist() for batch in batches] == [[row * 10 for row in rows] for rows in sampler()]
+    assert [batch.tolist() for batch in batches] == [
+        [row * 10 for row in rows] for rows in sampler()
+    ]
     kept = list(Fetch(PAIRS, sampler(), {"collate_fn": list}, False))
     assert [len(batch) for batch in kept] == [3] * 4
     assert all(isinstance(row, tuple) for batch in kept for row in batch)
@@ -248,8 +254,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_gpu")
-def test_a_batch_that_finds_no_room_is_sent_as_the_loop_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetched beside a step, it would need memory that the step has; between steps there is some."""
+def test_a_batch_that_finds_no_room_is_sent_as_the_loop_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fetched beside a step, it would need memory that the step has; between steps there is
+    some.
+    """
     by: list[str] = []
 
     def send(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -267,7 +277,9 @@ def test_a_batch_that_finds_no_room_is_sent_as_the_loop_takes_it(monkeypatch: py
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_gpu_that_lags_holds_the_fetching_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two ahead, a batch is sent only when the GPU is done with the one three before it: memory is bounded."""
+    """With two ahead, a batch is sent only when the GPU is done with the one three before it:
+    memory is bounded.
+    """
     sent: list[float] = []
 
     def send(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

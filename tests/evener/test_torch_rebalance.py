@@ -1,4 +1,6 @@
-"""Shares that change while a training runs leave what it learns as it is, and each row comes once an epoch."""
+"""Shares that change while a training runs leave what it learns as it is, and each row comes once
+an epoch.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_each_row_comes_once_an_epoch(trained: list[Any], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", programs.CASES)
-def test_all_ranks_change_to_the_same_shares_at_the_same_step(trained: list[Any], name: str) -> None:
+def test_all_ranks_change_to_the_same_shares_at_the_same_step(
+    trained: list[Any], name: str
+) -> None:
     first, second = (rank[name]["changes"] for rank in trained)
     assert first == second
     if programs.CASES[name].slow is None:
@@ -60,7 +64,9 @@ def test_all_ranks_change_to_the_same_shares_at_the_same_step(trained: list[Any]
 
 @pytest.mark.slow
 def test_a_rank_that_gets_slower_gets_fewer_rows_and_more_again(trained: list[Any]) -> None:
-    """Rank 1 takes four times as long for a row from step 60 to 199; its memory is trusted with 5 rows."""
+    """Rank 1 takes four times as long for a row from step 60 to 199; its memory is trusted with 5
+    rows.
+    """
     changes = trained[0]["by the rule"]["changes"]
     assert [shares for shares, _ in changes] == [(11, 5), (13, 3), (11, 5)]
     assert 60 < changes[1][1] <= 80
@@ -81,7 +87,9 @@ def test_noise_stalls_evaluations_checkpoints_and_logging_move_no_shares(
 
 
 def test_steps_after_memory_ran_out_move_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator fills again in some of them, which take longer than those that follow in small passes."""
+    """The allocator fills again in some of them, which take longer than those that follow in small
+    passes.
+    """
     meets = 60
 
     def own(step: int, rank: int, rows: int) -> float:
@@ -99,12 +107,17 @@ def test_steps_after_memory_ran_out_move_no_shares(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("a_pass", "a_row", "slow", "best"),
-    [(7.7e-3, 0.135e-3, 1.0, (185, 71)), (7.7e-3, 0.135e-3, 2.5, (185, 71)), (20e-3, 0.02e-3, 1.0, (224, 32))],
+    [
+        (7.7e-3, 0.135e-3, 1.0, (185, 71)),
+        (7.7e-3, 0.135e-3, 2.5, (185, 71)),
+        (20e-3, 0.02e-3, 1.0, (224, 32)),
+    ],
 )
 def test_passes_that_cost_the_host_the_same_however_few_rows_take_no_more_rows_than_pay(
     monkeypatch: pytest.MonkeyPatch, a_pass: float, a_row: float, slow: float, best: tuple[int, int]
 ) -> None:
-    """A neighbour leaves memory for 32 rows at once to one rank, and slows the host while it starts.
+    """A neighbour leaves memory for 32 rows at once to one rank, and slows the host while it
+    starts.
 
     Passes are whole again when it has gone.
     """

@@ -33,7 +33,11 @@ OTHER = [
     ("other", "local steps", "gradients that they haven't exchanged"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
     ("unlike", "padding read last", "changes with their padding"),
-    ("unlike", "rows handed out by one rank", "not every rank takes its rows from a loader of its own"),
+    (
+        "unlike",
+        "rows handed out by one rank",
+        "not every rank takes its rows from a loader of its own",
+    ),
 ]
 pytestmark = [pytest.mark.slow, two_cores]
 
@@ -54,11 +58,15 @@ def run(server: RankServer, folder: Path, module: str, name: str) -> tuple[str, 
 
 
 @pytest.mark.parametrize(("module", "name"), EXACT)
-def test_a_program_of_means_is_trained_by_shares(server: RankServer, tmp_path: Path, module: str, name: str) -> None:
+def test_a_program_of_means_is_trained_by_shares(
+    server: RankServer, tmp_path: Path, module: str, name: str
+) -> None:
     assert run(server, tmp_path, module, name)[0] == "by shares"
 
 
-def test_its_weights_are_bit_for_bit_the_same_where_noise_is_measured(server: RankServer, tmp_path: Path) -> None:
+def test_its_weights_are_bit_for_bit_the_same_where_noise_is_measured(
+    server: RankServer, tmp_path: Path
+) -> None:
     found, program = [], ("tests.support.run_exact_loops", "accumulated by no sync")
     for noise in (False, True):
         own = tmp_path / str(noise)
@@ -78,7 +86,12 @@ def test_another_program_trains_as_by_its_own_launcher(
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("other", "means of ranks"), ("other", "labels ignored later"), ("unlike", "averaged by rows")]
+    ("module", "name"),
+    [
+        ("other", "means of ranks"),
+        ("other", "labels ignored later"),
+        ("unlike", "averaged by rows"),
+    ],
 )
 def test_a_program_that_learns_something_else_is_warned(
     server: RankServer, tmp_path: Path, module: str, name: str
@@ -87,7 +100,9 @@ def test_a_program_that_learns_something_else_is_warned(
 
 
 @pytest.mark.parametrize("name", ["rate by rows seen", "steps by rows seen"])
-def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(server: RankServer, tmp_path: Path, name: str) -> None:
+def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(
+    server: RankServer, tmp_path: Path, name: str
+) -> None:
     kind, words = run(server, tmp_path, "unlike", name)
     assert kind == "ended"
     assert "its ranks step at different rates" in words
@@ -96,10 +111,18 @@ def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(server: RankSer
 def test_nothing_is_imported_for_hooks_until_a_library_is() -> None:
     """Each Python of a program has the hooks, also one that only lists a folder."""
     asks = (
-        "from evener.program.install import install; install(); import sys; print(*{'wrapt', 'torch'} & {*sys.modules})"
+        "from evener.program.install import install; install(); import sys; "
+        "print(*{'wrapt', 'torch'} & {*sys.modules})"
     )
-    environment = {**os.environ, "EVENER_PROGRAM": "{}", "EVENER_DEVICE": "cpu-0-of-2", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", asks], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {
+        **os.environ,
+        "EVENER_PROGRAM": "{}",
+        "EVENER_DEVICE": "cpu-0-of-2",
+        "PYTHONPATH": str(ROOT),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", asks], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert (ended.stdout.split(), ended.stderr) == ([], "")
 
 
@@ -109,11 +132,14 @@ def test_a_launcher_inside_is_one_sentence(server: RankServer, tmp_path: Path) -
 
     script, plan = tmp_path / "inside.py", tmp_path / "plan.toml"
     script.write_text(
-        "from torch.distributed.run import main\nmain(['--nproc-per-node', '2', 'train.py', '--epochs', '3'])"
+        "from torch.distributed.run import main\nmain(['--nproc-per-node', '2', 'train.py', "
+        "'--epochs', '3'])"
     )
     plan.write_text(PLAN)
     with pytest.raises(AssertionError) as ended:
-        server.run(f"{SCRIPTS}.run_by_shares", tmp_path, str(plan), str(script), ranks=place_ranks(2))
+        server.run(
+            f"{SCRIPTS}.run_by_shares", tmp_path, str(plan), str(script), ranks=place_ranks(2)
+        )
     assert str(ended.value).count("by torchrun, which evener run does in its place") == 1
     assert "evener run -- train.py --epochs 3" in str(ended.value)
     assert "SystemExit: 2" in str(ended.value)

@@ -1,4 +1,6 @@
-"""Each row once an epoch, for any length, shares, seed and number of ranks; a training goes on where it stopped."""
+"""Each row once an epoch, for any length, shares, seed and number of ranks; a training goes on
+where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def rows_that_count(samplers: list[UnevenBatchSampler]) -> list[list[int]]:
     for step, batches in enumerate(zip(*samplers, strict=True)):
         sizes = samplers[0].sizes(step)
         assert [len(batch) for batch in batches] == [max(1, size) for size in sizes]
-        steps.append([row for batch, size in zip(batches, sizes, strict=True) for row in batch[:size]])
+        steps.append(
+            [row for batch, size in zip(batches, sizes, strict=True) for row in batch[:size]]
+        )
     assert len(steps) == samplers[0].steps_left
     return steps
 
@@ -48,7 +52,9 @@ def test_each_row_is_computed_once_an_epoch(
 
 
 @given(LENGTH, SHARES, SEED)
-def test_the_global_batches_are_those_of_one_device(length: int, shares: list[int], seed: int) -> None:
+def test_the_global_batches_are_those_of_one_device(
+    length: int, shares: list[int], seed: int
+) -> None:
     """What a step learns from doesn't depend on how it is shared out."""
     (alone,) = ranks(length, [sum(shares)], seed=seed)
     assert rows_that_count(ranks(length, shares, seed=seed)) == list(alone)
@@ -184,7 +190,9 @@ def test_every_pass_is_a_new_epoch_unless_said() -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
-    """Rows that worker processes fetched ahead are not lost, and the epoch after is the one that would have come."""
+    """Rows that worker processes fetched ahead are not lost, and the epoch after is the one that
+    would have come.
+    """
     whole = Heard().loader(37, [8])
     expected = [batch.tolist() for _ in range(2) for batch in whole]
     loader = Heard().loader(37, [8], num_workers=workers)
@@ -203,7 +211,9 @@ def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
 
 @pytest.mark.parametrize("taken", [2, 5])
 def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
-    """set_epoch of the epoch that was loaded leaves what is left of it, also nothing; another time it starts anew."""
+    """set_epoch of the epoch that was loaded leaves what is left of it, also nothing; another time
+    it starts anew.
+    """
     whole = Heard().loader(37, [8])
     expected = [[batch.tolist() for batch in whole] for _ in range(2)]
     loader = Heard().loader(37, [8])
@@ -219,7 +229,9 @@ def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
 
 @pytest.mark.parametrize("taken", [0, 2, 5])
 def test_a_split_goes_on_in_all_its_loaders_under_other_shares(taken: int) -> None:
-    """One that was made before its state was loaded, and one that is made later; one that is gone counts no more."""
+    """One that was made before its state was loaded, and one that is made later; one that is gone
+    counts no more.
+    """
     states = LoaderStates()
     states.add(Heard().loader(40, [3, 5]))  # dropped at once
     first, second = (states.add(Heard().loader(length, [3, 5])) for length in (40, 24))
@@ -276,13 +288,19 @@ def test_a_pickled_loader_gives_the_same_batches_and_tells_nobody() -> None:
 def test_a_tail_that_joins_leaves_no_rank_without_rows(length: int, shares: list[int]) -> None:
     """But in data with fewer rows than ranks; no batch grows by as many rows as there are ranks."""
     steps = [
-        samplers.sizes(step) for samplers in ranks(length, shares, join_tail=True)[:1] for step in range(len(samplers))
+        samplers.sizes(step)
+        for samplers in ranks(length, shares, join_tail=True)[:1]
+        for step in range(len(samplers))
     ]
     assert sum(map(sum, steps)) == length
     assert rows_that_count(ranks(length, shares, join_tail=True))
     if length >= len(shares):
         assert all(min(sizes) > 0 for sizes in steps)
-    assert all(size - share < len(shares) for sizes in steps for size, share in zip(sizes, shares, strict=True))
+    assert all(
+        size - share < len(shares)
+        for sizes in steps
+        for size, share in zip(sizes, shares, strict=True)
+    )
 
 
 def drawn(order: Any, length: int = 20, seed: int = 0) -> RowOrder:
@@ -290,7 +308,9 @@ def drawn(order: Any, length: int = 20, seed: int = 0) -> RowOrder:
 
 
 def test_an_order_is_the_same_for_every_rank_and_another_in_each_epoch() -> None:
-    """Whatever random numbers a rank has drawn before, and they go on as if nothing was drawn between."""
+    """Whatever random numbers a rank has drawn before, and they go on as if nothing was drawn
+    between.
+    """
     torch.manual_seed(1)
     expected = torch.rand(3)
     for sampler in (
@@ -345,7 +365,9 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.parametrize("dataset", [Stream(), iter([1, 2]), object(), torch.utils.data.DataLoader([1, 2])])
+@pytest.mark.parametrize(
+    "dataset", [Stream(), iter([1, 2]), object(), torch.utils.data.DataLoader([1, 2])]
+)
 def test_data_without_numbered_rows_are_refused(dataset: Any) -> None:
     with pytest.raises(RequestError, match=type(dataset).__name__) as caught:
         count_rows(dataset)
@@ -374,7 +396,9 @@ def test_shares_that_change_in_a_loop_take_each_row_once(prefetch: int, workers:
     for step, batches in enumerate(zip(*loaders, strict=True)):
         sizes = heard[0].begun[step]
         assert heard[1].begun[step] == sizes
-        assert [row for batch, size in zip(batches, sizes, strict=True) for row in batch.tolist()[:size]] == whole[step]
+        assert [
+            row for batch, size in zip(batches, sizes, strict=True) for row in batch.tolist()[:size]
+        ] == whole[step]
         if step == 1:
             for loader, sampler in zip(loaders, samplers, strict=True):
                 sampler.change_shares(after, loader.drawn_ahead)

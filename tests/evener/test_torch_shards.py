@@ -1,4 +1,6 @@
-"""Sharded models learn what one process learns, to float64's rounding, and what can't be sharded is refused."""
+"""Sharded models learn what one process learns, to float64's rounding, and what can't be sharded is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 SMALL = ("adamw, clipped", "passes, counted, accumulated", "checkpointed", "adapters")
 OF_THREE = (  # whose shards, units or sums are cut otherwise by more ranks than two
-    *("adamw, clipped", "momentum, clipped by the largest", "passes, clipped, by a plan's state", "frozen"),
-    *("unused, tied over blocks", "units by class", "units by size", "layers beside blocks", "state, clipped"),
-    *("state, passes, accumulated, tied", "state, accumulated, unused, validated", "state, frozen, a penalty"),
+    *(
+        "adamw, clipped",
+        "momentum, clipped by the largest",
+        "passes, clipped, by a plan's state",
+        "frozen",
+    ),
+    *(
+        "unused, tied over blocks",
+        "units by class",
+        "units by size",
+        "layers beside blocks",
+        "state, clipped",
+    ),
+    *(
+        "state, passes, accumulated, tied",
+        "state, accumulated, unused, validated",
+        "state, frozen, a penalty",
+    ),
 )
 OF_TWO = (*SMALL, *(name for name in programs.CASES if name not in (*OF_THREE, *SMALL)))
 
@@ -38,15 +55,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Callable[..., list[Any]], folder: Path) -> list[Any]:
     """What each of three ranks learned in cases, and what it was refused."""
-    return trainer_ranks("tests.support.torch_shard_ranks.train_all", 3, OF_THREE, str(folder), world=3)
+    return trainer_ranks(
+        "tests.support.torch_shard_ranks.train_all", 3, OF_THREE, str(folder), world=3
+    )
 
 
 @pytest.fixture(scope="module")
-def others(trainer_ranks: Callable[..., list[Any]], trained: list[Any], folder: Path) -> dict[int, list[Any]]:
+def others(
+    trainer_ranks: Callable[..., list[Any]], trained: list[Any], folder: Path
+) -> dict[int, list[Any]]:
     """What ranks of other numbers learned in cases, and from the checkpoint on."""
     names = {2: OF_TWO, 4: SMALL[:1]}
     train = "tests.support.torch_shard_ranks.train_all"
-    return {world: trainer_ranks(train, world, names[world], str(folder), world=world) for world in names}
+    return {
+        world: trainer_ranks(train, world, names[world], str(folder), world=world)
+        for world in names
+    }
 
 
 @cache
@@ -95,7 +119,9 @@ def test_other_numbers_of_ranks_train_on_from_a_checkpoint(
     assert all(int(rank["on"]["seen"]) == programs.STEPS for rank in ranks), "buffers too"
 
 
-def finish_alone(model_state: dict[str, Any], optimizer_state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def finish_alone(
+    model_state: dict[str, Any], optimizer_state: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     """The weights at the end of the training, by plain PyTorch from the checkpoint on."""
     model = programs.make_model(programs.SAVED)
     update = programs.make_optimizer(programs.SAVED, model)
@@ -127,9 +153,15 @@ def test_a_folder_that_cannot_be_written_is_said_on_every_rank(trained: list[Any
         assert "RequestError: The checkpoint /dev/full/there can't be written" in rank["full disk"]
 
 
-def test_a_broken_checkpoint_is_said_on_every_rank_before_weights_are_overwritten(trained: list[Any]) -> None:
+def test_a_broken_checkpoint_is_said_on_every_rank_before_weights_are_overwritten(
+    trained: list[Any],
+) -> None:
     for rank in trained:
-        for name, words in (("gone", "can't be loaded"), ("cut", "can't be loaded"), ("other", "Name another folder")):
+        for name, words in (
+            ("gone", "can't be loaded"),
+            ("cut", "can't be loaded"),
+            ("other", "Name another folder"),
+        ):
             said, unchanged = rank["broken"][name]
             assert "RequestError: The checkpoint" in said
             assert words in said
@@ -143,7 +175,9 @@ def test_parameters_of_one_type_may_have_other_kinds_of_state(trained: list[Any]
     state = trained[0]["kinds"]["state"]
     first, others = (group["params"] for group in trained[0]["kinds"]["param_groups"])
     assert all("momentum_buffer" in state[each] for each in first)
-    assert all("momentum_buffer" not in state[each] and "square_avg" in state[each] for each in others)
+    assert all(
+        "momentum_buffer" not in state[each] and "square_avg" in state[each] for each in others
+    )
 
 
 def test_buffers_are_those_of_the_first_rank(trained: list[Any]) -> None:
@@ -161,7 +195,9 @@ def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
     ranks = gpu_ranks("tests.support.torch_shard_ranks.train_all", 2, SMALL, "")
     for name in SMALL:
         for rank in ranks:
-            rank[name]["weights"] = {each: tensor.cpu() for each, tensor in rank[name]["weights"].items()}
+            rank[name]["weights"] = {
+                each: tensor.cpu() for each, tensor in rank[name]["weights"].items()
+            }
         check(ranks, name)
 
 
@@ -170,7 +206,9 @@ def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
     for name in ("adamw, clipped", "units by class", "state, clipped"):
         for kind in ("shards", "gradients", "state"):
             held = [rank[name]["now"][kind] for rank in trained]
-            assert [each / sum(held) for each in held] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.01)
+            assert [each / sum(held) for each in held] == pytest.approx(
+                [1 / 8, 2 / 8, 5 / 8], abs=0.01
+            )
         assert all(rank[name]["now"]["gathered"] == 0 for rank in trained)
 
 
@@ -182,8 +220,13 @@ def test_blocks_and_what_is_as_large_are_units() -> None:
     assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2", "head"]
     assert list(choose_units(model, model.blocks)) == ["blocks.0", "blocks.1", "blocks.2"]
     model.named = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2)})
-    assert list(choose_units(model, [model.named, torch.nn.GRU, model.head])) == ["head", "named.one"]
-    layers = torch.nn.Sequential(*(torch.nn.Linear(programs.WIDTH, programs.WIDTH) for _ in range(9)))
+    assert list(choose_units(model, [model.named, torch.nn.GRU, model.head])) == [
+        "head",
+        "named.one",
+    ]
+    layers = torch.nn.Sequential(
+        *(torch.nn.Linear(programs.WIDTH, programs.WIDTH) for _ in range(9))
+    )
     assert list(choose_units(layers, None)) == [str(number) for number in range(9)]
 
 
@@ -202,11 +245,15 @@ def test_bfloat16_computes_on_shards_in_float32(trained: list[Any]) -> None:
     for rank in trained:
         assert rank["half"]["types"] == ({torch.float32}, {torch.bfloat16})
     for name, each in expected.items():
-        torch.testing.assert_close(trained[0]["half"]["weights"][name], each, rtol=0, atol=0.1 * moved)
+        torch.testing.assert_close(
+            trained[0]["half"]["weights"][name], each, rtol=0, atol=0.1 * moved
+        )
 
 
 def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[Any]) -> None:
-    """Gloo copies them to a GPU while one waits for it; autograd would refuse a tensor that has changed since."""
+    """Gloo copies them to a GPU while one waits for it; autograd would refuse a tensor that has
+    changed since.
+    """
     _, norms = programs.reference(LATE, 8)
     for rank in trained:
         assert rank["late"]["norms"] == pytest.approx(norms[:3], abs=1e-12)
@@ -214,13 +261,17 @@ def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[An
 
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
     """Its part of parameters, gradients and momentum, and what is gathered at most."""
-    size = 4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
+    size = (
+        4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
+    )
     for rank, part in zip(trained, (1 / 8, 2 / 8, 5 / 8), strict=True):
         half = rank["half"]
         assert half["peak"] == pytest.approx(half["beside"] + part * size, rel=0.03)
 
 
-def test_out_of_memory_in_a_unit_is_said_on_all_ranks(trainer_ranks: Callable[..., list[Any]]) -> None:
+def test_out_of_memory_in_a_unit_is_said_on_all_ranks(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
     other, own = trainer_ranks("tests.support.torch_shard_refusals.leave", world=2)
     assert "ranks meet in each unit of a sharded model" in own
     assert "rank 1 ended" in other

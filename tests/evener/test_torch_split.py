@@ -1,4 +1,6 @@
-"""What a training script sees of a split: its rank, its errors before the first step, its rows, half precision."""
+"""What a training script sees of a split: its rank, its errors before the first step, its rows,
+half precision.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from tests.support.launched_plan import make_plan
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
 
 
-def plan(batches: tuple[int, ...], device: str = "cpu-{}-of-2", kind: str = "", **changes: Any) -> Plan:
+def plan(
+    batches: tuple[int, ...], device: str = "cpu-{}-of-2", kind: str = "", **changes: Any
+) -> Plan:
     devices = tuple(Share(device.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
     chosen: Any = kind or ("split" if sum(map(bool, batches)) > 1 else "solo")
     return make_plan(make_layout(chosen, devices, batches), **changes)
@@ -48,8 +52,12 @@ def surroundings(alone_on_the_cpu: None) -> Any:
 
 
 def test_the_last_reference_to_a_group_that_was_left_is_not_a_models() -> None:
-    """A model that is dropped after `close` would end the group, and wait for a thread that waits for Python."""
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    """A model that is dropped after `close` would end the group, and wait for a thread that waits
+    for Python.
+    """
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
     group = weakref.ref(torch.distributed.group.WORLD)
     leave_group()
     gc.collect()
@@ -57,9 +65,13 @@ def test_the_last_reference_to_a_group_that_was_left_is_not_a_models() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64]
+)
 def test_a_buffer_of_any_type_is_seen_to_change(dtype: torch.dtype) -> None:
-    """Also by its last number, in memory of any order; what is no number, or ignored, doesn't count as a change."""
+    """Also by its last number, in memory of any order; what is no number, or ignored, doesn't count
+    as a change.
+    """
     module, flag = torch.nn.Sequential(torch.nn.Identity()), torch.zeros(1)
     for name, buffer in {
         "no_number": torch.tensor(torch.nan),
@@ -79,14 +91,23 @@ def test_a_buffer_of_any_type_is_seen_to_change(dtype: torch.dtype) -> None:
 
 
 def test_one_device_needs_no_group(tmp_path: Path) -> None:
-    """Plain python trains a plan for one device: the model as it is, every row, and the weights of a plain loop."""
+    """Plain python trains a plan for one device: the model as it is, every row, and the weights of
+    a plain loop.
+    """
     plan((0, 8)).save(tmp_path / "plan.toml")
     split = Split(tmp_path / "plan.toml")
     model = torch.nn.Linear(1, 1)
     assert repr(split) == "Split(shares=(8,), rank=0, device=cpu, weigh='gradients')"
-    assert (split.rank, split.world, split.shares, split.device) == (0, 1, (8,), torch.device("cpu"))
+    assert (split.rank, split.world, split.shares, split.device) == (
+        0,
+        1,
+        (8,),
+        torch.device("cpu"),
+    )
     assert split.wrap(model) is model
-    assert sorted(float(row) for (rows,) in split.loader(ROWS) for row in rows) == [float(i) for i in range(20)]
+    assert sorted(float(row) for (rows,) in split.loader(ROWS) for row in rows) == [
+        float(i) for i in range(20)
+    ]
     with split.no_sync(model):
         assert split.mean(torch.tensor(3.0, requires_grad=True)) == split.total(3.0) == 3.0
     assert split.total(torch.tensor([[1, 2]])).tolist() == [[1, 2]]
@@ -120,7 +141,9 @@ GPUS = {"GPU-a": 0, "GPU-b": 1}
         (None, 1, {}, "cpu"),
     ],
 )
-def test_a_rank_gets_its_plans_device(device: str | None, local_rank: int, gpus: dict[str, int], expected: str) -> None:
+def test_a_rank_gets_its_plans_device(
+    device: str | None, local_rank: int, gpus: dict[str, int], expected: str
+) -> None:
     """By its UUID if it is here, else by the local rank."""
     share = None if device is None else Share(device, 0, "a device", 4, 0.5)
     assert str(choose_device(share, Stand(local_rank, 2, local_rank), gpus)) == expected
@@ -141,7 +164,12 @@ def test_another_global_batch_keeps_the_ratios() -> None:
 
 @pytest.mark.parametrize(
     ("world", "batches", "named"),
-    [("1", (6, 2), "has 1"), ("3", (6, 2), "has 3"), ("2", (8, 0), "has 2"), ("3", (5, 0, 1), "1 of its devices")],
+    [
+        ("1", (6, 2), "has 1"),
+        ("3", (6, 2), "has 3"),
+        ("2", (8, 0), "has 2"),
+        ("3", (5, 0, 1), "1 of its devices"),
+    ],
 )
 def test_a_wrong_world_is_refused_before_anyone_waits(
     monkeypatch: pytest.MonkeyPatch, world: str, batches: tuple[int, ...], named: str
@@ -226,7 +254,10 @@ def test_a_validation_inside_a_step_leaves_the_steps_rows_and_weights() -> None:
 
 
 def test_a_plan_of_other_devices_or_another_framework_warns_and_strict_refuses() -> None:
-    for odd, named in ((plan((8,), "GPU-{}"), "GPU-0"), (plan((8,), framework="tensorflow"), "tensorflow")):
+    for odd, named in (
+        (plan((8,), "GPU-{}"), "GPU-0"),
+        (plan((8,), framework="tensorflow"), "tensorflow"),
+    ):
         made: list[Any] = []
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -260,7 +291,9 @@ def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPa
     """One sentence for all devices, from the first rank alone."""
     for name in ("join", "watch_others"):
         monkeypatch.setattr(f"evener.torch_split.planned.{name}", Mock())
-    monkeypatch.setattr("evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world)
+    monkeypatch.setattr(
+        "evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
@@ -292,7 +325,9 @@ def test_training_is_reported_and_validation_is_not(monkeypatch: pytest.MonkeyPa
     assert reported == [(8, "cpu-1-of-2"), (8, "cpu-1-of-2"), (4, "cpu-1-of-2")]
 
 
-def test_a_split_that_is_dropped_leaves_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_split_that_is_dropped_leaves_no_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.0)
     split = Split(plan((0, 8)))
     for _ in range(3):
@@ -303,8 +338,12 @@ def test_a_split_that_is_dropped_leaves_no_report(monkeypatch: pytest.MonkeyPatc
 
 
 def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
-    """A row that only keeps step may overflow without harm to the others, also where gradients are added up."""
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    """A row that only keeps step may overflow without harm to the others, also where gradients are
+    added up.
+    """
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
     split = Split(plan((0, 8)))
     model = wrap_module(torch.nn.Linear(2, 1, bias=False), split.device)
     exchange, weight = model.exchange, model.module.weight
@@ -337,8 +376,12 @@ def test_hooks_that_are_gone_are_forgotten() -> None:
 
 @pytest.mark.parametrize("kind", ["before", "after", "none"])
 def test_hooks_on_gradients_are_warned_of(kind: str) -> None:
-    """A hook that clamps gets this rank's gradient, and would be exact on the whole batch's alone."""
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    """A hook that clamps gets this rank's gradient, and would be exact on the whole batch's
+    alone.
+    """
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
     model = wrap_module(torch.nn.Linear(2, 1), torch.device("cpu"))
 
     def clamp(weight: Any) -> None:
@@ -436,11 +479,13 @@ ended["synchronize"] = wrong(torch.nn.SyncBatchNorm(3))
 ended["hook"] = wrong(hook=True)
 ended["in common"] = wrong_in_one_backward_pass()
 torch.save(ended, f"{options.out}{Split(options.plan).rank}.pt")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, trainer_ranks: Callable[..., list[Any]]) -> list[dict[str, Any]]:
+def ended(
+    tmp_path_factory: pytest.TempPathFactory, trainer_ranks: Callable[..., list[Any]]
+) -> list[dict[str, Any]]:
     """What two ranks of the script above saved."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(SCRIPT)
@@ -449,7 +494,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory, trainer_ranks: Callable[...,
     layout = make_layout("split", made.layout.share, (24, 8), micros=(9, 4))
     msgspec.structs.replace(made, layout=layout).save(folder / "passes.toml")
     words = ["--plan", "plan.toml", "--out", "rank"]
-    trainer_ranks("tests.support.script_ranks.save_printed", str(folder / "train.py"), *words, world=2)
+    trainer_ranks(
+        "tests.support.script_ranks.save_printed", str(folder / "train.py"), *words, world=2
+    )
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -463,11 +510,15 @@ def test_every_row_is_trained_once(ended: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float16", "float16 in passes"])
-def test_every_precision_keeps_the_ranks_equal_and_near_float32(ended: list[dict[str, Any]], mode: str) -> None:
+def test_every_precision_keeps_the_ranks_equal_and_near_float32(
+    ended: list[dict[str, Any]], mode: str
+) -> None:
     for first, second in zip(ended[0][mode]["weights"], ended[1][mode]["weights"], strict=True):
         assert torch.isfinite(first).all()
         assert torch.equal(first, second)
-    assert ended[0][mode]["losses"][:7] == pytest.approx(ended[0]["float32"]["losses"][:7], abs=0.03)
+    assert ended[0][mode]["losses"][:7] == pytest.approx(
+        ended[0]["float32"]["losses"][:7], abs=0.03
+    )
 
 
 @pytest.mark.slow
@@ -488,7 +539,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]])
         ("in common", "have a layer in common"),
     ],
 )
-def test_what_would_not_be_exact_is_said(ended: list[dict[str, Any]], mode: str, named: str) -> None:
+def test_what_would_not_be_exact_is_said(
+    ended: list[dict[str, Any]], mode: str, named: str
+) -> None:
     assert named in ended[0][mode]
 
 
@@ -540,13 +593,19 @@ print("goes on")
 
 def test_ctrl_c_that_another_handler_takes_ends_nothing() -> None:
     """As that of Ray, or of a program's own, in force for a while."""
-    ended = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=60
+    )
     assert (ended.stdout.splitlines(), ended.returncode) == (["saves a checkpoint", "goes on"], 0)
 
 
 @pytest.mark.parametrize("add", ["buffer", "module"])
 def test_the_first_buffer_of_a_model_is_seen_as_it_comes(add: str) -> None:
-    model, flag, late = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.zeros(1), torch.nn.BatchNorm1d(2)
+    model, flag, late = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2)),
+        torch.zeros(1),
+        torch.nn.BatchNorm1d(2),
+    )
     found = buckets.Buffers(model)
     found.keep()
     found.add_changes(flag)

@@ -1,6 +1,8 @@
-"""Models, losses and trainers under a plan end with the weights and figures of the bare trainer, or are refused.
+"""Models, losses and trainers under a plan end with the weights and figures of the bare trainer, or
+are refused.
 
-A sample of what `python -m benchmarks.trainer_matrix` trains, and programs that the check of losses may not refuse.
+A sample of what `python -m benchmarks.trainer_matrix` trains, and programs that the check of losses
+may not refuse.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ EXACT = (
 )
 REFUSED = {
     "CLIP | own | transformers | at once | even | 2": "it isn't a mean over rows",
-    "encoder | class weights | transformers | passes | tail | 1": "it isn't a mean over rows or labels",
+    "encoder | class weights | transformers | passes | tail | 1": (
+        "it isn't a mean over rows or labels"
+    ),
     "decoder | sum | transformers | passes | tail | 1": "it is a sum, not a mean",
     "experts' auxiliary loss | own | transformers | passes | tail | 1": "auxiliary loss",
     "CLIP | own | PyTorch | passes | tail | 1": "it isn't a mean over rows",
@@ -55,16 +59,24 @@ def trained(trainer_ranks: Run, tmp_path_factory: pytest.TempPathFactory) -> lis
     lightning = "lightning.pytorch" if find_spec("lightning") else ""
     (bare,) = trainer_ranks(f"{MATRIX}.reference_all", [*EXACT, *REFUSED], imports=lightning)
     torch.save(bare, path)
-    return trainer_ranks(f"{MATRIX}.train_all", [*EXACT, *REFUSED], str(path), world=2, imports=lightning)
+    return trainer_ranks(
+        f"{MATRIX}.train_all", [*EXACT, *REFUSED], str(path), world=2, imports=lightning
+    )
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_weights_and_figures_are_those_of_one_process(trained: list[dict[str, Any]], name: str) -> None:
+def test_weights_and_figures_are_those_of_one_process(
+    trained: list[dict[str, Any]], name: str
+) -> None:
     for rank in trained:
         found = dict(rank[name])
         assert found.pop("change") > 1e-3  # it learned something
         assert found.pop("weights") <= 1e-12
-        assert {figure: far for figure, far in found.items() if far > (1e-6 if figure in SUMMED else 1e-9)} == {}
+        assert {
+            figure: far
+            for figure, far in found.items()
+            if far > (1e-6 if figure in SUMMED else 1e-9)
+        } == {}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -76,6 +88,10 @@ def test_a_loss_that_is_no_mean_is_refused(trained: list[dict[str, Any]], name: 
 def test_no_program_that_is_exact_is_refused(trainer_ranks: Run, tmp_path: Path) -> None:
     (bare,) = trainer_ranks(f"{PROGRAMS}.reference_all", imports="peft")
     torch.save(bare, tmp_path / "bare.pt")
-    for rank in trainer_ranks(f"{PROGRAMS}.train_all", str(tmp_path / "bare.pt"), world=2, imports="peft"):
+    for rank in trainer_ranks(
+        f"{PROGRAMS}.train_all", str(tmp_path / "bare.pt"), world=2, imports="peft"
+    ):
         assert len(rank) >= 40
-        assert {name: seen for name, seen in rank.items() if isinstance(seen, str) or seen > 1e-12} == {}
+        assert {
+            name: seen for name, seen in rank.items() if isinstance(seen, str) or seen > 1e-12
+        } == {}

@@ -1,4 +1,6 @@
-"""Water-filling against brute force: every share vector for few samples, every subset for more devices."""
+"""Water-filling against brute force: every share vector for few samples, every subset for more
+devices.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_a_fixed_batch_is_solved_exactly(
 
 @settings(max_examples=60, deadline=None)
 @given(device_curves(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 2))
-def test_a_free_batch_is_solved_to_a_sample(some: list[DeviceCurve], base: float, each: float, fewest: int) -> None:
+def test_a_free_batch_is_solved_to_a_sample(
+    some: list[DeviceCurve], base: float, each: float, fewest: int
+) -> None:
     """No share vector is faster by more than one sample of rounding at a finish time makes."""
     cost = costs(len(some), base, each)
     found = waterfill.split_free(some, cost, 1, None, fewest)
@@ -77,7 +81,9 @@ def test_a_free_batch_is_solved_to_a_sample(some: list[DeviceCurve], base: float
 
 @settings(max_examples=40, deadline=None)
 @given(device_curves(), st.floats(0, 5), st.floats(0.5, 1.0))
-def test_the_smallest_batch_reaches_its_rate(some: list[DeviceCurve], base: float, part: float) -> None:
+def test_the_smallest_batch_reaches_its_rate(
+    some: list[DeviceCurve], base: float, part: float
+) -> None:
     """What is said to reach a throughput does, with no larger a batch than the fastest layout."""
     cost = costs(len(some), base, 0.1)
     fastest = waterfill.split_free(some, cost)
@@ -89,16 +95,27 @@ def test_the_smallest_batch_reaches_its_rate(some: list[DeviceCurve], base: floa
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.lists(curves(), min_size=5, max_size=8), st.floats(0, 3), st.floats(0, 2), st.integers(20, 200))
-def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: float, each: float, batch: int) -> None:
-    """With a cost that depends only on how many take part, the most able k devices are the best subset of k."""
+@given(
+    st.lists(curves(), min_size=5, max_size=8),
+    st.floats(0, 3),
+    st.floats(0, 2),
+    st.integers(20, 200),
+)
+def test_sorting_replaces_the_enumeration_of_subsets(
+    shapes: list[Curve], base: float, each: float, batch: int
+) -> None:
+    """With a cost that depends only on how many take part, the most able k devices are the best
+    subset of k.
+    """
     some = [DeviceCurve(i, curve, 30) for i, curve in enumerate(shapes)]
     cost = costs(len(some), base, each)
     found = waterfill.split_fixed(some, cost, batch)
     single = []
     for k in range(2, len(some) + 1):
         for subset in combinations(some, k):
-            only = tuple(cost[k] for _ in range(k + 1))  # this subset, whole: no cheaper count inside it
+            only = tuple(
+                cost[k] for _ in range(k + 1)
+            )  # this subset, whole: no cheaper count inside it
             part = waterfill.split_fixed(list(subset), only, batch, 1, k)
             if part is not None:
                 single.append(part.seconds)
@@ -109,8 +126,13 @@ def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: 
 
 @pytest.mark.parametrize("unit", [1.0, 0.001])
 def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
-    """Counts of devices that can't be faster aren't solved; the best is that of all, in seconds and in milliseconds."""
-    shapes = [Curve((0.0, 1.0), (unit * (2 + i % 7), unit * (3 + i % 7)), unit * (1 + (i % 5) / 3)) for i in range(40)]
+    """Counts of devices that can't be faster aren't solved; the best is that of all, in seconds and
+    in milliseconds.
+    """
+    shapes = [
+        Curve((0.0, 1.0), (unit * (2 + i % 7), unit * (3 + i % 7)), unit * (1 + (i % 5) / 3))
+        for i in range(40)
+    ]
     some = [DeviceCurve(i, curve, 500) for i, curve in enumerate(shapes)]
     cost = costs(len(some), unit, 0.4 * unit)
     found = waterfill.split_fixed(some, cost, 1600)
@@ -126,7 +148,9 @@ def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(curves(), st.integers(1, 60), st.floats(0.1, 100.0), st.sampled_from([1, 4]))
-def test_the_inverse_of_a_curve_is_its_inverse(curve: Curve, ceiling: int, limit: float, quantum: int) -> None:
+def test_the_inverse_of_a_curve_is_its_inverse(
+    curve: Curve, ceiling: int, limit: float, quantum: int
+) -> None:
     """The largest batch ends in time, and one quantum more does not."""
     most = curve.largest(limit, ceiling, quantum)
     assert most % quantum == 0
@@ -138,13 +162,21 @@ def test_the_inverse_of_a_curve_is_its_inverse(curve: Curve, ceiling: int, limit
 
 
 @settings(max_examples=50, deadline=None)
-@given(curves(), st.integers(300, 900), st.integers(300, 900), st.sampled_from([1, 4]), st.floats(0.8, 1.0))
+@given(
+    curves(),
+    st.integers(300, 900),
+    st.integers(300, 900),
+    st.sampled_from([1, 4]),
+    st.floats(0.8, 1.0),
+)
 def test_one_device_is_solved_by_its_knots_and_its_limit(
     curve: Curve, most: int, cap: int, quantum: int, part: float
 ) -> None:
-    """Its fastest batch, and the smallest that comes near it, as trying all whole quanta up to both limits finds them.
+    """Its fastest batch, and the smallest that comes near it, as trying all whole quanta up to both
+    limits finds them.
 
-    Where the curve is level, or few samples do, the smallest is larger than it had to be; never than the fastest.
+    Where the curve is level, or few samples do, the smallest is larger than it had to be; never
+    than the fastest.
     """
     device = DeviceCurve(3, curve, most // quantum * quantum)
     rates = {n: n / curve.seconds(n) for n in range(quantum, min(device.limit, cap) + 1, quantum)}
@@ -192,9 +224,14 @@ def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quan
 
 @pytest.mark.parametrize(("devices", "most"), [(3, 400), (32, 400), (33, 387), (200, 64)])
 def test_finish_times_are_thinned_only_where_they_are_many(devices: int, most: int) -> None:
-    """Each once and in order, the first and the last kept: they are what a free batch's search takes long over."""
+    """Each once and in order, the first and the last kept: they are what a free batch's search
+    takes long over.
+    """
     steps = range(1, 16)
-    bent = [Curve(tuple(map(float, steps)), tuple(n + i / 1000 for n in steps), 1.0) for i in range(devices)]
+    bent = [
+        Curve(tuple(map(float, steps)), tuple(n + i / 1000 for n in steps), 1.0)
+        for i in range(devices)
+    ]
     every = {time for curve in bent for time in (*curve.times, curve.seconds(1000))}
     found = waterfill.finish_times([DeviceCurve(i, curve, 1000) for i, curve in enumerate(bent)], 1)
     assert found == sorted(set(found))

@@ -22,7 +22,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     if (
         os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False
+        ).returncode
     ):
         pytest.skip("a small file system needs root")
     yield folder

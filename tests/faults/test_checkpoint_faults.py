@@ -35,7 +35,10 @@ def read(folder: Path) -> set[float]:
     index = json.loads((folder / checkpoint.INDEX).read_text())
     tensors = [load_file(folder / file)[name] for name, file in index["weight_map"].items()]
     assert len(tensors) == 2
-    return {index["metadata"]["evener"]["extra"], *(float(each) for tensor in tensors for each in tensor)}
+    return {
+        index["metadata"]["evener"]["extra"],
+        *(float(each) for tensor in tensors for each in tensor),
+    }
 
 
 def test_a_full_disk(small_disk: Path) -> None:

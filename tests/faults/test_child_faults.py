@@ -1,4 +1,6 @@
-"""Children that die, hang or write garbage, for real: each is an observation, and nothing of it stays behind."""
+"""Children that die, hang or write garbage, for real: each is an observation, and nothing of it
+stays behind.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.measurement import Timeouts
 from evener.balancer.probes.protocol import Command, Reply, Rest, RunSteps
 from evener.balancer.request import Job, Request
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
+from evener.balancer.types import (
+    Failed,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Timed,
+    layout_of,
+    solo,
+)
 from evener.devices.backend import ChildEnvironment
 from evener.devices.cpu import slices
 from evener.devices.types import Device, Limit
@@ -43,7 +54,9 @@ def make() -> Iterator[Make]:
     """Probers over two slices; no child may be left when they are closed."""
     made: list[ChildProber] = []
 
-    def new(timeouts: Timeouts | None = None, devices: tuple[Device, ...] = (), **settings: Any) -> ChildProber:
+    def new(
+        timeouts: Timeouts | None = None, devices: tuple[Device, ...] = (), **settings: Any
+    ) -> ChildProber:
         made.append(child_prober(devices or slices(2), timeouts=timeouts, **settings))
         return made[-1]
 
@@ -61,7 +74,9 @@ def observe(
     prober: ChildProber, *layouts: Layout, report: Callable[[ProbeProgress], None] = lambda _: None
 ) -> list[Observation]:
     """What comes of short probes of these layouts at once, in their order."""
-    probes = tuple(Probe(layout, "solo" if layout.kind == "solo" else "split", 0.2) for layout in layouts)
+    probes = tuple(
+        Probe(layout, "solo" if layout.kind == "solo" else "split", 0.2) for layout in layouts
+    )
     seen = {one.probe: one for one in prober.measure(probes, report, threading.Event())}
     return [seen[probe] for probe in probes]
 
@@ -77,7 +92,9 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
     for seen in (*first, *second):
         assert isinstance(seen, Timed)
         assert seen.low_seconds <= seen.step_seconds <= seen.high_seconds
-        assert 0 < (seen.device_seconds[seen.probe.layout.active[0]] or 0) < 1.01 * seen.step_seconds
+        assert (
+            0 < (seen.device_seconds[seen.probe.layout.active[0]] or 0) < 1.01 * seen.step_seconds
+        )
         assert seen.step_seconds > 0.005
     assert prober.facts().workload_digest
 
@@ -85,7 +102,9 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
 def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slices may be one core's two threads: the slower one would get faster once the other is done."""
+    """Two slices may be one core's two threads: the slower one would get faster once the other is
+    done.
+    """
     asked: list[tuple[int, type[Command]]] = []
     call = ChildGroup.call
 
@@ -104,7 +123,9 @@ def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
 
 
 def test_a_loss_that_is_lost_is_a_warning_with_its_step_and_stays_one(make: Make) -> None:
-    """By the step at the end of the block in which it was seen; of a group, the rank that lost it first."""
+    """By the step at the end of the block in which it was seen; of a group, the rank that lost it
+    first.
+    """
     prober = make(fail="nan", at_share=0, at_step=3)
     (first,) = observe(prober, solo(2, 1, 8))
     assert isinstance(first, Timed)
@@ -148,20 +169,30 @@ def test_a_split_steps_as_one_and_has_each_rank_s_own_work(make: Make) -> None:
 
 
 def test_a_step_in_which_memory_grows_is_not_in_the_figure(make: Make) -> None:
-    """The larger rank's 150th takes twice the memory and 1 s instead of 10 ms; the warm-up has less than 100."""
+    """The larger rank's 150th takes twice the memory and 1 s instead of 10 ms; the warm-up has less
+    than 100.
+    """
     prober = make(base_ms=10.0, memory_base_mib=8, fail="grow", at_step=150, at_share=5)
     probe = Probe(layout_of((4, 5)), "split", 2.0, 0, True, 200)
     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
     assert isinstance(seen, Timed)
     assert seen.memory_bytes == (8 << 20, 16 << 20)
     assert seen.steps == 200
-    assert seen.steps * seen.step_seconds < seen.elapsed_seconds - seen.start_seconds - 0.7, "that second is missing"
+    assert seen.steps * seen.step_seconds < seen.elapsed_seconds - seen.start_seconds - 0.7, (
+        "that second is missing"
+    )
 
 
-def test_a_slice_held_to_a_part_of_its_speed_takes_longer_alone_and_keeps_a_group_waiting(make: Make) -> None:
-    """At half speed a step takes about twice as long, or more on a busy machine, and is waited for."""
+def test_a_slice_held_to_a_part_of_its_speed_takes_longer_alone_and_keeps_a_group_waiting(
+    make: Make,
+) -> None:
+    """At half speed a step takes about twice as long, or more on a busy machine, and is waited
+    for.
+    """
     one, two = slices(2)
-    halved = Device(two.id, two.index, two.name, two.kind, two.memory_bytes, two.cores, Limit(percent=50.0))
+    halved = Device(
+        two.id, two.index, two.name, two.kind, two.memory_bytes, two.cores, Limit(percent=50.0)
+    )
     prober = make(devices=(one, halved), base_ms=10.0)
     (half,) = observe(prober, solo(2, 1, 8))
     assert isinstance(half, Timed)
@@ -198,12 +229,16 @@ def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works
     def kill(progress: ProbeProgress) -> None:
         if progress.phase == phase and not asked.is_set():
             asked.set()  # a phase that takes long is reported again
-            while not (found := list_probe_children()):  # "starting" is reported before there is a child
+            while not (
+                found := list_probe_children()
+            ):  # "starting" is reported before there is a child
                 time.sleep(0.001)
             os.kill(found[0].pid, number)
 
     def later(progress: ProbeProgress) -> None:
-        threading.Thread(target=kill, args=(progress,)).start() if progress.phase == "starting" else kill(progress)
+        threading.Thread(
+            target=kill, args=(progress,)
+        ).start() if progress.phase == "starting" else kill(progress)
 
     prober = make()
     (seen,) = observe(prober, solo(2, 0, 8), report=later)
@@ -307,8 +342,12 @@ def test_running_out_of_memory_names_its_device_and_the_child_is_not_used_again(
 
 
 def test_a_share_that_does_not_fit_at_once_is_measured_in_passes(make: Make) -> None:
-    """Three passes instead of one, in the memory of the largest of them; alone and beside one that needs none."""
-    devices = tuple(msgspec.structs.replace(each, limit=Limit(memory_bytes=32 << 20)) for each in slices(2))
+    """Three passes instead of one, in the memory of the largest of them; alone and beside one that
+    needs none.
+    """
+    devices = tuple(
+        msgspec.structs.replace(each, limit=Limit(memory_bytes=32 << 20)) for each in slices(2)
+    )
     prober = make(devices=devices, memory_per_sample_mib=1.0, memory_base_mib=0.0, base_ms=5.0)
     (whole,) = observe(prober, solo(2, 0, 64))
     assert isinstance(whole, OutOfMemory)
@@ -338,7 +377,9 @@ def test_a_whole_run_lasts_its_time_or_its_steps(make: Make) -> None:
 
 
 def test_a_run_of_slow_steps_is_not_taken_for_a_hung_one(make: Make) -> None:
-    """Each step takes longer than the shortest time after which a block may count as hung, all together far more."""
+    """Each step takes longer than the shortest time after which a block may count as hung, all
+    together far more.
+    """
     seen = run_of(make(Timeouts(block=0.1), base_ms=200.0), 0.2, 8)
     assert isinstance(seen, Timed)
     assert seen.steps == 8
@@ -360,10 +401,15 @@ def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
     assert isinstance(observe(make(fail="garbage"), solo(2, 0, 8))[0], Timed)
 
 
-ASKS = "import synthetic_workload\nsynthetic_workload.Synthetic.max_memory_bytes = lambda self: input()"
+ASKS = (
+    "import synthetic_workload\nsynthetic_workload.Synthetic.max_memory_bytes = lambda "
+    "self: input()"
+)
 
 
-def test_nothing_can_be_read_from_standard_input(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_can_be_read_from_standard_input(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A workload that asks a question fails at once, and the commands are not read by it."""
     site(monkeypatch, tmp_path, ASKS)
     (seen,) = observe(make(), solo(2, 0, 8))
@@ -380,8 +426,13 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
 
 BABBLE = {
     "garbage": "import os; os.write(1, b'\\x00\\xff what is this\\n')",
-    "half a line": 'import os; os.write(1, b\'{"type": "Ready"\'); os.close(1); os.open(os.devnull, os.O_WRONLY)',
-    "100 MB in lines": "import os\nfor _ in range(1600): os.write(1, b'x' * 63 + b'\\n' + b'y' * 65471 + b'\\n')",
+    "half a line": (
+        'import os; os.write(1, b\'{"type": "Ready"\'); os.close(1); os.open(os.devnull, '
+        "os.O_WRONLY)"
+    ),
+    "100 MB in lines": (
+        "import os\nfor _ in range(1600): os.write(1, b'x' * 63 + b'\\n' + b'y' * 65471 + b'\\n')"
+    ),
     "100 MB without an end": "import os\nfor _ in range(1600): os.write(1, b'x' * 65536)",
     "a wrong reply": 'import os; os.write(1, b\'{"type":"Ran","steps":1}\\n\')',
     "deep nesting": "import os; os.write(1, b'[' * 60000 + b'\\n')",
@@ -406,7 +457,9 @@ def test_100_mb_on_standard_error_are_drained_and_forgotten(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The child is neither blocked nor remembered in full."""
-    at_birth(monkeypatch, tmp_path, "import os\nfor _ in range(1600): os.write(2, b'\\x1b[31mx' * 8192)")
+    at_birth(
+        monkeypatch, tmp_path, "import os\nfor _ in range(1600): os.write(2, b'\\x1b[31mx' * 8192)"
+    )
     before = psutil.Process().memory_info().rss
     assert isinstance(observe(make(), solo(2, 0, 8))[0], Timed)
     assert psutil.Process().memory_info().rss - before < 40 << 20
@@ -427,7 +480,11 @@ def test_a_server_that_dies_while_it_imports_is_a_failed_probe_with_what_it_wrot
 ) -> None:
     """As a framework's own import may do; the next probe gets another server."""
     errors = tmp_path / "errors.txt"
-    site(monkeypatch, tmp_path, "import os; os.write(2, b'no such instruction'); os.kill(os.getpid(), 4)")
+    site(
+        monkeypatch,
+        tmp_path,
+        "import os; os.write(2, b'no such instruction'); os.kill(os.getpid(), 4)",
+    )
     resolved = Job(Request(), slices(2), "synthetic", "none")
     prober = ChildProber(resolved, error_file=errors)
     (seen,) = observe(prober, solo(2, 0, 8))
@@ -469,11 +526,15 @@ def test_closing_while_measuring_ends_the_children_and_the_probe(make: Make) -> 
     prober = make()
     threading.Timer(0.5, prober.close).start()
     started = time.monotonic()
-    assert not list(prober.measure((Probe(solo(2, 0, 8), "solo", 60.0),), lambda _: None, threading.Event()))
+    assert not list(
+        prober.measure((Probe(solo(2, 0, 8), "solo", 60.0),), lambda _: None, threading.Event())
+    )
     assert time.monotonic() - started < GONE_SECONDS
 
 
-def test_a_child_that_can_t_be_started_is_a_failed_probe(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_can_t_be_started_is_a_failed_probe(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No Python there."""
     monkeypatch.setattr("sys.executable", "/no/such/python")
     (seen,) = observe(make(), solo(2, 0, 8))
@@ -488,7 +549,9 @@ def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: f
     threading.Timer(moment, prober.close).start()
     assert not list(
         prober.measure(
-            (Probe(solo(2, 0, 8), "solo", 60.0), Probe(solo(2, 1, 8), "solo", 60.0)), lambda _: None, threading.Event()
+            (Probe(solo(2, 0, 8), "solo", 60.0), Probe(solo(2, 1, 8), "solo", 60.0)),
+            lambda _: None,
+            threading.Event(),
         )
     )
     deadline = time.monotonic() + GONE_SECONDS
@@ -505,7 +568,9 @@ def test_a_child_that_died_while_it_rested_leaves_no_pipe_open() -> None:
         first = host.start_child(0, inbox, ChildEnvironment({}), None)
         inbox.get(timeout=GONE_SECONDS)  # it is ready
         deadline = time.monotonic() + GONE_SECONDS
-        while not first.pid and time.monotonic() < deadline:  # its server may say later that it runs
+        while (
+            not first.pid and time.monotonic() < deadline
+        ):  # its server may say later that it runs
             time.sleep(0.001)
         assert first.pid, "0 would be the group of the tests"
         os.killpg(first.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""`evener balance` as a process of its own, disturbed for real: signals, lost streams, full disks, locks."""
+"""`evener balance` as a process of its own, disturbed for real: signals, lost streams, full disks,
+locks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,17 @@ from tests.support.small_disk import fill
 
 HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-BALANCE = ("balance", "--devices", "cpu", "--workload", "synthetic", "--max-global-batch", "256", "--set", "base_ms=10")
+BALANCE = (
+    "balance",
+    "--devices",
+    "cpu",
+    "--workload",
+    "synthetic",
+    "--max-global-batch",
+    "256",
+    "--set",
+    "base_ms=10",
+)
 SIMULATED = ("balance", "--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
 EVENER = (sys.executable, "-m", "evener")
 GONE_SECONDS = 60.0  # 2 on a machine of one's own
@@ -50,15 +62,23 @@ def state(tmp_path: Path, own_state: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def start(state: Path) -> Iterator[Start]:
-    """Starts `evener` with these arguments; what is left of it is ended behind the test, in any case."""
+    """Starts `evener` with these arguments; what is left of it is ended behind the test, in any
+    case.
+    """
     running: list[subprocess.Popen[bytes]] = []
 
     def begin(
         *arguments: str, path: Sequence[Path] = (), command: Sequence[str] = EVENER, **keywords: Any
     ) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": python_path(*path, HOME)}
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        running.append(subprocess.Popen([*command, *arguments], env=environment, **{**streams, **keywords}))
+        streams: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
+        running.append(
+            subprocess.Popen([*command, *arguments], env=environment, **{**streams, **keywords})
+        )
         return running[-1]
 
     yield begin
@@ -77,7 +97,9 @@ def measured(state: Path, stage: str = "solo") -> list[Record]:
     """The journals of the runs in which a probe of a stage was timed."""
     paths = [path for path in state.glob("evener/runs/*/journal.jsonl") if path.stat().st_size]
     records = [journal.read(path) for path in paths]
-    return [record for record in records if any(is_timed(entry.seen, stage) for entry in record.seen)]
+    return [
+        record for record in records if any(is_timed(entry.seen, stage) for entry in record.seen)
+    ]
 
 
 def is_timed(seen: Observation, stage: str) -> bool:
@@ -101,7 +123,9 @@ def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 def living(children: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run."""
-    return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    return [
+        child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def ends(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> int:
@@ -132,8 +156,12 @@ def said(process: subprocess.Popen[bytes]) -> str:
 def test_a_signal_ends_with_the_best_plan_so_far(
     start: Start, state: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
-    """Its exit code says which; the plan is printed and exported, it is what was measured, and nothing stays behind."""
-    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", "--json", command=QUICK_EVENER)
+    """Its exit code says which; the plan is printed and exported, it is what was measured, and
+    nothing stays behind.
+    """
+    process = start(
+        *BALANCE, "--budget", "60s", "--export", "plan.toml", "--json", command=QUICK_EVENER
+    )
     wait_for(lambda: measured(state, stage))
     children = wait_for(lambda: children_of(process))
     sent = time.monotonic()
@@ -174,7 +202,9 @@ sys.meta_path.insert(0, Finder)
         "evener.balancer.probes.child_prober",
     ],
 )
-def test_ctrl_c_while_it_still_imports(start: Start, tmp_path: Path, state: Path, module: str) -> None:
+def test_ctrl_c_while_it_still_imports(
+    start: Start, tmp_path: Path, state: Path, module: str
+) -> None:
     """A real signal as a module is looked for: exit 130 and not a word."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(AT_IMPORT.format(module=module))
@@ -185,7 +215,9 @@ def test_ctrl_c_while_it_still_imports(start: Start, tmp_path: Path, state: Path
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_anything_was_measured(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_before_anything_was_measured(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
     """There is no plan to keep: one sentence, and still the signal's own exit code."""
     process = start(*BALANCE, "--export", "plan.toml", "--set", "base_ms=3000")
     children = wait_for(lambda: children_of(process))
@@ -198,9 +230,20 @@ def test_a_signal_before_anything_was_measured(start: Start, tmp_path: Path, num
 
 @pytest.mark.slow
 def test_under_nohup_a_hang_up_ends_nothing(start: Start, state: Path) -> None:
-    """What whoever started it has ignored stays ignored: the search goes on, until another signal."""
-    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731 - in the child, before it begins
-    process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", command=QUICK_EVENER, preexec_fn=ignore)
+    """What whoever started it has ignored stays ignored: the search goes on, until another
+    signal.
+    """
+    # in the child, before it begins
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+    process = start(
+        *BALANCE,
+        "--budget",
+        "60s",
+        "--export",
+        "plan.toml",
+        command=QUICK_EVENER,
+        preexec_fn=ignore,
+    )
     children = wait_for(lambda: children_of(process))
     process.send_signal(signal.SIGHUP)
     wait_for(lambda: measured(state))
@@ -210,8 +253,12 @@ def test_under_nohup_a_hang_up_ends_nothing(start: Start, state: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_pressed_twice_still_writes_the_plan(start: Start, state: Path, tmp_path: Path) -> None:
-    """The second comes before the first is done with, and means the same; two kinds, as two of one may count as one."""
+def test_ctrl_c_pressed_twice_still_writes_the_plan(
+    start: Start, state: Path, tmp_path: Path
+) -> None:
+    """The second comes before the first is done with, and means the same; two kinds, as two of one
+    may count as one.
+    """
     process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", command=QUICK_EVENER)
     wait_for(lambda: measured(state))
     children = wait_for(lambda: children_of(process))
@@ -250,13 +297,17 @@ def own_terminal() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> None:
-    """The cursor is shown again, the modes are those from before, and the children never saw the key."""
+    """The cursor is shown again, the modes are those from before, and the children never saw the
+    key.
+    """
     import termios
 
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    process = start(*BALANCE, "--budget", "60s", command=QUICK_EVENER, preexec_fn=own_terminal, **streams)
+    process = start(
+        *BALANCE, "--budget", "60s", command=QUICK_EVENER, preexec_fn=own_terminal, **streams
+    )
     drawn = b""
 
     def see() -> list[Record]:
@@ -282,7 +333,9 @@ def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_has_gone_loses_no_plan(start: Start, tmp_path: Path, stream: str) -> None:
-    """With standard error closed nothing else changes; with standard output closed, the plan is exported before."""
+    """With standard error closed nothing else changes; with standard output closed, the plan is
+    exported before.
+    """
     reading, writing = os.pipe()
     os.close(reading)
     process = start(*SIMULATED, "--export", "plan.toml", **{stream: writing})
@@ -342,7 +395,9 @@ def test_a_disk_that_fills_while_journalling_is_one_sentence(
 def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
     start: Start, small_disk: Path, state: Path
 ) -> None:
-    """One sentence, the file from before intact, no temporary file; the plan is still in the run."""
+    """One sentence, the file from before intact, no temporary file; the plan is still in the
+    run.
+    """
     plan = small_disk / "plan.toml"
     assert start(*SIMULATED, "--export", str(plan)).wait(GONE_SECONDS) == 0
     before = plan.read_bytes()
@@ -356,7 +411,9 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
 
 def test_a_file_size_limit_is_one_sentence_too(start: Start, tmp_path: Path, state: Path) -> None:
     """RLIMIT_FSIZE, which comes with a signal of its own."""
-    process = start(*SIMULATED, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)))
+    process = start(
+        *SIMULATED, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+    )
     assert process.wait(GONE_SECONDS) == 2
     assert "File too large" in one_sentence(said(process))
     (path,) = state.glob("evener/runs/*/journal.jsonl")
@@ -376,7 +433,9 @@ def test_a_read_only_folder_is_one_sentence_before_any_probe(
     try:
         if what == "state":
             monkeypatch.setenv("XDG_STATE_HOME", str(folder))
-        process = start(*BALANCE, *(["--export", str(folder / "plan.toml")] if what == "export" else []))
+        process = start(
+            *BALANCE, *(["--export", str(folder / "plan.toml")] if what == "export" else [])
+        )
         assert process.wait(GONE_SECONDS) == 2
         line = one_sentence(said(process))
         assert "Read-only" in line
@@ -387,7 +446,9 @@ def test_a_read_only_folder_is_one_sentence_before_any_probe(
 
 @pytest.mark.slow
 def test_two_runs_on_the_same_devices(start: Start, state: Path) -> None:
-    """The second says who holds them; with --share it measures, and so does one after the first was killed."""
+    """The second says who holds them; with --share it measures, and so does one after the first was
+    killed.
+    """
     holder = start(*BALANCE, "--budget", "10m")
     wait_for(lambda: children_of(holder))
     second = start(*BALANCE)

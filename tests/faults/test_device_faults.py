@@ -1,4 +1,6 @@
-"""Devices that go, hang, fill up or slow down in the middle: shown as such, measured again, left out, and said."""
+"""Devices that go, hang, fill up or slow down in the middle: shown as such, measured again, left
+out, and said.
+"""
 
 from __future__ import annotations
 
@@ -71,19 +73,29 @@ def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Fi
 @pytest.mark.usefixtures("quick_probes")
 @pytest.mark.parametrize(("stage", "by"), [("solo", "SIGABRT"), ("split", "driver has")])
 def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
-    fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str, by: str
+    fake_nvml: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stage: str,
+    by: str,
 ) -> None:
-    """By its processes, which are aborted as it falls off the bus; by a call that blocks for 10 s once a split ran.
+    """By its processes, which are aborted as it falls off the bus; by a call that blocks for 10 s
+    once a split ran.
 
-    The other GPU goes on until it is measured again, and has the plan, though a split over both was measured before.
+    The other GPU goes on until it is measured again, and has the plan, though a split over both was
+    measured before.
     """
     double = fake_nvml(2)
     double.gpus[0].used_bytes = double.gpus[1].used_bytes = 0
     double.gpus[0].utilization = double.gpus[1].utilization = 0
     flag = tmp_path / "lost"
-    monkeypatch.setattr(InterferenceMonitor.__init__, "__defaults__", (1.0,))  # not 5 s: a quick race would be over
+    monkeypatch.setattr(
+        InterferenceMonitor.__init__, "__defaults__", (1.0,)
+    )  # not 5 s: a quick race would be over
     if by == "SIGABRT":
-        (tmp_path / "sitecustomize.py").write_text(LOST.format(flag=str(flag), gpu=double.gpus[1].uuid))
+        (tmp_path / "sitecustomize.py").write_text(
+            LOST.format(flag=str(flag), gpu=double.gpus[1].uuid)
+        )
         monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
 
     failed: list[Failed] = []
@@ -104,14 +116,18 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
                 threading.Timer(10.0, double.release).start()
 
     dear = {"per_sample_ms": 0.5}  # a split is the fastest, and so measured again
-    request = Request(devices="gpu", workload="synthetic", settings=dear, budget_seconds=60.0, max_global_batch=64)
+    request = Request(
+        devices="gpu", workload="synthetic", settings=dear, budget_seconds=60.0, max_global_batch=64
+    )
     session = Session(open_run(request))
     finished = drive(session, lose)
     assert flag.exists()
     assert finished.plan.layout.batches[0] > 0
     assert finished.plan.layout.batches[1] == 0
     words = (by, "the GPU is lost")  # whichever came first
-    assert any("GPU:1" in each and any(word in each for word in words) for each in finished.plan.warnings)
+    assert any(
+        "GPU:1" in each and any(word in each for word in words) for each in finished.plan.warnings
+    )
 
 
 @pytest.mark.slow
@@ -119,7 +135,9 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
 def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_it_has_gone(
     fake_nvml: Callable[..., Any],
 ) -> None:
-    """Unloaded once both GPUs have run: the best that was measured, with a warning; earlier: exit 3."""
+    """Unloaded once both GPUs have run: the best that was measured, with a warning; earlier: exit
+    3.
+    """
     double = fake_nvml(2)
     request = Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=64)
     unloaded = threading.Event()
@@ -151,7 +169,8 @@ def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_i
 def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After 64 rows of 4 MiB, 300 of 600 MiB are taken: by the driver's account, and by allocations that fail.
+    """After 64 rows of 4 MiB, 300 of 600 MiB are taken: by the driver's account, and by allocations
+    that fail.
 
     One probe runs out, the next ones fit at once, and both the warnings and the verdict say why.
     """
@@ -162,7 +181,13 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     (tmp_path / "sitecustomize.py").write_text(TAKEN.format(flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 4.0, "base_ms": 20.0}
-    request = Request(devices="gpu", workload="synthetic", settings=settings, budget_seconds=60.0, max_global_batch=900)
+    request = Request(
+        devices="gpu",
+        workload="synthetic",
+        settings=settings,
+        budget_seconds=60.0,
+        max_global_batch=900,
+    )
     session, raced = Session(open_run(request)), list[Event]()
 
     def take(event: Event) -> None:
@@ -183,7 +208,9 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     assert flag.exists()
     assert max(finished.plan.layout.batches) * 4 <= 300
     assert finished.plan.search.out_of_memory <= 2
-    assert any("other processes hold 300 MiB of its memory" in one for one in finished.plan.warnings)
+    assert any(
+        "other processes hold 300 MiB of its memory" in one for one in finished.plan.warnings
+    )
     assert "the plan leaves it to them" in finished.verdict
 
 
@@ -235,7 +262,9 @@ CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetFieldValues")
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
-    """Readers get the last values at once, as stale, for as long as it hangs, and current ones after."""
+    """Readers get the last values at once, as stale, for as long as it hangs, and current ones
+    after.
+    """
     rig.nvml.hang(call)
     seen = wait_for(lambda: rig.latest(State.STALE))
     assert "does not answer" in seen.devices[0].note
@@ -247,13 +276,18 @@ def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
         rig.sampler.history(seen.devices[0].device.id, "temperature_celsius")
         took.append(time.monotonic() - began)
         time.sleep(0.005)
-    assert median(took) < 0.5, "a single one may be late where others work, all of them only if they wait"
+    assert median(took) < 0.5, (
+        "a single one may be late where others work, all of them only if they wait"
+    )
     rig.nvml.release()
     wait_for(lambda: rig.latest(State.VALUE))
 
 
-async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fake_nvml: Callable[..., Any]) -> None:
-    """A call that blocks for seconds holds the sampling thread only: it says so, and is read on after.
+async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(
+    fake_nvml: Callable[..., Any],
+) -> None:
+    """A call that blocks for seconds holds the sampling thread only: it says so, and is read on
+    after.
 
     One that never comes back doesn't keep the app from leaving.
     """
@@ -294,9 +328,11 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
 def test_memory_that_another_process_takes_midway_is_measured_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What 64 rows promised no longer fits: the next probes run out, smaller ones follow, and the plan fits.
+    """What 64 rows promised no longer fits: the next probes run out, smaller ones follow, and the
+    plan fits.
 
-    The other process is real in its effect: each child that allocates finds that much less, by a limit of its own.
+    The other process is real in its effect: each child that allocates finds that much less, by a
+    limit of its own.
     """
     flag = tmp_path / "taken"
     code = (
@@ -309,7 +345,11 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     monkeypatch.setenv("EVENER_TAKEN", str(flag))
     settings: dict[str, Any] = {"memory_per_sample_mib": 2.0, "base_ms": 20.0}
     request = Request(
-        devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=60.0, max_global_batch=600
+        devices="cpu:0",
+        workload="synthetic",
+        settings=settings,
+        budget_seconds=60.0,
+        max_global_batch=600,
     )
     session = Session(open_run(request))
     taken_at: list[int] = []
@@ -343,16 +383,23 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_probes")
 def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_verdict() -> None:
-    """For real: every child is stopped for half of the time once layouts are compared, as a throttled device would be.
+    """For real: every child is stopped for half of the time once layouts are compared, as a
+    throttled device would be.
 
     The winner is measured again then, at the latest when it is checked.
     """
-    session = Session(open_run(Request(devices="cpu", workload="synthetic", budget_seconds=15.0, max_global_batch=64)))
+    session = Session(
+        open_run(
+            Request(devices="cpu", workload="synthetic", budget_seconds=15.0, max_global_batch=64)
+        )
+    )
     racing, over = threading.Event(), threading.Event()
 
     def hold_back() -> None:
         while not over.is_set():
-            children = list_probe_children() if racing.is_set() else []  # which looks at all processes
+            children = (
+                list_probe_children() if racing.is_set() else []
+            )  # which looks at all processes
             for act in ("suspend", "resume") * 10:
                 for child in children:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -366,7 +413,11 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
     finally:
         over.set()
         thread.join()
-    doubts = ("measure again to be sure", "measures on", "too uncertain")  # the last beside much other work
+    doubts = (
+        "measure again to be sure",
+        "measures on",
+        "too uncertain",
+    )  # the last beside much other work
     assert any(doubt in finished.verdict for doubt in doubts), finished.verdict
     causes = (
         "Other work",
@@ -375,7 +426,9 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
         "vary",
         "longer --budget",
     )  # ranks may take it for waiting
-    assert any(cause in warning for warning in finished.plan.warnings for cause in causes), finished.plan.warnings
+    assert any(cause in warning for warning in finished.plan.warnings for cause in causes), (
+        finished.plan.warnings
+    )
 
 
 def _in_race(event: Event) -> bool:

@@ -1,4 +1,6 @@
-"""Every text that is read from outside, mutated: a value or one sentence, in bounded time, raw on no terminal."""
+"""Every text that is read from outside, mutated: a value or one sentence, in bounded time, raw on
+no terminal.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from hypothesis import strategies as st
 from evener.tui.cli.main import run
 from tests.support.fuzz_targets import ODD, TARGETS, call, mutations, seeds
 
-EXAMPLES = {"machine": 20, "journal": 30, "snapshot": 30}  # more by benchmarks.fuzz, for as long as asked
+EXAMPLES = {
+    "machine": 20,
+    "journal": 30,
+    "snapshot": 30,
+}  # more by benchmarks.fuzz, for as long as asked
 CUTS = 20  # of each text
 LONGEST_SECONDS = 5.0  # of CPU, for one text
 
@@ -22,7 +28,9 @@ def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
     """Cut, spliced, reordered, with huge numbers, deep nesting, and bytes that are no text."""
     mutated = mutations(seeds(name))
 
-    @settings(max_examples=EXAMPLES.get(name, 80), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=EXAMPLES.get(name, 80), deadline=None, suppress_health_check=list(HealthCheck)
+    )
     @given(mutated)
     def law(data: bytes) -> None:
         started = time.process_time()
@@ -50,7 +58,17 @@ def test_a_text_torn_anywhere_is_a_value_or_one_sentence(name: str) -> None:
 HARMLESS = (
     ("devices", "--devices", "{}"),
     ("balance", "--devices", "sim:t4", "--budget", "{}", "--max-global-batch", "8"),
-    ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--workload", "synthetic", "--set", "base_ms={}"),
+    (
+        "balance",
+        "--devices",
+        "sim:t4",
+        "--max-global-batch",
+        "8",
+        "--workload",
+        "synthetic",
+        "--set",
+        "base_ms={}",
+    ),
     ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--resume", "{}"),
     ("balance", "--devices", "sim:t4", "--max-global-batch", "8", "--workload", "{}"),
     ("balance", "--devices", "sim:t4", "--max-global-batch", "{}"),
@@ -59,7 +77,19 @@ HARMLESS = (
     ("runs", "show", "{}"),
     ("export", "{}"),
     ("probe", "--devices", "sim:t4", "--seconds", "{}", "--batches", "8", "--repeat", "1"),
-    ("probe", "--devices", "sim:t4", "--gpus", "{}", "--batches", "8", "--repeat", "1", "--seconds", "1s"),
+    (
+        "probe",
+        "--devices",
+        "sim:t4",
+        "--gpus",
+        "{}",
+        "--batches",
+        "8",
+        "--repeat",
+        "1",
+        "--seconds",
+        "1s",
+    ),
     ("probe", "--devices", "sim:t4", "--batches", "{}", "--repeat", "1", "--seconds", "1s"),
     ("monitor", "--devices", "sim:t4", "--once", "-o", "{}"),
     ("{}",),

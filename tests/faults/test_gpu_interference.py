@@ -1,4 +1,6 @@
-"""Probes on GPUs that are held back, shared, lost or silent: a scripted driver, real children that need no GPU."""
+"""Probes on GPUs that are held back, shared, lost or silent: a scripted driver, real children that
+need no GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
 from evener.balancer.result.measurements import describe_doubts, find_weakness
 from evener.balancer.result.words import say_all
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
+from evener.balancer.types import (
+    Failed,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Stage,
+    Timed,
+    layout_of,
+    solo,
+)
 from evener.devices.discover import discover
 from evener.devices.nvidia.gpu_reader import HARDWARE_HEAT, POWER_CAP
 from tests.support.probe_children import list_probe_children
@@ -46,7 +58,9 @@ class Bench:
             last = now
 
     def probe(self, layout: Layout, measuring: Callable[[], object] | None = None) -> Observation:
-        """What comes of it; of a long one that calls `measuring` as it begins to measure, if that is given."""
+        """What comes of it; of a long one that calls `measuring` as it begins to measure, if that
+        is given.
+        """
         stage: Stage = "solo" if layout.kind == "solo" else "split"
         probe = Probe(layout, stage, 60.0 if measuring else 0.6, whole=measuring is not None)
 
@@ -91,7 +105,9 @@ def doubts(seen: Observation) -> dict[str, tuple[float, int]]:
 
 
 def test_a_gpu_that_is_held_back_is_named_measured_again_and_doubted(nvml: Any) -> None:
-    """Hot for a third of the time by the driver's own counters: a second round follows; the cool GPU is not blamed."""
+    """Hot for a third of the time by the driver's own counters: a second round follows; the cool
+    GPU is not blamed.
+    """
     nvml.gpus[1].throttled = {HARDWARE_HEAT: 0.35}
     with Bench(nvml) as bench:
         cool, hot = bench.probe(solo(2, 0, 8)), bench.probe(solo(2, 1, 8))
@@ -102,7 +118,9 @@ def test_a_gpu_that_is_held_back_is_named_measured_again_and_doubted(nvml: Any) 
         assert 0.05 < share < 0.9
         assert device == 1
     assert isinstance(hot, Timed)
-    (sentence,) = [one for one in say_all(describe_doubts(hot.warnings, bench.devices)) if "held back" in one]
+    (sentence,) = [
+        one for one in say_all(describe_doubts(hot.warnings, bench.devices)) if "held back" in one
+    ]
     assert sentence.startswith("GPU:1: ")
     assert "held back while it was measured" in say_all(find_weakness(hot.warnings))[0]
 
@@ -140,7 +158,9 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
 
 
 def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:
-    """One batch of counters for each GPU between two blocks; a driver that hangs is waited for once, and briefly."""
+    """One batch of counters for each GPU between two blocks; a driver that hangs is waited for
+    once, and briefly.
+    """
     monitor = InterferenceMonitor(discover("gpu").devices)
     monitor.wait_for_drivers((0, 1), threading.Event())
     interference = ProbeInterference(monitor, (0, 1))
@@ -160,8 +180,12 @@ def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: A
 
 
 @pytest.mark.parametrize("how", ["lost", "unloaded"])
-def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(nvml: Any, how: str) -> None:
-    """In the middle of a probe whose child goes on, and before one is started; it is measured again once it is back."""
+def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(
+    nvml: Any, how: str
+) -> None:
+    """In the middle of a probe whose child goes on, and before one is started; it is measured again
+    once it is back.
+    """
     with Bench(nvml) as bench:
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         act = (lambda: nvml.lose(1)) if how == "lost" else nvml.unload
@@ -178,7 +202,9 @@ def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(nvml: 
 
 
 def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> None:
-    """The other GPU is measured meanwhile, a stop is obeyed at once, and it is tried again once it answers."""
+    """The other GPU is measured meanwhile, a stop is obeyed at once, and it is tried again once it
+    answers.
+    """
     with Bench(nvml) as bench:
         bench.watch(InterferenceMonitor(bench.devices, silent_seconds=2.5))
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
@@ -195,22 +221,30 @@ def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> 
         stop = threading.Event()
         threading.Timer(0.2, stop.set).start()
         began = time.monotonic()
-        assert not list(bench.prober.measure((Probe(solo(2, 1, 8), "solo", 1.0),), lambda _: None, stop))
+        assert not list(
+            bench.prober.measure((Probe(solo(2, 1, 8), "solo", 1.0),), lambda _: None, stop)
+        )
         assert time.monotonic() - began < 30.0
 
 
 def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
     nvml: Any,
 ) -> None:
-    """Only what is not the session's own, by the pids that the driver names; without these, only of an empty GPU."""
+    """Only what is not the session's own, by the pids that the driver names; without these, only of
+    an empty GPU.
+    """
     fake_process = sys.modules[type(nvml).__module__].FakeProcess
     with Bench(nvml, memory_per_sample_mib=1.0, fail="memory", at_share=100) as bench:
         free = bench.probe(solo(2, 0, 8))
         assert isinstance(free, Timed)
         assert free.short_bytes == (0, 0)
-        nvml.gpus[0].used_bytes = 300 * MIB  # whose it is stays unclear while an own child runs there
+        nvml.gpus[0].used_bytes = (
+            300 * MIB
+        )  # whose it is stays unclear while an own child runs there
         hidden = bench.probe(solo(2, 0, 8))
-        nvml.gpus[0].processes = [fake_process(each.pid, 250 * MIB) for each in list_probe_children()]
+        nvml.gpus[0].processes = [
+            fake_process(each.pid, 250 * MIB) for each in list_probe_children()
+        ]
         own = bench.probe(solo(2, 0, 8))
         nvml.gpus[0].processes[0].used_bytes = 50 * MIB
         others = bench.probe(solo(2, 0, 8))

@@ -15,14 +15,20 @@ from tests.support.probe_children import list_children
 def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) -> None:
     """UUIDs, driver and layout stand in the plan, and that one of the GPUs was busy before."""
     fake_nvml(2).gpus[0].utilization = 0
-    session = Session(open_run(Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=128)))
+    session = Session(
+        open_run(
+            Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=128)
+        )
+    )
     events = list(session.events())
     session.close()
     assert isinstance(events[-1], Finished)
     plan = events[-1].plan
-    assert [share.device for share in plan.layout.share] == [device.id for device in session._run.job.devices]
-    assert plan.fingerprint.driver
-    assert [warning.partition(" of the time")[0] for warning in plan.warnings if "busy" in warning] == [
-        "GPU:1 was busy 95 %"
+    assert [share.device for share in plan.layout.share] == [
+        device.id for device in session._run.job.devices
     ]
+    assert plan.fingerprint.driver
+    assert [
+        warning.partition(" of the time")[0] for warning in plan.warnings if "busy" in warning
+    ] == ["GPU:1 was busy 95 %"]
     assert not list_children()

@@ -11,9 +11,15 @@ from evener.balancer.session import Session
 
 
 def live_objects(sessions: range) -> int:
-    """Python's objects after these sessions on simulated devices, which differ by their noise; caches have bounds."""
+    """Python's objects after these sessions on simulated devices, which differ by their noise;
+    caches have bounds.
+    """
     for seed in sessions:
-        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512)))
+        session = Session(
+            open_run(
+                Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512)
+            )
+        )
         list(session.events())
         session.close()
     ours = [module for name, module in sys.modules.items() if name.startswith("evener.")]
@@ -24,7 +30,9 @@ def live_objects(sessions: range) -> int:
 
 
 def test_sessions_leave_no_objects_behind() -> None:
-    """Fits, events and evidence go with the session that made them; what is loaded once stays, and was before."""
+    """Fits, events and evidence go with the session that made them; what is loaded once stays, and
+    was before.
+    """
     before = live_objects(range(4))
     grown = live_objects(range(4, 16)) - before
     assert grown < 150

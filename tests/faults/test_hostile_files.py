@@ -1,4 +1,6 @@
-"""Files that somebody else made, may write, or put in the way: none is believed, none is written through."""
+"""Files that somebody else made, may write, or put in the way: none is believed, none is written
+through.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,18 @@ from tests.support.sources import PACKAGES, files, nodes, parsed
 
 HOME = Path(evener.__file__).parents[1]
 SOMEBODY = 12345
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
+root_only = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can make files of somebody else"
+)
 SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=128)
-LIVE = {"framework": "torch", "workload": "w", "samples_per_second": 5.0, "step": 1, "updated_at": 1.0, "devices": []}
+LIVE = {
+    "framework": "torch",
+    "workload": "w",
+    "samples_per_second": 5.0,
+    "step": 1,
+    "updated_at": 1.0,
+    "devices": [],
+}
 
 
 def a_run() -> tuple[str, Path]:
@@ -63,7 +74,9 @@ DISTRUSTED = [pytest.param(somebodys, marks=root_only), group_writable, world_wr
 def test_a_journal_of_somebody_else_is_not_believed(
     spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is neither shown, resumed nor exported; the list says why, and the others are listed all the same."""
+    """It is neither shown, resumed nor exported; the list says why, and the others are listed all
+    the same.
+    """
     name, path = a_run()
     other, _ = a_run()
     spoil(path)
@@ -86,7 +99,9 @@ def test_a_state_folder_of_somebody_else_is_not_used(spoil: Callable[[Path], Non
 
 @pytest.mark.parametrize("spoil", DISTRUSTED)
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_live_file_of_somebody_else_is_passed_over(spoil: Callable[[Path], None], what: str, tmp_path: Path) -> None:
+def test_a_live_file_of_somebody_else_is_passed_over(
+    spoil: Callable[[Path], None], what: str, tmp_path: Path
+) -> None:
     """Whether the file or its folder is theirs."""
     folder = tmp_path / "live"
     prepare_folder(folder)
@@ -99,11 +114,15 @@ def test_a_live_file_of_somebody_else_is_passed_over(spoil: Callable[[Path], Non
 
 
 @root_only
-def test_a_lock_of_somebody_else_can_t_name_its_holder_at_will(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lock_of_somebody_else_can_t_name_its_holder_at_will(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """What a lock's note says is shown only where it is a number and a run's name."""
     session = Session(open_run(Request(devices="cpu", workload="synthetic")))
     for path in (state_folder() / "locks").iterdir():
-        path.write_text(json.dumps({"pid": "\x1b[2J1", "run": "\x1b]0;gotcha\x07", "more": "x" * 5000}))
+        path.write_text(
+            json.dumps({"pid": "\x1b[2J1", "run": "\x1b]0;gotcha\x07", "more": "x" * 5000})
+        )
     assert run(["balance", "--devices", "cpu", "--workload", "synthetic"]) == 3
     session.close()
     text = capsys.readouterr().err
@@ -132,8 +151,12 @@ def test_what_is_made_is_for_its_user_alone(own_state: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["runs", "locks", "journal", "live", "live file"])
-def test_a_link_in_the_way_is_not_followed(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's file is neither written, cut, nor deleted by way of a link that lies where ours should."""
+def test_a_link_in_the_way_is_not_followed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody's file is neither written, cut, nor deleted by way of a link that lies where ours
+    should.
+    """
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "kept.json").write_text("precious")
@@ -154,7 +177,9 @@ def test_a_link_in_the_way_is_not_followed(place: str, tmp_path: Path, monkeypat
         else:
             prepare_folder(live)
             for serial in range(4):
-                stem = file_name(os.getpid(), start_ticks(os.getpid()) or 0, Reporter()._serial + serial)
+                stem = file_name(
+                    os.getpid(), start_ticks(os.getpid()) or 0, Reporter()._serial + serial
+                )
                 (live / stem).with_suffix(".tmp").symlink_to(victim / "kept.json")
         reporter = Reporter()
         for _ in range(2):
@@ -174,7 +199,9 @@ def test_a_link_in_the_way_is_not_followed(place: str, tmp_path: Path, monkeypat
 def test_an_export_through_a_link_replaces_what_it_leads_to_and_makes_nothing_beside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the shell's `>` would; a temporary name that lies there already can't be guessed, nor is it followed."""
+    """As the shell's `>` would; a temporary name that lies there already can't be guessed, nor is
+    it followed.
+    """
     name, _ = a_run()
     real = tmp_path / "real"
     real.mkdir()
@@ -187,8 +214,12 @@ def test_an_export_through_a_link_replaces_what_it_leads_to_and_makes_nothing_be
 
 @pytest.mark.parametrize("kind", ["/dev/zero", "fifo", "folder", "large"])
 @pytest.mark.parametrize("what", ["machine", "plan", "journal"])
-def test_what_is_no_file_of_its_kind_ends_soon_and_in_bounded_memory(kind: str, what: str, tmp_path: Path) -> None:
-    """An endless device, a folder, a sparse file of a terabyte; a pipe only where it can't be meant."""
+def test_what_is_no_file_of_its_kind_ends_soon_and_in_bounded_memory(
+    kind: str, what: str, tmp_path: Path
+) -> None:
+    """An endless device, a folder, a sparse file of a terabyte; a pipe only where it can't be
+    meant.
+    """
     path = tmp_path / "input.toml"
     if kind == "/dev/zero":
         path.symlink_to(kind)
@@ -242,11 +273,18 @@ BANNED_MODULES = {
     "yaml",
     "jsonpickle",
 }
-BANNED_CALLS = {("os", "system"), ("os", "popen"), ("torch", "load"), ("numpy", "load"), ("np", "load")}
+BANNED_CALLS = {
+    ("os", "system"),
+    ("os", "popen"),
+    ("torch", "load"),
+    ("numpy", "load"),
+    ("np", "load"),
+}
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    """No module that can run what it reads, no call that evaluates text, no shell; read from the syntax tree.
+    """No module that can run what it reads, no call that evaluates text, no shell; read from the
+    syntax tree.
 
     The user's own workload is run by importlib's loader, in one place, and by nothing else.
     """
@@ -258,11 +296,18 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 def test_what_is_unpickled_or_evaluated_would_be_found() -> None:
     """The check itself, on one line of each kind; weights alone are no objects."""
-    found = ("import pickle", "from shelve import open", "eval(text)", "torch.load(path)", "loader.exec_module(one)",
-             "run(words, shell=True)")  # fmt: skip
-    assert [sum(_runs(node, HOME / "evener/example.py") for node in nodes(ast.parse(line))) for line in found] == [
-        1
-    ] * 6
+    found = (
+        "import pickle",
+        "from shelve import open",
+        "eval(text)",
+        "torch.load(path)",
+        "loader.exec_module(one)",
+        "run(words, shell=True)",
+    )
+    assert [
+        sum(_runs(node, HOME / "evener/example.py") for node in nodes(ast.parse(line)))
+        for line in found
+    ] == [1] * 6
     for line in ("torch.load(path, weights_only=True)", "run(words, shell=False)", "import json"):
         assert not any(_runs(node, HOME / "evener/example.py") for node in nodes(ast.parse(line)))
 
@@ -291,9 +336,12 @@ def _is_banned(call: ast.Call, called: ast.Attribute, path: Path) -> bool:
 
 
 def _only_weights(call: ast.Call) -> bool:
-    """True of `torch.load(..., weights_only=True)`, which makes no objects but tensors and plain values."""
+    """True of `torch.load(..., weights_only=True)`, which makes no objects but tensors and plain
+    values.
+    """
     return any(
-        w.arg == "weights_only" and isinstance(w.value, ast.Constant) and w.value.value is True for w in call.keywords
+        w.arg == "weights_only" and isinstance(w.value, ast.Constant) and w.value.value is True
+        for w in call.keywords
     )
 
 
@@ -304,12 +352,16 @@ def _true(node: ast.expr) -> bool:
 def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's child."""
+    """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's
+    child.
+    """
     from evener.balancer.intake import take_in
 
     source = tmp_path / "train.py"
     source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
-    monkeypatch.setattr("evener.balancer.intake.find_spec", lambda _: True)  # TensorFlow need not be installed
+    monkeypatch.setattr(
+        "evener.balancer.intake.find_spec", lambda _: True
+    )  # TensorFlow need not be installed
     take_in(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
     assert not (tmp_path / "ran").exists()
     assert run(["balance", "--help"]) == 0
@@ -329,7 +381,9 @@ def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
         load_plan(path)
 
 
-def test_a_crash_log_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_log_is_written_through_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a folder of everybody's its name may have been guessed."""
     from evener.tui import base_app
 

@@ -1,4 +1,6 @@
-"""Text that would steer a terminal, wherever text comes from outside: it reaches none raw, by no way of printing."""
+"""Text that would steer a terminal, wherever text comes from outside: it reaches none raw, by no
+way of printing.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,33 @@ EVIL = (
     "a\x1b]0;gotcha\x07b\x1b[31mgot\x9b31md\u202ee\u2066\r\n\x08\x7f\u2028\u200bf"
     "\x1b]52;c;ZXZpbA==\x07\x1bPq#0\x1b\\\x1bc\x9d0;x\x9c"
 )
-RAW = (b"\x1b]0;gotcha", b"\x1b[31mgot", "\x9b31m".encode(), "\u202e".encode(), b"\x08", b"\x7f", b"\x07")
+RAW = (
+    b"\x1b]0;gotcha",
+    b"\x1b[31mgot",
+    "\x9b31m".encode(),
+    "\u202e".encode(),
+    b"\x08",
+    b"\x7f",
+    b"\x07",
+)
 ON_TERMINAL = (  # what a terminal must never get, whatever else draws on it
-    *(b"\x1b]0;gotcha", b"\x1b]52;c;ZXZpbA", b"\x1b[31mgot", b"\x1bPq#0", b"\x1bc", "\x9b31m".encode(), b"\x9b31m"),
-    *("\x9d0;x".encode(), b"\x9d0;x", "\u202e".encode(), "\u2066".encode(), "\u2028".encode(), "\u200b".encode()),
+    *(
+        b"\x1b]0;gotcha",
+        b"\x1b]52;c;ZXZpbA",
+        b"\x1b[31mgot",
+        b"\x1bPq#0",
+        b"\x1bc",
+        "\x9b31m".encode(),
+        b"\x9b31m",
+    ),
+    *(
+        "\x9d0;x".encode(),
+        b"\x9d0;x",
+        "\u202e".encode(),
+        "\u2066".encode(),
+        "\u2028".encode(),
+        "\u200b".encode(),
+    ),
 )
 MACHINE = """
 [[device]]
@@ -64,7 +89,9 @@ def poisoned(data: Any) -> Any:
     """The same JSON with every text that is free replaced by the evil one."""
     if isinstance(data, dict):
         kept = {key: item if key in WORDS else poisoned(item) for key, item in data.items()}
-        return {**kept, "device": f"{EVIL}{data['device']}"} if "device" in data else kept  # no two are one
+        return (
+            {**kept, "device": f"{EVIL}{data['device']}"} if "device" in data else kept
+        )  # no two are one
     if isinstance(data, list):
         return [poisoned(item) for item in data]
     return EVIL if isinstance(data, str) else data
@@ -121,7 +148,9 @@ def test_a_journal_is_printed_plain(
 def test_what_is_escaped_still_says_the_same(
     poisoned_run: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A printed document is the written one, read back: TOML and JSON have escapes for what a terminal must not see."""
+    """A printed document is the written one, read back: TOML and JSON have escapes for what a
+    terminal must not see.
+    """
     for form in ("toml", "json"):
         path = tmp_path / f"plan.{form}"
         assert run(["export", poisoned_run, "-o", str(path)]) == 0
@@ -133,7 +162,9 @@ def test_what_is_escaped_still_says_the_same(
         assert load_plan(path).workload == EVIL
 
 
-def test_an_evil_plan_s_faults_are_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evil_plan_s_faults_are_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The error of a plan that names its keys and values; a machine file's, and any word's."""
     (tmp_path / "machine.toml").write_text(f"[{json.dumps(EVIL)}]\n")
     (tmp_path / EVIL.replace("/", "")).mkdir()
@@ -162,7 +193,9 @@ def test_an_evil_plan_s_faults_are_plain(tmp_path: Path, capsys: pytest.CaptureF
             is_harmless(output.err)
 
 
-def test_a_simulated_device_s_name_is_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulated_device_s_name_is_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the list, in the table of a search, in its plan, in the monitor, as text and as JSON."""
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))
@@ -170,9 +203,27 @@ def test_a_simulated_device_s_name_is_plain(tmp_path: Path, capsys: pytest.Captu
     for arguments in (
         ["devices", "--devices", f"sim:{machine}"],
         ["monitor", "--devices", f"sim:{machine}", "--once"],
-        ["balance", "--devices", f"sim:{machine}", "--max-global-batch", "64", "--export", str(plan)],
+        [
+            "balance",
+            "--devices",
+            f"sim:{machine}",
+            "--max-global-batch",
+            "64",
+            "--export",
+            str(plan),
+        ],
         ["compare", "--devices", f"sim:{machine}", "--max-global-batch", "64"],
-        ["probe", "--devices", f"sim:{machine}", "--batches", "8", "--repeat", "1", "--seconds", "1s"],
+        [
+            "probe",
+            "--devices",
+            f"sim:{machine}",
+            "--batches",
+            "8",
+            "--repeat",
+            "1",
+            "--seconds",
+            "1s",
+        ],
         ["runs", "show", "last"],
     ):
         for more in ([], ["--json"]):
@@ -189,7 +240,8 @@ def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[in
     device = slices()[0].id
     code = (
         "import sys, time; from evener import report\n"
-        f"while True: report(8, devices=['{device}'], workload=sys.argv[1], framework=sys.argv[1]); time.sleep(0.05)"
+        f"while True: report(8, devices=['{device}'], workload=sys.argv[1], "
+        f"framework=sys.argv[1]); time.sleep(0.05)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, EVIL])
     until = time.monotonic() + 30
@@ -204,13 +256,20 @@ def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[in
 def test_process_and_gpu_names_are_plain(
     evil_process: int, fake_nvml: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real process's command line, a driver's version and GPU names that no driver should give."""
+    """A real process's command line, a driver's version and GPU names that no driver should
+    give.
+    """
     double = fake_nvml(2)
     double.gpus[0].name = EVIL
     process = sys.modules[type(double).__module__].FakeProcess(evil_process)
     double.gpus[0].processes.append(process)
     for devices in ("cpu", "gpu"):
-        for arguments in (["monitor", "--once"], ["monitor", "--once", "--json"], ["devices"], ["devices", "--json"]):
+        for arguments in (
+            ["monitor", "--once"],
+            ["monitor", "--once", "--json"],
+            ["devices"],
+            ["devices", "--json"],
+        ):
             assert run([*arguments, "--devices", devices]) == 0
             output = capsys.readouterr()
             is_harmless(output.out)
@@ -222,8 +281,13 @@ def test_process_and_gpu_names_are_plain(
 def test_what_a_child_writes_is_plain(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On standard error, and in place of a reply: in the progress lines, in the fault, and in the run that is shown."""
-    wicked = f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, {EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
+    """On standard error, and in place of a reply: in the progress lines, in the fault, and in the
+    run that is shown.
+    """
+    wicked = (
+        f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, "
+        f"{EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
+    )
     at_birth(monkeypatch, tmp_path, wicked)
     assert run(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "4s"]) == 1
     assert run(["runs", "show", "last"]) == 0
@@ -243,7 +307,9 @@ def test_the_app_draws_nothing_raw(poisoned_run: str) -> None:
 
 @pytest.mark.slow
 def test_live_processes_are_drawn_plain(evil_process: int) -> None:
-    """On the monitor screen: a real process whose command line and training are evil, with its details open."""
+    """On the monitor screen: a real process whose command line and training are evil, with its
+    details open.
+    """
     pid = str(evil_process).encode()
     drawn = drawn_by(["--devices", "cpu"], (b"\t", b"\r", b"\x1b", b"\x1b[B", b"q"), first=pid)
     assert pid in drawn
@@ -252,31 +318,48 @@ def test_live_processes_are_drawn_plain(evil_process: int) -> None:
 
 @pytest.mark.slow
 def test_a_search_on_evil_devices_is_drawn_plain(tmp_path: Path) -> None:
-    """On the form, on the balance screen while and after it searches, and among the runs that it leaves."""
+    """On the form, on the balance screen while and after it searches, and among the runs that it
+    leaves.
+    """
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))
-    drawn = drawn_by(["--devices", f"sim:{machine}"], (b"2", b"\x13", b"\t", b"3", b"\r", b"\x1b", b"q"))
+    drawn = drawn_by(
+        ["--devices", f"sim:{machine}"], (b"2", b"\x13", b"\t", b"3", b"\r", b"\x1b", b"q")
+    )
     assert b"samples/s" in drawn, "it searched"
     shown_harmless(drawn)
 
 
 @pytest.mark.slow
-def test_what_a_child_writes_is_drawn_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By `evener balance` on a terminal: garbage in place of a reply, on both streams of every child."""
-    wicked = f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, {EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
+def test_what_a_child_writes_is_drawn_plain(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By `evener balance` on a terminal: garbage in place of a reply, on both streams of every
+    child.
+    """
+    wicked = (
+        f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, "
+        f"{EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
+    )
     (tmp_path / "site").mkdir()
     at_birth(monkeypatch, tmp_path / "site", wicked)
-    shown_harmless(drawn_by(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "3s"], ()))
+    shown_harmless(
+        drawn_by(["balance", "--devices", "cpu", "--workload", "synthetic", "--budget", "3s"], ())
+    )
 
 
 def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got") -> bytes:
-    """Every byte that `evener` writes to a terminal of its own, to its end; `first` comes before the keys."""
+    """Every byte that `evener` writes to a terminal of its own, to its end; `first` comes before
+    the keys.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 180, 0, 0))
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "evener", *arguments]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
         os.close(theirs)
         drawn, until = b"", time.monotonic() + 60
         while keys and first not in drawn and time.monotonic() < until:
@@ -286,7 +369,9 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got")
             drawn += read_answer(ours)
             os.write(ours, key)
         while process.poll() is None and time.monotonic() < until:
-            for key in (b"\x1b", b"q", b"y") if keys else ():  # out of a dialog, and yes to ending a search
+            for key in (
+                (b"\x1b", b"q", b"y") if keys else ()
+            ):  # out of a dialog, and yes to ending a search
                 drawn += read_answer(ours)
                 os.write(ours, key)
             drawn += read_for(ours, 0.1)
@@ -307,7 +392,9 @@ def shown_harmless(drawn: bytes) -> None:
 
 
 def read_answer(terminal: int) -> bytes:
-    """What is drawn until nothing has been for a while; half a second at most, as a key may draw nothing."""
+    """What is drawn until nothing has been for a while; half a second at most, as a key may draw
+    nothing.
+    """
     until = time.monotonic() + 0.5
     drawn = last = read_for(terminal, 0.1)
     while time.monotonic() < until and (last or not drawn):

@@ -24,7 +24,7 @@ def test_that_starts_a_training_which_starts_another() -> None:
     child = subprocess.Popen([sys.executable, "-c", other + write], start_new_session=True)
     Path(__file__).with_name("child").write_text(str(child.pid))
     time.sleep(600)
-"""
+"""  # noqa: E501
 
 
 def read_pid(path: Path) -> int:
@@ -40,7 +40,17 @@ def test_what_a_killed_test_had_started_ends_with_it(tmp_path: Path) -> None:
     """Its child, in a session of its own, and the child's own child."""
     path = tmp_path / "test_that_is_killed.py"
     path.write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        str(path),
+    ]
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL) as tests:
         pids = [read_pid(tmp_path / "child"), read_pid(tmp_path / "other")]
         processes = [psutil.Process(pid) for pid in pids]

@@ -1,4 +1,6 @@
-"""`evener launch` killed at random moments, and trainings that end in odd ways: real processes, no framework."""
+"""`evener launch` killed at random moments, and trainings that end in odd ways: real processes, no
+framework.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
-SECONDS = float(os.environ.get("EVENER_SECONDS", "60"))  # until all has gone: 5 on a machine that isn't busy
+SECONDS = float(
+    os.environ.get("EVENER_SECONDS", "60")
+)  # until all has gone: 5 on a machine that isn't busy
 
 
 @pytest.fixture
@@ -36,7 +40,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_killed_launcher_leaves_nothing_behind(folder: Path) -> None:
-    """No rank, nothing that a rank has started, and no temporary folder, after `kill -9` at any moment."""
+    """No rank, nothing that a rank has started, and no temporary folder, after `kill -9` at any
+    moment.
+    """
     module, seed = "tests.support.killed_launchers", os.environ.get("EVENER_SEED", "1")
     words = [sys.executable, "-m", module, str(folder), str(KILLS), seed, str(SECONDS)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120 + KILLS)
@@ -68,18 +74,27 @@ def prepare(folder: Path, script: str, framework: str) -> None:
     """A script and its plan for two slices."""
     (folder / "train.py").write_text(script)
     engine = "multiworker" if framework == "tensorflow" else ""
-    plan(["cpu-0-of-2", "cpu-1-of-2"], framework=framework, engine=engine).save(folder / "plan.toml")
+    plan(["cpu-0-of-2", "cpu-1-of-2"], framework=framework, engine=engine).save(
+        folder / "plan.toml"
+    )
 
 
-def launch(folder: Path, script: str, *options: str, framework: str = "tensorflow") -> subprocess.CompletedProcess[str]:
+def launch(
+    folder: Path, script: str, *options: str, framework: str = "tensorflow"
+) -> subprocess.CompletedProcess[str]:
     """A script on two slices, by evener launch."""
     prepare(folder, script, framework)
     words = [sys.executable, "-m", "evener", "launch", *options, "plan.toml", "train.py"]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
 
 
-WHO_LEFT = "evener: rank 0 left with exit code 0, and rank 1 ended with exit code 1; the others were stopped"
+WHO_LEFT = (
+    "evener: rank 0 left with exit code 0, and rank 1 ended with exit code 1; the "
+    "others were stopped"
+)
 
 
 def list_said(errors: str) -> list[str]:
@@ -99,8 +114,13 @@ def test_a_rank_of_pytorch_s_agent_that_leaves_is_named_too(
 ) -> None:
     pytest.importorskip("torch")
     prepare(folder, LEAVER, "torch")
-    server, variables = rank_server("tests.support.torch_imports"), {"PYTHONPATH": python_path(ROOT)}
-    launcher = ForkedEvener(server, folder, folder / "evener", ("launch", "plan.toml", "train.py"), variables)
+    server, variables = (
+        rank_server("tests.support.torch_imports"),
+        {"PYTHONPATH": python_path(ROOT)},
+    )
+    launcher = ForkedEvener(
+        server, folder, folder / "evener", ("launch", "plan.toml", "train.py"), variables
+    )
     _, errors = launcher.communicate(240)
     assert (launcher.returncode, list_said(errors)) == (1, [WHO_LEFT])
 
@@ -116,7 +136,11 @@ def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: P
     """Before anything starts; a script that imports both, or is broken, is Python's to judge."""
     for framework, script, words in (
         ("torch", "import keras", "for PyTorch, and train.py trains with TensorFlow. "),
-        ("tensorflow", "from transformers import Trainer", "for TensorFlow, and train.py trains with PyTorch. "),
+        (
+            "tensorflow",
+            "from transformers import Trainer",
+            "for TensorFlow, and train.py trains with PyTorch. ",
+        ),
     ):
         done = launch(folder, script, framework=framework)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

@@ -59,11 +59,15 @@ def somebody(cores_of_one_user: int) -> Iterator[Callable[[tuple[Device, ...]], 
         os.waitpid(pid, 0)
 
 
-needs_sysfs = pytest.mark.skipif(not all(path.exists() for path in kernel_files(slices(1)[0])), reason="no sysfs here")
+needs_sysfs = pytest.mark.skipif(
+    not all(path.exists() for path in kernel_files(slices(1)[0])), reason="no sysfs here"
+)
 
 
 @needs_sysfs
-def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Callable[[tuple[Device, ...]], int]) -> None:
+def test_a_core_that_somebody_else_measures_on_is_not_taken(
+    somebody: Callable[[tuple[Device, ...]], int],
+) -> None:
     """The process is named; another core is free, all are with --share, and once it has ended."""
     first, *others = slices()
     pid = somebody((first,))
@@ -82,7 +86,9 @@ def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Callable[[
 def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nobody has it any more, so nobody is another user; one whose holder is never named stays theirs."""
+    """Nobody has it any more, so nobody is another user; one whose holder is never named stays
+    theirs.
+    """
     path = tmp_path / "core"
     path.touch()
     first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
@@ -103,7 +109,9 @@ def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
 def test_a_gpu_is_certain_by_its_place_on_the_bus(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever its number or UUID; what the driver doesn't tell, or sysfs doesn't have, is not locked."""
+    """Whatever its number or UUID; what the driver doesn't tell, or sysfs doesn't have, is not
+    locked.
+    """
     double = fake_nvml(2)
     gpus = discover("gpu").devices
     monkeypatch.setattr(locks, "SYS", tmp_path)

@@ -1,4 +1,6 @@
-"""Memory that runs out for real, in each of its ways: every one is an OutOfMemory that names its device."""
+"""Memory that runs out for real, in each of its ways: every one is an OutOfMemory that names its
+device.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ CGROUP = Path("/sys/fs/cgroup/memory")
 
 
 def observe(prober: Prober, batch: int, micro: int = 0) -> Observation:
-    """A step of the first device alone, after its warm-up; in passes of `micro` rows where that isn't 0."""
+    """A step of the first device alone, after its warm-up; in passes of `micro` rows where that
+    isn't 0.
+    """
     layout = layout_of((batch,), (micro or batch,))
-    (seen,) = prober.measure((Probe(layout, "solo", 0.2, steps=1),), lambda _: None, threading.Event())
+    (seen,) = prober.measure(
+        (Probe(layout, "solo", 0.2, steps=1),), lambda _: None, threading.Event()
+    )
     return seen
 
 
@@ -70,7 +76,9 @@ def group() -> Iterator[Path]:
 
 def test_the_kernel_s_killer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
     """A child that the kernel kills for memory ran out of memory; a smaller batch then fits."""
-    (tmp_path / "sitecustomize.py").write_text(f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')"
+    )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     prober = child_prober((one_slice(),), memory_per_sample_mib=1.0)
     seen = observe(prober, 400)
@@ -93,25 +101,43 @@ time.sleep(600)
 
 
 @pytest.mark.usefixtures("quick_probes")
-def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
-    """Children and a stranger share 700 MiB; before the largest batch runs, the stranger leaves room for half of it.
+def test_memory_that_a_real_process_takes_midway(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path
+) -> None:
+    """Children and a stranger share 700 MiB; before the largest batch runs, the stranger leaves
+    room for half of it.
 
-    The kernel kills the next child, which is running out of memory, and the plan is of less than what was killed.
+    The kernel kills the next child, which is running out of memory, and the plan is of less than
+    what was killed.
     """
     (group / "memory.limit_in_bytes").write_text(str(700 * MIB))
     (tmp_path / "sitecustomize.py").write_text(
-        f"import sys\nif 'worker' in ' '.join(sys.orig_argv): open({str(group / 'cgroup.procs')!r}, 'w').write('0')"
+        f"import sys\nif 'worker' in ' '.join(sys.orig_argv): "
+        f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')"
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 1.0, "base_ms": 20.0, "per_sample_ms": 0.2}
+    settings = {
+        "memory_base_mib": 0.0,
+        "memory_per_sample_mib": 1.0,
+        "base_ms": 20.0,
+        "per_sample_ms": 0.2,
+    }
     request = Request(
-        devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=40.0, max_global_batch=400
+        devices="cpu:0",
+        workload="synthetic",
+        settings=settings,
+        budget_seconds=40.0,
+        max_global_batch=400,
     )
     session = Session(open_run(request))
     strangers, killed = list[subprocess.Popen[bytes]](), list[int]()
     try:
         for event in session.events():
-            if isinstance(event, ProbeStarted) and event.probe.layout.global_batch > 8 and not strangers:
+            if (
+                isinstance(event, ProbeStarted)
+                and event.probe.layout.global_batch > 8
+                and not strangers
+            ):
                 session.pause()  # until the stranger has what it takes
             if not isinstance(event, Observed):
                 continue
@@ -119,7 +145,13 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
             if isinstance(event.seen, OutOfMemory):
                 killed.append(batch)
             if isinstance(event.seen, Timed) and batch > 8 and not strangers:
-                command = [sys.executable, "-c", HOG, str(group / "cgroup.procs"), str((680 - 400 // 2) * MIB)]
+                command = [
+                    sys.executable,
+                    "-c",
+                    HOG,
+                    str(group / "cgroup.procs"),
+                    str((680 - 400 // 2) * MIB),
+                ]
                 strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
                 strangers[0].stdout.readline()  # type: ignore[union-attr]
                 session.unpause()
@@ -162,7 +194,9 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int
 ) -> None:
-    """A failed allocation of the framework's own under its cap, in a child that has just taken the whole batch."""
+    """A failed allocation of the framework's own under its cap, in a child that has just taken the
+    whole batch.
+    """
     skip_without(framework)
     prober = child_prober((one_slice(cap_mib * MIB),), workload, framework)
     fits = observe(prober, batch, micro)

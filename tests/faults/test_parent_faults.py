@@ -1,4 +1,6 @@
-"""The session's own process killed or stopped, for real: children end, the journal stays, `--resume` goes on."""
+"""The session's own process killed or stopped, for real: children end, the journal stays,
+`--resume` goes on.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ print(session.run_id, flush=True)
 for event in session.events():
     print(event.phase if isinstance(event, ProbeProgress) else type(event).__name__, flush=True)
 session.close()
-"""
+"""  # noqa: E501
 
 
 def start(request: Request, resume: str = "") -> subprocess.Popen[str]:
@@ -92,9 +94,11 @@ def wait_gone(pids: list[int]) -> None:
 
 
 def asked_as_replayed(run: str) -> Record:
-    """The journal, if at each asking the search knew what a replay up to there knows: each line once, none twice.
+    """The journal, if at each asking the search knew what a replay up to there knows: each line
+    once, none twice.
 
-    A failure counts each time that the search gets it, so a line that was doubled or lost would ask for other probes.
+    A failure counts each time that the search gets it, so a line that was doubled or lost would ask
+    for other probes.
     """
     record = journal.read(runs.journal_path(run))
     search = runs.make_search(record.header.job)
@@ -136,11 +140,19 @@ def test_killed_at_random_moments_a_simulated_run_comes_to_the_undisturbed_plan(
             asked_as_replayed(run)
             assert record.ended.plan.throughput == undisturbed.plan.throughput
             run, measured = "", 0
-    final, _ = finish(Request(), run or None) if run else finish(msgspec.structs.replace(SIMULATED, pace=0.0))
-    assert msgspec.structs.replace(final.plan, created="") == msgspec.structs.replace(undisturbed.plan, created="")
+    final, _ = (
+        finish(Request(), run or None)
+        if run
+        else finish(msgspec.structs.replace(SIMULATED, pace=0.0))
+    )
+    assert msgspec.structs.replace(final.plan, created="") == msgspec.structs.replace(
+        undisturbed.plan, created=""
+    )
 
 
-def test_kill_of_a_child_then_of_the_parent_then_resume(started: list[subprocess.Popen[str]]) -> None:
+def test_kill_of_a_child_then_of_the_parent_then_resume(
+    started: list[subprocess.Popen[str]],
+) -> None:
     """The children notice and end; the resumed run measures nothing twice and comes to a plan."""
     started.append(parent := start(SYNTHETIC))
     assert parent.stdout is not None
@@ -205,14 +217,18 @@ def test_a_stop_ends_all_children_at_once(started: list[subprocess.Popen[str]]) 
 
 
 def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.Popen[str]]) -> None:
-    """Children are in sessions of their own: a signal to the terminal's group does not end them first."""
+    """Children are in sessions of their own: a signal to the terminal's group does not end them
+    first.
+    """
     with closing(Session(open_run(SYNTHETIC))) as session:
         events = session.events()
         while not list_probe_children():
             next(events)
         deadline = time.monotonic() + 60.0
         for child in (*list_children(), *list_probe_children()):
-            while os.getsid(child.pid) != child.pid:  # one that is being born has ours until it runs
+            while (
+                os.getsid(child.pid) != child.pid
+            ):  # one that is being born has ours until it runs
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
     assert not list_children()
@@ -255,7 +271,11 @@ def test_a_budget_too_small_to_measure_anything_is_said() -> None:
     """With the remedy."""
     from evener.errors import NoLayoutError
 
-    session = Session(open_run(msgspec.structs.replace(SYNTHETIC, budget_seconds=0.05, settings={"base_ms": 5000.0})))
+    session = Session(
+        open_run(
+            msgspec.structs.replace(SYNTHETIC, budget_seconds=0.05, settings={"base_ms": 5000.0})
+        )
+    )
     with pytest.raises(NoLayoutError, match=r"budget of 0\.05 s was over") as fault:
         list(session.events())
     session.close()

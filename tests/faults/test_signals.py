@@ -1,4 +1,5 @@
-"""Signals, lost terminals and lost readers at random moments of every stage of `evener balance`, for real.
+"""Signals, lost terminals and lost readers at random moments of every stage of `evener balance`,
+for real.
 
 `EVENER_SIGNALS` is how many moments; some in the suite, hundreds by hand.
 """
@@ -34,7 +35,16 @@ MOMENTS = int(os.environ.get("EVENER_SIGNALS", "7"))
 SEED = os.environ.get("EVENER_SEED", "1")
 STAGES = ("start", "import", "build", "warm-up", "measure", "race", "export")
 BLOWS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "terminal": 129, "pipe": 141}
-CPU = ("--devices", "cpu", "--workload", "synthetic", "--set", "base_ms=60", "--max-global-batch", "64")
+CPU = (
+    "--devices",
+    "cpu",
+    "--workload",
+    "synthetic",
+    "--set",
+    "base_ms=60",
+    "--max-global-batch",
+    "64",
+)
 SIMULATED = ("--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
 SITE = """
 import os, pathlib, sys, time
@@ -52,7 +62,13 @@ if "worker" in " ".join(sys.orig_argv):
 """
 GONE_SECONDS = 60.0  # 2 on a machine of one's own
 END_SECONDS = 60.0
-OWN_START = ("<frozen ", "/runpy.py", "/site.py", "sitecustomize.py", "/encodings/")  # Python's own, before any of ours
+OWN_START = (
+    "<frozen ",
+    "/runpy.py",
+    "/site.py",
+    "sitecustomize.py",
+    "/encodings/",
+)  # Python's own, before any of ours
 
 
 class Struck:
@@ -68,9 +84,19 @@ class Struck:
         self.modes = termios.tcgetattr(theirs) if on_terminal else None
         self.reader, writing = os.pipe()
         self.errors = (folder / "errors").open("w+b")
-        ends: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": _own_terminal}
+        ends: dict[str, Any] = {
+            "stdin": theirs,
+            "stdout": theirs,
+            "stderr": theirs,
+            "preexec_fn": _own_terminal,
+        }
         if not on_terminal:
-            ends = {"stdin": subprocess.DEVNULL, "stdout": writing, "stderr": self.errors, "preexec_fn": _own_session}
+            ends = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": writing,
+                "stderr": self.errors,
+                "preexec_fn": _own_session,
+            }
         environment = {
             **os.environ,
             "PYTHONPATH": python_path(folder / "site", HOME),
@@ -86,7 +112,9 @@ class Struck:
 
     def wait(self, draw: random.Random) -> None:
         """Until a random moment of the stage."""
-        mark = {"import": "import", "build": "build", "warm-up": "build", "measure": "build"}.get(self.stage)
+        mark = {"import": "import", "build": "build", "warm-up": "build", "measure": "build"}.get(
+            self.stage
+        )
         until = time.monotonic() + 180
         while mark and not (self.folder / "marks" / mark).exists() and self.process.poll() is None:
             self.drain()
@@ -94,7 +122,9 @@ class Struck:
         while self.stage == "race" and not self._races() and self.process.poll() is None:
             self.drain()
             assert time.monotonic() < until
-        low, high = {"warm-up": (0.3, 0.7), "measure": (0.7, 2.0), "export": (0.3, 1.2)}.get(self.stage, (0.0, 0.4))
+        low, high = {"warm-up": (0.3, 0.7), "measure": (0.7, 2.0), "export": (0.3, 1.2)}.get(
+            self.stage, (0.0, 0.4)
+        )
         until = time.monotonic() + draw.uniform(low, high)
         while time.monotonic() < until:
             self.drain()
@@ -120,7 +150,9 @@ class Struck:
             self.drain()
             assert time.monotonic() < until, f"{self.stage}: it doesn't end"
         until = time.monotonic() + GONE_SECONDS
-        while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children):
+        while any(
+            child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children
+        ):
             assert time.monotonic() < until, f"{self.stage}: children outlive it"
             time.sleep(0.02)
         self.drain()
@@ -158,13 +190,17 @@ class Struck:
 
     def _races(self) -> bool:
         record = self.record()
-        asked = [entry for entry in record.entries if isinstance(entry, AskedEntry)] if record else []
+        asked = (
+            [entry for entry in record.entries if isinstance(entry, AskedEntry)] if record else []
+        )
         return any(probe.stage == "race" for entry in asked for probe in entry.probes)
 
 
 def _own_session() -> None:
     os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may have it ignored, as nohup does
+    signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # whoever started the tests may have it ignored, as nohup does
 
 
 def _own_terminal() -> None:
@@ -192,7 +228,8 @@ def moments() -> Iterator[tuple[int, str, str]]:
 def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
     tmp_path: Path, number: int, stage: str, blow: str
 ) -> None:
-    """The blow's own exit code, or 0 where it had ended; no child, no temporary file, no traceback; a whole plan.
+    """The blow's own exit code, or 0 where it had ended; no child, no temporary file, no traceback;
+    a whole plan.
 
     A terminal is as it was, and shows its cursor.
     """
@@ -204,7 +241,9 @@ def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
         struck.strike(blow)
         code = struck.ended()
         said = struck.words()
-        exit_code = code if code >= 0 else 128 - code  # before Python listens, the signal itself ends it
+        exit_code = (
+            code if code >= 0 else 128 - code
+        )  # before Python listens, the signal itself ends it
         early = {1} if stage == "start" else set()  # Python's own start
         assert exit_code in {BLOWS[blow], 0} | early, said
         assert _sound(said), said
@@ -230,7 +269,11 @@ def _check_plan(struck: Struck, code: int) -> None:
     assert not list((struck.folder / "tmp").iterdir())
     if path.exists():
         assert load_plan(path).layout.global_batch
-    if record is not None and code >= 0 and any(isinstance(entry.seen, Timed) for entry in record.seen):
+    if (
+        record is not None
+        and code >= 0
+        and any(isinstance(entry.seen, Timed) for entry in record.seen)
+    ):
         assert record.ended is not None
         assert path.exists()
         assert load_plan(path) == record.ended.plan

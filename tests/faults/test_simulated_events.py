@@ -1,4 +1,6 @@
-"""What befalls simulated devices midway, on the session's clock: taken memory, heat, a loss; all said in the plan."""
+"""What befalls simulated devices midway, on the session's clock: taken memory, heat, a loss; all
+said in the plan.
+"""
 
 from __future__ import annotations
 
@@ -54,27 +56,40 @@ def searched(folder: Path, event: str, resume: str | None = None) -> tuple[Finis
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5])
 def test_memory_that_is_taken_midway_is_left_to_its_holder(tmp_path: Path, part: float) -> None:
-    """From before the first solo probe until a split has raced: the plan fits what is left, after few failures."""
+    """From before the first solo probe until a split has raced: the plan fits what is left, after
+    few failures.
+    """
     free, _ = searched(tmp_path, "at_seconds = 1e9")
-    finished, events = searched(tmp_path, f"at_seconds = {part * free.at_seconds}\nmemory_taken_mib = 5000.0")
+    finished, events = searched(
+        tmp_path, f"at_seconds = {part * free.at_seconds}\nmemory_taken_mib = 5000.0"
+    )
     batches = finished.plan.layout.batches
     assert free.plan.layout.batches[1] * 8 + 500 > 3000, "it would not fit"
     assert batches[1] * 8 + 500 <= 3000
     assert batches[0]
     ran_out = [e for e in events if isinstance(e, Observed) and isinstance(e.seen, OutOfMemory)]
     assert len(ran_out) <= 3
-    assert any("SIM:1: other processes hold 4.88 GiB of its memory" in warning for warning in finished.plan.warnings)
-    assert "other processes hold memory of SIM:1, and the plan leaves it to them" in finished.verdict
+    assert any(
+        "SIM:1: other processes hold 4.88 GiB of its memory" in warning
+        for warning in finished.plan.warnings
+    )
+    assert (
+        "other processes hold memory of SIM:1, and the plan leaves it to them" in finished.verdict
+    )
 
 
 def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:
     """From the first split on: named in the warnings, and the verdict says to measure again."""
     _, events = searched(tmp_path, "at_seconds = 1e9")
-    split = next(e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == "split")
+    split = next(
+        e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == "split"
+    )
     finished, _ = searched(tmp_path, f"at_seconds = {split}\nslowed = 0.3")
     (said,) = [warning for warning in finished.plan.warnings if "held back" in warning]
     assert said.startswith("SIM:1: ")
-    assert "steps were held back while it was measured: measure again to be sure." in finished.verdict
+    assert (
+        "steps were held back while it was measured: measure again to be sure." in finished.verdict
+    )
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.6])
@@ -88,7 +103,11 @@ def test_a_device_that_is_lost_midway_has_no_part(tmp_path: Path, part: float) -
 
 
 @pytest.mark.parametrize(
-    "event", ["at_seconds = 25.0\nmemory_taken_mib = 5000.0", "at_seconds = 9.0\nuntil_seconds = 11.0\nlost = true"]
+    "event",
+    [
+        "at_seconds = 25.0\nmemory_taken_mib = 5000.0",
+        "at_seconds = 9.0\nuntil_seconds = 11.0\nlost = true",
+    ],
 )
 def test_a_run_that_was_cut_off_anywhere_comes_to_the_same_plan(tmp_path: Path, event: str) -> None:
     """Events stand on the session's clock, which a resumed run goes on with."""

@@ -1,4 +1,6 @@
-"""The state folder under odd conditions: a umask that lets the group write, a full disk, no locks on it."""
+"""The state folder under odd conditions: a umask that lets the group write, a full disk, no locks
+on it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_whoever_makes_the_state_folder_makes_it_private(own_state: Path, first:
     assert {oct(path.stat().st_mode & 0o777) for path in made} == {"0o700"}
 
 
-def test_a_folder_of_ones_own_that_others_may_write_is_said_with_what_mends_it(own_state: Path) -> None:
+def test_a_folder_of_ones_own_that_others_may_write_is_said_with_what_mends_it(
+    own_state: Path,
+) -> None:
     state_folder().chmod(0o775)
     with pytest.raises(RequestError, match="may be written by others") as fault:
         runs_folder()
@@ -55,7 +59,10 @@ def test_a_folder_of_ones_own_that_others_may_write_is_said_with_what_mends_it(o
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_disk_without_room_for_a_lock_is_one_sentence(
-    small_disk: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    small_disk: Path,
+    more: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The lock's file can be made, and what is written into it can't."""
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
@@ -72,13 +79,18 @@ def test_a_disk_without_room_for_a_lock_is_one_sentence(
         assert "No space left" in line
 
 
-def test_a_file_system_without_locks_is_not_a_run_that_is_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_not_a_run_that_is_going_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     (runs_folder() / "one").mkdir(mode=0o700)
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    for take in (lambda: lock_run(run_folder("one")), lambda: lock_devices("one", discover("cpu").devices)):
+    for take in (
+        lambda: lock_run(run_folder("one")),
+        lambda: lock_devices("one", discover("cpu").devices),
+    ):
         with pytest.raises(RequestError, match="No locks available") as fault:
             take()
         assert "XDG_STATE_HOME" in fault.value.remedy

@@ -1,4 +1,6 @@
-"""The user's own workload raises or hangs: their file and line are named, and nothing stays behind."""
+"""The user's own workload raises or hangs: their file and line are named, and nothing stays
+behind.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,18 @@ def sample_batch(n):
         ("pass", "raise KeyError('labels')", "train.py:10: KeyError: 'labels'"),
     ],
 )
-def test_the_line_that_raised_is_named_in_one_sentence(tmp_path: Path, extra: str, batch: str, words: str) -> None:
-    """While the model is built, and while a batch is made; of Keras' models in tests/workloads/test_keras_workloads."""
+def test_the_line_that_raised_is_named_in_one_sentence(
+    tmp_path: Path, extra: str, batch: str, words: str
+) -> None:
+    """While the model is built, and while a batch is made; of Keras' models in
+    tests/workloads/test_keras_workloads.
+    """
     skip_without("torch")
     source = tmp_path / "train.py"
     source.write_text(BUILD.format(extra=extra, batch=batch))
-    request = Request(devices="cpu/2:0", workload=f"{source}:build", framework="torch", budget_seconds=30.0)
+    request = Request(
+        devices="cpu/2:0", workload=f"{source}:build", framework="torch", budget_seconds=30.0
+    )
     session = Session(open_run(request))
     with pytest.raises(EvenerError) as fault:
         list(session.events())
@@ -80,12 +88,21 @@ class Broken(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("shared_servers")
-def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_traceback(tmp_path: Path) -> None:
-    """In whichever of their files it is; the traceback is whole, with the lines of the framework."""
+def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_traceback(
+    tmp_path: Path,
+) -> None:
+    """In whichever of their files it is; the traceback is whole, with the lines of the
+    framework.
+    """
     skip_without("torch")
     (tmp_path / "train.py").write_text(NETWORK)
     (tmp_path / "layers.py").write_text(LAYERS)
-    request = Request(devices="cpu/2:0", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=30.0)
+    request = Request(
+        devices="cpu/2:0",
+        workload=f"{tmp_path}/train.py:build",
+        framework="torch",
+        budget_seconds=30.0,
+    )
     session = Session(open_run(request))
     with pytest.raises(EvenerError) as fault:
         list(session.events())
@@ -115,7 +132,8 @@ def build():
 def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(
     tmp_path: Path, budget: float, request: pytest.FixtureRequest
 ) -> None:
-    """The first device's failure is everybody's: the other one, which still builds, is not waited for.
+    """The first device's failure is everybody's: the other one, which still builds, is not waited
+    for.
 
     It is also what is told where the time is over before the framework is imported.
     """
@@ -123,10 +141,17 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(
     if budget > 1:
         request.getfixturevalue("shared_servers")
     (tmp_path / "train.py").write_text(ONE_RAISES)
-    asked = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=budget)
+    asked = Request(
+        devices="cpu/2",
+        workload=f"{tmp_path}/train.py:build",
+        framework="torch",
+        budget_seconds=budget,
+    )
     session = Session(open_run(asked))
     started = time.monotonic()
-    with pytest.raises(NoLayoutError, match=r"train.py:7: FileNotFoundError: no such data set") as fault:
+    with pytest.raises(
+        NoLayoutError, match=r"train.py:7: FileNotFoundError: no such data set"
+    ) as fault:
         list(session.events())
     session.close()
     assert time.monotonic() - started < 200
@@ -134,7 +159,9 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(
     run = runs.load_run(session.run_id)
     assert len(run.record.observations) == 1
     assert (run.state, run.trouble) == ("failed", fault.value.message)
-    with pytest.raises(RequestError, match=r"nothing was measured: CPU:0, building: .*FileNotFoundError"):
+    with pytest.raises(
+        RequestError, match=r"nothing was measured: CPU:0, building: .*FileNotFoundError"
+    ):
         Session(open_run(asked, resume=session.run_id))
     assert not list_probe_children()
 
@@ -152,22 +179,31 @@ def build():
 def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seconds go up on every device, and the end says which function had not returned, where, and after how long.
+    """Seconds go up on every device, and the end says which function had not returned, where, and
+    after how long.
 
     It comes with the end of the budget: only probes that make steps get more time.
     """
     skip_without("torch")
     monkeypatch.setattr("evener.balancer.session.GRACE_SHARE", 4.0)
-    monkeypatch.setattr("evener.balancer.probes.children.STACK_SECONDS", 60.0)  # a busy machine takes more than 2
+    monkeypatch.setattr(
+        "evener.balancer.probes.children.STACK_SECONDS", 60.0
+    )  # a busy machine takes more than 2
     (tmp_path / "train.py").write_text(HANGS)
-    request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=12.0)
+    request = Request(
+        devices="cpu/2",
+        workload=f"{tmp_path}/train.py:build",
+        framework="torch",
+        budget_seconds=12.0,
+    )
     session = Session(open_run(request))
     reports: list[Event] = []
     with pytest.raises(NoLayoutError) as fault:
         reports.extend(session.events())
     session.close()
     found = re.fullmatch(
-        r"train\.py's build\(\) had not returned after (\d+) s on CPU:0 and CPU:1, at (.*)", fault.value.message
+        r"train\.py's build\(\) had not returned after (\d+) s on CPU:0 and CPU:1, at (.*)",
+        fault.value.message,
     )
     assert found, fault.value.message
     errors = runs.errors_path(session.run_id)
@@ -175,7 +211,9 @@ def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(
     assert f'File "{tmp_path}/train.py", line 6 in build' in errors.read_text()
     assert 1 <= int(found[1]) <= 60
     assert "--budget 24s" in fault.value.remedy
-    building = [one for one in reports if isinstance(one, ProbeProgress) and one.phase == "building"]
+    building = [
+        one for one in reports if isinstance(one, ProbeProgress) and one.phase == "building"
+    ]
     for position in (0, 1):
         times = [one.phase_seconds for one in building if one.probe.layout.active == (position,)]
         assert times == sorted(times)

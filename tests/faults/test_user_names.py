@@ -1,4 +1,6 @@
-"""A user's project may call its files as evener calls its packages; theirs are imported by their training alone."""
+"""A user's project may call its files as evener calls its packages; theirs are imported by their
+training alone.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,21 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_files_named_like_evener_s_packages_are_no_obstacle(project: Path) -> None:
-    """By the command, which trains with them; by `python -m`, which looks for modules in the folder first."""
+    """By the command, which trains with them; by `python -m`, which looks for modules in the folder
+    first.
+    """
     skip_without("torch")
     command = str(Path(sys.executable).with_name("evener"))
     commands = [
         [command, *PROBE, "-d", "cpu/2:0", "--workload", "train.py:build", "--framework", "torch"],
         [sys.executable, "-m", "evener", *PROBE, "-d", "cpu/2:1", "--workload", "synthetic"],
     ]
-    running = [subprocess.Popen(each, cwd=project, stdout=-1, stderr=-1, text=True) for each in commands]
-    for process, (answer, errors) in [(process, process.communicate(timeout=200)) for process in running]:
+    running = [
+        subprocess.Popen(each, cwd=project, stdout=-1, stderr=-1, text=True) for each in commands
+    ]
+    for process, (answer, errors) in [
+        (process, process.communicate(timeout=200)) for process in running
+    ]:
         assert process.returncode == 0, answer + errors
         (run,) = json.loads(answer)["runs"]
         assert run["samples_per_second"] > 0

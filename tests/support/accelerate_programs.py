@@ -28,7 +28,9 @@ WINDOW = 2
 def network() -> Any:
     """Two layers in float64."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)
+    ).double()
 
 
 def plain(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
@@ -51,7 +53,9 @@ def accumulated(accelerator: Any, model: Any, optimizer: Any, loader: Any, split
 
 
 def scheduled(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
-    """`accelerate.prepare` of a schedule, which it steps once for each process; a new one for each epoch."""
+    """`accelerate.prepare` of a schedule, which it steps once for each process; a new one for each
+    epoch.
+    """
     schedule = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6))
     for inputs, targets in loader:
         accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
@@ -85,7 +89,9 @@ LOOPS: dict[str, Callable[..., None]] = {
 
 
 def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
-    """By a split, or in one process without; "resumed" in two halves, the second from a saved state."""
+    """By a split, or in one process without; "resumed" in two halves, the second from a saved
+    state.
+    """
     window = WINDOW if LOOPS[name] is accumulated else 1
     options = GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=options)
@@ -99,10 +105,14 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
         loader = accelerator.prepare(loader)
     if name == "resumed" and split is not None:
         halve(accelerator, model, optimizer, loader, split, folder)
-    for epoch in range(1 if name == "resumed" and split is not None else 0, EPOCHS + 3 * (name == "rebalanced")):
+    for epoch in range(
+        1 if name == "resumed" and split is not None else 0, EPOCHS + 3 * (name == "rebalanced")
+    ):
         sampler.set_epoch(epoch)
         LOOPS[name](accelerator, model, optimizer, loader, split)
-    found: dict[str, Any] = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}
+    found: dict[str, Any] = {
+        "weights": [tensor.detach().clone() for tensor in module.state_dict().values()]
+    }
     found["predicted"] = predict(accelerator, model)
     found["taken over"] = split is None or model.reducer is None
     if name == "rebalanced" and split is not None:
@@ -111,7 +121,9 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
     return found
 
 
-def halve(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any, folder: str) -> None:
+def halve(
+    accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any, folder: str
+) -> None:
     """An epoch of which the second half is computed twice, the first time in vain."""
     accelerator.register_for_checkpointing(loader)
     plain(accelerator, model, optimizer, islice(loader, 3), split)
@@ -122,7 +134,9 @@ def halve(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any,
 
 
 def predict(accelerator: Any, model: Any) -> torch.Tensor:
-    """Of rows that don't go evenly into batches or ranks, by a loader that accelerate shares out."""
+    """Of rows that don't go evenly into batches or ranks, by a loader that accelerate shares
+    out.
+    """
     loader = accelerator.prepare(DataLoader(points(21), batch_size=4))
     model.eval()
     with torch.no_grad():
@@ -134,7 +148,9 @@ def refuse(split: Any) -> str:
     accelerator = Accelerator(cpu=True)
     module = network()
     data = DataLoader(points(ROWS), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(module, torch.optim.AdamW(module.parameters()), data)
+    model, optimizer, loader = accelerator.prepare(
+        module, torch.optim.AdamW(module.parameters()), data
+    )
     found = sentence(lambda: plain(accelerator, split.wrap(model), optimizer, loader, split))
     accelerator.free_memory()
     return found
@@ -166,7 +182,9 @@ def train_sharded(split: Any = None, drop_last: bool = True) -> dict[str, Any]:
 
 def refuse_parallel(split: Any) -> str:
     """The sentence for a model in tensor parallelism."""
-    model = parallelize_module(network(), init_device_mesh("cpu", (split.world,)), {"0": ColwiseParallel()})
+    model = parallelize_module(
+        network(), init_device_mesh("cpu", (split.world,)), {"0": ColwiseParallel()}
+    )
     return sentence(lambda: split.wrap(model))
 
 
@@ -192,13 +210,17 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     torch.set_num_threads(1)
     plan = make_plan(shares, micros)
     names = list(LOOPS) if shares == micros else ["in passes"]
-    found: dict[str, Any] = {name: train(name, make_split(name, plan), str(folder / "state")) for name in names}
+    found: dict[str, Any] = {
+        name: train(name, make_split(name, plan), str(folder / "state")) for name in names
+    }
     found["parallel"] = refuse_parallel(Split(plan))
     if shares == micros:
         found["refused"] = refuse(Split(plan))
         sharded = make_plan(shares, [-(-share // 2) for share in shares])
         found["sharded in passes"] = train_sharded(Split(sharded, weigh="loss"))
-        found["a short batch"] = sentence(lambda: train_sharded(Split(sharded, weigh="loss"), drop_last=False))
+        found["a short batch"] = sentence(
+            lambda: train_sharded(Split(sharded, weigh="loss"), drop_last=False)
+        )
     torch.save(found, folder / f"{rank}.pt")
 
 

@@ -1,7 +1,8 @@
 """Ends everything that the tests have started when their process ends, however it ends.
 
-Every process below the tests inherits a mark in its environment. A watcher that is no child of theirs waits for the end
-of the tests and then kills what carries the mark: also a training that was started in its own session, or by another.
+Every process below the tests inherits a mark in its environment. A watcher that is no child of
+theirs waits for the end of the tests and then kills what carries the mark: also a training that was
+started in its own session, or by another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def end_with_this_process() -> None:
     mark = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, check=True)
+    subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, check=True
+    )
     os.environ[MARK] = ",".join([*filter(None, [os.environ.get(MARK)]), mark])
 
 

@@ -10,11 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 
 
 class Chromium:
-    """A headless browser, spoken to over its debugging pipe: JSON messages that end with a zero byte."""
+    """A headless browser, spoken to over its debugging pipe: JSON messages that end with a zero
+    byte.
+    """
 
     def __init__(self, profile: Path) -> None:
         assert BROWSER is not None
@@ -26,8 +31,18 @@ class Chromium:
             os.dup2(low, 3)
             os.dup2(high, 4)
 
-        switches = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
-        quiet = ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
+        switches = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+        ]
+        quiet = [
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--hide-scrollbars",
+        ]
         self._process = subprocess.Popen(
             [BROWSER, *switches, *quiet, f"--user-data-dir={profile}", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=keep, close_fds=False,
@@ -36,14 +51,20 @@ class Chromium:
         os.close(to_write)
         self._rest, self._count, self.session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
-        target = next(one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page")
+        target = next(
+            one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"
+        )
         self._attach(target["targetId"])
 
     def call(self, method: str, **parameters: Any) -> Any:
         """A command's answer; what happens meanwhile is kept in `events`."""
         self._count += 1
         order = {"id": self._count, "method": method, "params": parameters}
-        os.write(self._out, json.dumps(order | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        os.write(
+            self._out,
+            json.dumps(order | ({"sessionId": self.session} if self.session else {})).encode()
+            + b"\0",
+        )
         while True:
             answer = self._hear()
             if answer.get("id") == self._count:
@@ -71,7 +92,9 @@ class Chromium:
         return self.call("Runtime.evaluate", expression=script)["result"].get("value")
 
     def _attach(self, target: str) -> None:
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Log", "Runtime"):
             self.call(f"{domain}.enable")
 

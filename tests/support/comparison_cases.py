@@ -1,10 +1,11 @@
 """Comparisons on simulated machines whose best layout is known, and how each verdict is scored.
 
-Each machine is one of the search's families (machine_families), with a curve of what packing gains and two placements.
-The truth shares no code with the search: the exact best split and single device come from search_oracle, the best pack
-(on the device that is fastest alone) and the best placement from trying all of them on the noiseless physics.
-A verdict is right if the family that it names can truly have at least 99 % of the best throughput. It is reached if the
-very layout that it names, with its batches, truly has that.
+Each machine is one of the search's families (machine_families), with a curve of what packing gains
+and two placements. The truth shares no code with the search: the exact best split and single device
+come from search_oracle, the best pack (on the device that is fastest alone) and the best placement
+from trying all of them on the noiseless physics. A verdict is right if the family that it names can
+truly have at least 99 % of the best throughput. It is reached if the very layout that it names,
+with its batches, truly has that.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def make_case(seed: int) -> ComparisonCase:
 
 def compare(case: ComparisonCase) -> tuple[Search, int, float]:
     """Run a comparison to its end; returns it with its number of probes and its virtual seconds."""
-    wanted = LayoutOptions(placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements))
+    wanted = LayoutOptions(
+        placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements)
+    )
     comparison = Search(case.problem, wanted)
     prober = SimulatedProber(case.machine, case.seed)
     probes = 0
@@ -107,14 +110,18 @@ def score(case: ComparisonCase) -> Score:
 
 
 def truth(case: ComparisonCase, common: int | None) -> dict[str, float]:
-    """The highest true samples/s of each family that the machine has; placements have the `common` batch."""
+    """The highest true samples/s of each family that the machine has; placements have the `common`
+    batch.
+    """
     machine, batch = case.machine, case.global_batch
     oracle = search_oracle.fixed(machine, batch) if batch else search_oracle.free(machine, 0.0)
     found = {"solo": _best_single(machine, batch), "pack": _best_pack(machine, batch)}
     if len(machine.devices) > 1:
         found["split"] = oracle.samples_per_second
         if common:
-            found["place"] = max(common / placement.seconds(common) for placement in machine.placements)
+            found["place"] = max(
+                common / placement.seconds(common) for placement in machine.placements
+            )
     return found
 
 
@@ -140,13 +147,20 @@ def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:
 
 
 def _placements(rng: random.Random, machine: Machine) -> tuple[SimulatedPlacement, ...]:
-    """Two placements, from 40 % slower to 60 % faster than the fastest device alone, slower at small batches."""
+    """Two placements, from 40 % slower to 60 % faster than the fastest device alone, slower at
+    small batches.
+    """
     low, high = PLACEMENT_BATCHES
     found = []
     for name in ("towers", "alternate"):
         factor, extra = rng.uniform(0.62, 1.4), rng.uniform(0.0, 10.0)
         curve = tuple(
-            (batch, min(max(0.01, interpolate(device.curve, batch)) for device in machine.devices) * factor + extra)
+            (
+                batch,
+                min(max(0.01, interpolate(device.curve, batch)) for device in machine.devices)
+                * factor
+                + extra,
+            )
             for batch in (low, 64, 256, 1024, high)
         )
         found.append(SimulatedPlacement(name=name, curve=curve))
@@ -154,7 +168,9 @@ def _placements(rng: random.Random, machine: Machine) -> tuple[SimulatedPlacemen
 
 
 def _fits(machine: Machine, position: int, batch: int, processes: int = 1) -> bool:
-    return processes * machine.memory_bytes(position, batch) <= machine.usable_memory_bytes(position)
+    return processes * machine.memory_bytes(position, batch) <= machine.usable_memory_bytes(
+        position
+    )
 
 
 def _best_single(machine: Machine, batch: int | None) -> float:
@@ -165,7 +181,9 @@ def _single(machine: Machine, position: int, batch: int | None) -> tuple[float, 
     """(samples/s, batch) of one device alone at its best."""
     sizes = [batch] if batch else range(1, machine_families.largest(machine, position) + 1)
     rates = [
-        (size / machine.device_seconds(position, size, False), size) for size in sizes if _fits(machine, position, size)
+        (size / machine.device_seconds(position, size, False), size)
+        for size in sizes
+        if _fits(machine, position, size)
     ]
     return max(rates, default=(0.0, 0))
 
@@ -176,9 +194,14 @@ def _pack_rate(machine: Machine, position: int, batch: int, processes: int) -> f
 
 def _best_pack(machine: Machine, batch: int | None) -> float:
     """The best number of trainings and batch, on the device that is fastest alone."""
-    best, position = 0.0, max(range(len(machine.devices)), key=lambda i: _single(machine, i, batch)[0])
+    best, position = (
+        0.0,
+        max(range(len(machine.devices)), key=lambda i: _single(machine, i, batch)[0]),
+    )
     for processes in range(2, MOST_PROCESSES + 1):
-        top = batch or _largest_within(machine, position, machine.usable_memory_bytes(position) / processes)
+        top = batch or _largest_within(
+            machine, position, machine.usable_memory_bytes(position) / processes
+        )
         if top and _fits(machine, position, top, processes):
             best = max(best, _pack_rate(machine, position, top, processes))
     return best
@@ -188,5 +211,9 @@ def _largest_within(machine: Machine, position: int, room_bytes: float) -> int:
     low, high = 0, machine_families.largest(machine, position) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if machine.memory_bytes(position, middle) <= room_bytes else (low, middle)
+        low, high = (
+            (middle, high)
+            if machine.memory_bytes(position, middle) <= room_bytes
+            else (low, middle)
+        )
     return low

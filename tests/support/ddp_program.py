@@ -1,4 +1,6 @@
-"""A plain program in DistributedDataParallel, written as its users write it: nothing of evener is in it."""
+"""A plain program in DistributedDataParallel, written as its users write it: nothing of evener is
+in it.
+"""
 
 import argparse
 
@@ -16,7 +18,9 @@ torch.manual_seed(0)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 drawn = torch.Generator().manual_seed(5)
-data = TensorDataset(torch.randn(51, 6, generator=drawn), torch.randint(0, 3, (51,), generator=drawn))
+data = TensorDataset(
+    torch.randn(51, 6, generator=drawn), torch.randint(0, 3, (51,), generator=drawn)
+)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 criterion = nn.CrossEntropyLoss()

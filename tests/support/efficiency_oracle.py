@@ -1,4 +1,6 @@
-"""Simulated machines with power, and the most samples per joule that one can train at, by its physics alone."""
+"""Simulated machines with power, and the most samples per joule that one can train at, by its
+physics alone.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,20 @@ SLOWDOWNS = (0.1, 0.3, 0.7)
 
 
 def is_efficient(seed: int) -> bool:
-    """Whether the search takes one of the most efficient layouts within the slow-down, on one random machine."""
+    """Whether the search takes one of the most efficient layouts within the slow-down, on one
+    random machine.
+    """
     rng = random.Random(seed)
     machine = machines.machine(rng.choice(FAMILIES), rng.choice((2, 2, 3, 4)), 0.005, seed)
-    power = (msgspec.structs.replace(one, power_watts=rng.uniform(60, 700)) for one in machine.devices)
+    power = (
+        msgspec.structs.replace(one, power_watts=rng.uniform(60, 700)) for one in machine.devices
+    )
     machine = msgspec.structs.replace(machine, devices=tuple(power))
-    batch, slowdown, free = machines.fixed_batch(machine, seed), rng.choice(SLOWDOWNS), rng.random() < 0.3
+    batch, slowdown, free = (
+        machines.fixed_batch(machine, seed),
+        rng.choice(SLOWDOWNS),
+        rng.random() < 0.3,
+    )
     memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
     problem = Problem(
         len(memory),
@@ -46,9 +56,15 @@ def is_efficient(seed: int) -> bool:
 def _is_best(machine: Machine, chosen: Layout, batches: list[int], slowdown: float) -> bool:
     rivals = [*(shares for batch in batches for shares in _balanced(machine, batch)), chosen.shares]
     fastest = max(samples_per_second(machine, one) for one in rivals)
-    within = [one for one in rivals if samples_per_second(machine, one) >= fastest * (1 - slowdown) * (1 + UNSURE)]
+    within = [
+        one
+        for one in rivals
+        if samples_per_second(machine, one) >= fastest * (1 - slowdown) * (1 + UNSURE)
+    ]
     best = max((_samples_per_joule(machine, one) for one in within), default=0.0)
-    fast_enough = samples_per_second(machine, chosen.shares) >= fastest * (1 - slowdown) * (1 - UNSURE)
+    fast_enough = samples_per_second(machine, chosen.shares) >= fastest * (1 - slowdown) * (
+        1 - UNSURE
+    )
     return fast_enough and _samples_per_joule(machine, chosen.shares) >= ENOUGH * best
 
 
@@ -63,7 +79,10 @@ def _balanced(machine: Machine, batch: int) -> Iterator[tuple[int, ...]]:
 
 def _fastest(machine: Machine, active: tuple[int, ...], batch: int) -> tuple[int, ...] | None:
     def fitting(seconds: float) -> list[int]:
-        return [_most_within(machine, i, seconds, len(active) > 1) if i in active else 0 for i in range(len(walls))]
+        return [
+            _most_within(machine, i, seconds, len(active) > 1) if i in active else 0
+            for i in range(len(walls))
+        ]
 
     walls = [machines.largest(machine, i) for i in range(len(machine.devices))]
     low, high = 0.0, max(machine.device_seconds(i, walls[i], True) for i in active)

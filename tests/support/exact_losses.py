@@ -1,4 +1,5 @@
-"""Losses that are means over rows, as people write them: each of a few rows is the mean of its rows' own.
+"""Losses that are means over rows, as people write them: each of a few rows is the mean of its
+rows' own.
 
 A loss gets its network and a batch: x (N, 6), classes (N,), targets (N, 2), other (N, 6).
 """
@@ -72,7 +73,9 @@ def _focal(net: Net, batch: dict[str, Tensor]) -> Tensor:
 
 def _gumbel(net: Net, batch: dict[str, Tensor]) -> Tensor:
     chosen = F.gumbel_softmax(net(batch["x"]), hard=True)
-    return (chosen * torch.arange(3.0).to(chosen)).sum(1).sub(batch["targets"][:, 0]).square().mean()
+    return (
+        (chosen * torch.arange(3.0).to(chosen)).sum(1).sub(batch["targets"][:, 0]).square().mean()
+    )
 
 
 def _noisy(net: Net, batch: dict[str, Tensor]) -> Tensor:
@@ -81,7 +84,9 @@ def _noisy(net: Net, batch: dict[str, Tensor]) -> Tensor:
 
 def _tasks(net: Net, batch: dict[str, Tensor]) -> Tensor:
     found = net(batch["x"])
-    return F.cross_entropy(found, batch["classes"]) + 0.3 * F.l1_loss(found[:, :2], batch["targets"])
+    return F.cross_entropy(found, batch["classes"]) + 0.3 * F.l1_loss(
+        found[:, :2], batch["targets"]
+    )
 
 
 def _learned_scale(net: Net, batch: dict[str, Tensor]) -> Tensor:
@@ -97,10 +102,15 @@ LOSSES: dict[str, tuple[Loss, bool]] = {  # whether it draws random numbers
     "label smoothing": (lambda net, batch: _classes(net, batch, label_smoothing=0.1), False),
     "margins": (lambda net, batch: F.multi_margin_loss(net(batch["x"]), batch["classes"]), False),
     "several classes": (
-        lambda net, batch: F.binary_cross_entropy_with_logits(net(batch["x"])[:, :2], (batch["targets"] > 0).double()),
+        lambda net, batch: F.binary_cross_entropy_with_logits(
+            net(batch["x"])[:, :2], (batch["targets"] > 0).double()
+        ),
         False,
     ),
-    "Poisson": (lambda net, batch: F.poisson_nll_loss(net(batch["x"])[:, 0], batch["classes"].double()), False),
+    "Poisson": (
+        lambda net, batch: F.poisson_nll_loss(net(batch["x"])[:, 0], batch["classes"].double()),
+        False,
+    ),
     "Gaussian": (_learned_scale, False),
     "mixture density": (_mixture, False),
     "quantiles": (_quantile, False),
@@ -179,18 +189,27 @@ NETS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether it can't be
     "group norm": (lambda: _simple(nn.GroupNorm(2, 8)), False),
     "RMS norm": (lambda: _simple(nn.RMSNorm(8)), False),
     "instance norm": (
-        lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True), nn.Flatten(), _simple()),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True), nn.Flatten(), _simple()
+        ),
         False,
     ),
     "spectral norm": (
-        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3)),
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3)
+        ),
         True,  # each pass takes a step of its own towards the norm
     ),
     "weight norm": (
-        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3)),
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3)
+        ),
         False,
     ),
-    "convolution": (lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 3, 2), nn.Flatten()), False),
+    "convolution": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 3, 2), nn.Flatten()),
+        False,
+    ),
     "recurrent": (_Recurrent, False),
     "attention": (_attention, False),
     "tied weights": (_Tied, False),

@@ -1,4 +1,5 @@
-"""Programs that a plan trains exactly, which the check of losses must refuse none of; as the bare trainer trains them.
+"""Programs that a plan trains exactly, which the check of losses must refuse none of; as the bare
+trainer trains them.
 
 tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
@@ -20,7 +21,13 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.plan.file import Plan
 from tests.support.exact_losses import LOSSES, NETS, Loss
-from tests.support.huggingface_programs import Texts, compute_in_float64, make_plan, pad_texts, tiny_llama
+from tests.support.huggingface_programs import (
+    Texts,
+    compute_in_float64,
+    make_plan,
+    pad_texts,
+    tiny_llama,
+)
 from tests.support.matrix_trainings import Ended, compare, make_arguments, note_changes
 
 ROWS = 13  # a full batch and a tail of five
@@ -31,7 +38,10 @@ class Points(Dataset[dict[str, Tensor]]):
 
     def __init__(self) -> None:
         self._random = torch.Generator().manual_seed(2)
-        drawn = [torch.randn(ROWS, size, generator=self._random, dtype=torch.float64) for size in (6, 2, 6)]
+        drawn = [
+            torch.randn(ROWS, size, generator=self._random, dtype=torch.float64)
+            for size in (6, 2, 6)
+        ]
         self._columns = dict(zip(("x", "targets", "other"), drawn, strict=True))
         self._columns["classes"] = torch.randint(0, 3, (ROWS,), generator=self._random)
 
@@ -49,7 +59,9 @@ class Learner(nn.Module):
         super().__init__()
         self.net, self._loss = net.double(), loss
 
-    def forward(self, x: Tensor, classes: Tensor, targets: Tensor, other: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, classes: Tensor, targets: Tensor, other: Tensor
+    ) -> dict[str, Tensor]:
         batch = {"x": x, "classes": classes, "targets": targets, "other": other}
         return {"loss": self._loss(self.net, batch)}
 
@@ -74,7 +86,9 @@ def _mix_up(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Each row with a part of another one's."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     part, order = torch.rand(1, dtype=torch.float64), torch.randperm(len(rows))
-    mixed = {name: part * batch[name] + (1 - part) * batch[name][order] for name in ("x", "targets")}
+    mixed = {
+        name: part * batch[name] + (1 - part) * batch[name][order] for name in ("x", "targets")
+    }
     return {**batch, **mixed}
 
 
@@ -85,7 +99,9 @@ def _mask_words(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {**batch, "labels": torch.where(kept, batch["labels"], -100)}
 
 
-def _texts(collate: Any = pad_texts, adapt: Callable[[Any], Any] = lambda model: model) -> dict[str, Any]:
+def _texts(
+    collate: Any = pad_texts, adapt: Callable[[Any], Any] = lambda model: model
+) -> dict[str, Any]:
     model = adapt(compute_in_float64(tiny_llama())).double()
     return {"model": model, "train_dataset": Texts(ROWS), "data_collator": collate}
 
@@ -93,13 +109,20 @@ def _texts(collate: Any = pad_texts, adapt: Callable[[Any], Any] = lambda model:
 def _adapt(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]))
+    return get_peft_model(
+        model, LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    )
 
 
 PROGRAMS: dict[str, Program] = {
     **{name: Program(_learner(_plain, loss), random) for name, (loss, random) in LOSSES.items()},
-    **{name: Program(_learner(net, LOSSES["classes"][0]), random) for name, (net, random) in NETS.items()},
-    "mixup": Program(lambda: {**_learner(_plain, LOSSES["squares"][0])(), "data_collator": _mix_up}, random=True),
+    **{
+        name: Program(_learner(net, LOSSES["classes"][0]), random)
+        for name, (net, random) in NETS.items()
+    },
+    "mixup": Program(
+        lambda: {**_learner(_plain, LOSSES["squares"][0])(), "data_collator": _mix_up}, random=True
+    ),
     "a causal model": Program(_texts),
     "clipping": Program(_texts, arguments={"max_grad_norm": 0.1}),
     "gradient checkpointing": Program(_texts, arguments={"gradient_checkpointing": True}),
@@ -124,11 +147,15 @@ def reference_all(folder: Path, rank: int) -> None:
     """Each in one process."""
     torch.set_num_threads(1)
     bare = {name: train(program, None) for name, program in PROGRAMS.items() if not program.random}
-    torch.save({name: msgspec.structs.asdict(each) for name, each in bare.items()}, folder / f"{rank}.pt")
+    torch.save(
+        {name: msgspec.structs.asdict(each) for name, each in bare.items()}, folder / f"{rank}.pt"
+    )
 
 
 def train_all(folder: Path, rank: int, references: str) -> None:
-    """Each by a plan as one rank: the sentence that refuses it, or how far it is from one process (random ones: 0)."""
+    """Each by a plan as one rank: the sentence that refuses it, or how far it is from one process
+    (random ones: 0).
+    """
     torch.set_num_threads(1)
     bare, plan, found = torch.load(references), make_plan((6, 2), (2, 2)), dict[str, Any]()
     for name, program in PROGRAMS.items():

@@ -6,7 +6,7 @@
     nvml.advance(1.0)  # the counters run on
 
 Constants, exceptions and structures are the real module's, so what passes here has the right shapes.
-"""
+"""  # noqa: E501
 
 # ruff: noqa: N802 - the names are the module's
 
@@ -22,7 +22,17 @@ from typing import Any
 import pynvml
 
 GIB = 1 << 30
-GPM_VALUES = {1: 90.0, 2: 80.0, 3: 12.0, 5: 70.0, 10: 14.0, 20: 100.0, 21: 200.0, 60: 1000.0, 61: 2000.0}
+GPM_VALUES = {
+    1: 90.0,
+    2: 80.0,
+    3: 12.0,
+    5: 70.0,
+    10: 14.0,
+    20: 100.0,
+    21: 200.0,
+    60: 1000.0,
+    61: 2000.0,
+}
 DRIVER = "580.159"
 
 
@@ -74,7 +84,10 @@ class FakeNvml:
     """The module's double; give it to `sys.modules["pynvml"]` or to whoever takes a library."""
 
     def __init__(self, gpus: int = 2, driver: bool = True) -> None:
-        self.gpus = [FakeGpu(f"GPU-{index:08x}-0000-0000-0000-00000000000{index % 10}") for index in range(gpus)]
+        self.gpus = [
+            FakeGpu(f"GPU-{index:08x}-0000-0000-0000-00000000000{index % 10}")
+            for index in range(gpus)
+        ]
         self.calls: Counter[str] = Counter()
         self.driver_code = 0 if driver else pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
         self.released = threading.Event()
@@ -134,7 +147,9 @@ class FakeNvml:
     def advance(self, seconds: float) -> None:
         """Let the counters run on by so much time."""
         for gpu in self.gpus:
-            gpu.counters[pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION] += round(gpu.power_watts * seconds * 1000)
+            gpu.counters[pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION] += round(
+                gpu.power_watts * seconds * 1000
+            )
             for field_id, share in gpu.throttled.items():
                 gpu.counters[field_id] += round(share * seconds * 1e9)
             gpu.counters[pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES] += round(5e8 * seconds)
@@ -150,7 +165,9 @@ class FakeNvml:
 
     def _handle(self, gpu: FakeGpu) -> _Handle:
         """The same object for the same GPU, as NVML gives the same pointer."""
-        return self._handles.setdefault((gpu.uuid, self._generation), _Handle(gpu, self._generation))
+        return self._handles.setdefault(
+            (gpu.uuid, self._generation), _Handle(gpu, self._generation)
+        )
 
     def _enter(self, call: str, handle: _Handle | None = None) -> FakeGpu | None:
         self.calls[call] += 1
@@ -220,7 +237,9 @@ class FakeNvml:
 
     def nvmlDeviceGetGpuInstanceId(self, handle: _Handle) -> int:
         self._enter("nvmlDeviceGetGpuInstanceId", handle)
-        return 1 + next(i for gpu in self.gpus for i, each in enumerate(gpu.instances) if each is handle.gpu)
+        return 1 + next(
+            i for gpu in self.gpus for i, each in enumerate(gpu.instances) if each is handle.gpu
+        )
 
     def nvmlDeviceGetMemoryInfo(self, handle: _Handle, version: int | None = None) -> Any:
         self._enter("nvmlDeviceGetMemoryInfo_v2" if version else "nvmlDeviceGetMemoryInfo", handle)
@@ -318,8 +337,13 @@ class FakeNvml:
 
     def nvmlGpmMetricsGet(self, request: Any) -> Any:
         self._enter("nvmlGpmMetricsGet")
-        filled = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64))[0] for each in (request.sample1, request.sample2)]
-        addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (request.sample1, request.sample2)]
+        filled = [
+            ctypes.cast(each, ctypes.POINTER(ctypes.c_int64))[0]
+            for each in (request.sample1, request.sample2)
+        ]
+        addresses = [
+            ctypes.cast(each, ctypes.c_void_p).value for each in (request.sample1, request.sample2)
+        ]
         if 0 in filled or filled[0] != filled[1] or addresses[0] == addresses[1]:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         gpm = self.gpus[filled[0] - 1].gpm or {}
@@ -347,7 +371,10 @@ class FakeNvml:
         busy = [each for each in handle.gpu.processes if each.sm_percent]
         if not busy:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return [SimpleNamespace(pid=each.pid, timeStamp=since + 1, smUtil=each.sm_percent) for each in busy]
+        return [
+            SimpleNamespace(pid=each.pid, timeStamp=since + 1, smUtil=each.sm_percent)
+            for each in busy
+        ]
 
     def nvmlDeviceGetSupportedEventTypes(self, handle: _Handle) -> int:
         self._enter("nvmlDeviceGetSupportedEventTypes", handle)

@@ -1,4 +1,6 @@
-"""evener's commands as forks of a RankServer's process, which has imported them and PyTorch's agent."""
+"""evener's commands as forks of a RankServer's process, which has imported them and PyTorch's
+agent.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ from tests.support.rank_server import RankServer
 
 
 class ForkedEvener:
-    """`evener WORDS` in a folder; what tests use of a Popen. Its output, process and exit code are in `files`."""
+    """`evener WORDS` in a folder; what tests use of a Popen. Its output, process and exit code are
+    in `files`.
+    """
 
     def __init__(
-        self, server: RankServer, cwd: Path, files: Path, words: Sequence[str], variables: dict[str, str]
+        self,
+        server: RankServer,
+        cwd: Path,
+        files: Path,
+        words: Sequence[str],
+        variables: dict[str, str],
     ) -> None:
         self._files = files
         run = partial(server.run, "tests.support.script_ranks.run_evener", files, str(cwd), *words)

@@ -1,4 +1,6 @@
-"""Frameworks are imported neither to skip tests nor to collect them: TensorFlow takes 5 s, transformers 4."""
+"""Frameworks are imported neither to skip tests nor to collect them: TensorFlow takes 5 s,
+transformers 4.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def skip_without(*names: str) -> None:
 
 
 class LazyModule:
-    """A module that is imported when something of it is asked for: not while tests are collected."""
+    """A module that is imported when something of it is asked for: not while tests are
+    collected.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

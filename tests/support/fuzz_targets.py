@@ -1,6 +1,8 @@
-"""Everything that evener parses, as fuzzing targets: bytes in; a value or an EvenerError out, never another exception.
+"""Everything that evener parses, as fuzzing targets: bytes in; a value or an EvenerError out, never
+another exception.
 
-tests/faults/test_fuzz_texts.py gives them mutated seeds for seconds, `python -m benchmarks.fuzz` for as long as asked.
+tests/faults/test_fuzz_texts.py gives them mutated seeds for seconds, `python -m benchmarks.fuzz`
+for as long as asked.
 """
 
 from __future__ import annotations
@@ -78,10 +80,51 @@ lost = true
 """
 _WORD = re.compile(rb'"[^"\n]*"|-?\d[\d.e+-]*|true|false|null|\[[^\[\]\n]*\]|\{[^{}\n]*\}')
 ODD = (
-    *(b"-1", b"0", b"1", b"1e999", b"-0.0", b"1e-320", b"NaN", b"inf", b"9" * 400, b"9223372036854775807", b"1e15"),
-    *(b"-9223372036854775809", b"null", b"true", b'""', b"[]", b"{}", b"[[]]", b"\n", b"\n\n", b"'", b'"""', b'"a"'),
-    *(b"\x1b[2J", b'"\\u001b[2J\\u202e\\u009b"', b"\xff\xfe", "\u202e\x9b".encode(), b'"\\ud800"', b"\x00"),
-    *(b"[" * 3000, b'{"a":' * 500, b"1" * 5000, b'"split"', b'"place"', b'"pack"', b'"failed"', b'"out_of_memory"'),
+    *(
+        b"-1",
+        b"0",
+        b"1",
+        b"1e999",
+        b"-0.0",
+        b"1e-320",
+        b"NaN",
+        b"inf",
+        b"9" * 400,
+        b"9223372036854775807",
+        b"1e15",
+    ),
+    *(
+        b"-9223372036854775809",
+        b"null",
+        b"true",
+        b'""',
+        b"[]",
+        b"{}",
+        b"[[]]",
+        b"\n",
+        b"\n\n",
+        b"'",
+        b'"""',
+        b'"a"',
+    ),
+    *(
+        b"\x1b[2J",
+        b'"\\u001b[2J\\u202e\\u009b"',
+        b"\xff\xfe",
+        "\u202e\x9b".encode(),
+        b'"\\ud800"',
+        b"\x00",
+    ),
+    *(
+        b"[" * 3000,
+        b'{"a":' * 500,
+        b"1" * 5000,
+        b'"split"',
+        b'"place"',
+        b'"pack"',
+        b'"failed"',
+        b'"out_of_memory"',
+    ),
 )
 REPLY = (
     protocol.Ready(),
@@ -106,7 +149,9 @@ def fuzz_plan(data: bytes) -> None:
     """A plan that can be read is written again as the same plan and can be shown."""
     plan = parse_plan(data)
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan))
-    _show("\n".join(summary_lines(plan, [str(share.index) for share in plan.layout.share], "verdict")))
+    _show(
+        "\n".join(summary_lines(plan, [str(share.index) for share in plan.layout.share], "verdict"))
+    )
 
 
 def fuzz_machine(data: bytes) -> None:
@@ -119,7 +164,9 @@ def fuzz_machine(data: bytes) -> None:
 
 def _search(data: bytes) -> None:
     with _file(data, "machine.toml") as path:
-        session = Session(open_run(Request(devices=f"sim:{path}", budget_seconds=30.0, max_global_batch=512)))
+        session = Session(
+            open_run(Request(devices=f"sim:{path}", budget_seconds=30.0, max_global_batch=512))
+        )
         try:
             for event in session.events():
                 assert event is not None
@@ -136,7 +183,10 @@ def fuzz_journal(data: bytes) -> None:
     state = SessionState()
     for event in recorded_events(record):
         state = advance(state, event)
-        _show(event_line(event, state.devices) or "", *(line.text for line in search_screen(state, 100)))
+        _show(
+            event_line(event, state.devices) or "",
+            *(line.text for line in search_screen(state, 100)),
+        )
     runs.recover(record)
 
 
@@ -146,7 +196,9 @@ def fuzz_live(data: bytes) -> None:
     with _file(data, name) as path:
         path.parent.chmod(0o700)
         for training in read_trainings([path.parent]):
-            _show(training.framework, training.workload, *(device.id for device in training.devices))
+            _show(
+                training.framework, training.workload, *(device.id for device in training.devices)
+            )
 
 
 def fuzz_reply(data: bytes) -> None:
@@ -243,7 +295,13 @@ def seeds(name: str) -> tuple[bytes, ...]:
         ),
         "reply": (b"".join(protocol.encode_line(reply) for reply in REPLY),),
         "snapshot": (_sampled(),),
-        "devices": (b"auto", b"cpu/2:0,1@60%+8GiB", b"sim:gtx1080ti,gtx1080@50%", b"gpu:GPU-12", b"cpu@1GiB,cpu:1"),
+        "devices": (
+            b"auto",
+            b"cpu/2:0,1@60%+8GiB",
+            b"sim:gtx1080ti,gtx1080@50%",
+            b"gpu:GPU-12",
+            b"cpu@1GiB,cpu:1",
+        ),
         "limit": (b"60%+8GiB", b".5%", b"1.25TB"),
         "settings": (b'base_ms=4\nnoise=0.5\nfail="raise"', b"parameters=[1,2]\nat_step=1e3"),
         "numbers": (b"120s", b"1.5h", b"90", b"0,2,5"),
@@ -252,8 +310,13 @@ def seeds(name: str) -> tuple[bytes, ...]:
 
 
 def _measured() -> tuple[tuple[bytes, ...], Plan]:
-    """Journals of short searches on simulated devices, one of which runs out of memory, and a plan."""
-    requests = (Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=256), Request(devices="sim:gtx1080ti"))
+    """Journals of short searches on simulated devices, one of which runs out of memory, and a
+    plan.
+    """
+    requests = (
+        Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=256),
+        Request(devices="sim:gtx1080ti"),
+    )
     plans = []
     with tempfile.TemporaryDirectory() as folder, environment("XDG_STATE_HOME", folder):
         for request in requests:
@@ -283,14 +346,19 @@ def mutations(first: tuple[bytes, ...]) -> SearchStrategy[bytes]:
     """Seeds with numbers, words or other pieces replaced; or any bytes."""
     odd = st.sampled_from(ODD)
     edit = st.tuples(
-        st.booleans(), st.integers(0, 1 << 20), st.sampled_from((0, 0, 1, 2, 10, 40, 400)), odd | st.binary(max_size=6)
+        st.booleans(),
+        st.integers(0, 1 << 20),
+        st.sampled_from((0, 0, 1, 2, 10, 40, 400)),
+        odd | st.binary(max_size=6),
     )
     mutated = st.builds(_edited, st.sampled_from(first), st.lists(edit, min_size=1, max_size=4))
     return mutated | mutated | mutated | odd | st.binary(max_size=200)
 
 
 def _edited(data: bytes, edits: list[tuple[bool, int, int, bytes]]) -> bytes:
-    """Each edit replaces a word or number, or so many bytes; it swaps two lines where its piece is a line's end."""
+    """Each edit replaces a word or number, or so many bytes; it swaps two lines where its piece is
+    a line's end.
+    """
     for whole, at, length, piece in edits:
         words = list(_WORD.finditer(data)) if whole else []
         if piece == b"\n" and data.count(b"\n") > 1:

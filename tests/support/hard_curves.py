@@ -8,7 +8,17 @@ from __future__ import annotations
 import random
 
 from evener.devices.machine import Sync
-from tests.support.machine_drafts import CURVED, FAR, Draft, flat_to, line_points, log_uniform, redraw, roughen, scale
+from tests.support.machine_drafts import (
+    CURVED,
+    FAR,
+    Draft,
+    flat_to,
+    line_points,
+    log_uniform,
+    redraw,
+    roughen,
+    scale,
+)
 
 JAGS = (
     1,
@@ -41,17 +51,23 @@ def default(_chance: random.Random, _draft: Draft) -> None:
 
 
 def waves(width: int, chance: random.Random, draft: Draft) -> None:
-    """Each further `width` samples take 0.2 to 1.4 ms each more, at once: waves, stairs_as_contention."""
+    """Each further `width` samples take 0.2 to 1.4 ms each more, at once: waves,
+    stairs_as_contention.
+    """
     rise, lean = width * log_uniform(chance, 0.2, 1.4), chance.uniform(0, 0.02)
     base = chance.choice((0.0, log_uniform(chance, 5, 50), log_uniform(chance, 5, 50)))
     for part in draft.parts:
         part.most, slower = round(log_uniform(chance, 60 + width, 1000)), chance.uniform(0.6, 1.2)
         ends = [(n + 1, n * width + at) for n in range(part.most // width + 3) for at in (1, width)]
-        part.curve = tuple((b, slower * (base + rise * (n + (lean if b % width == 0 else 0)))) for n, b in ends)
+        part.curve = tuple(
+            (b, slower * (base + rise * (n + (lean if b % width == 0 else 0)))) for n, b in ends
+        )
 
 
 def kernel(sign: int, chance: random.Random, draft: Draft) -> None:
-    """From a batch of 32 to 256 on another kernel, 3 to 10 % slower or 8 to 30 % faster: kernel_switch."""
+    """From a batch of 32 to 256 on another kernel, 3 to 10 % slower or 8 to 30 % faster:
+    kernel_switch.
+    """
     last, jump = (
         chance.choice((32, 64, 64, 128, 256)),
         1 + (chance.uniform(0.03, 0.1) if sign > 0 else chance.uniform(0.08, 0.3)),
@@ -64,19 +80,29 @@ def kernel(sign: int, chance: random.Random, draft: Draft) -> None:
 
 
 def falling(chance: random.Random, draft: Draft) -> None:
-    """The slope becomes 1.15 to 1.9 times as steep at 24 to 800 samples, in half of them after a jump of 3 to 15 %.
+    """The slope becomes 1.15 to 1.9 times as steep at 24 to 800 samples, in half of them after a
+    jump of 3 to 15 %.
 
     1 to 3 devices, or the card of falling_samples, whose slope becomes 2.5 times as steep.
     """
     draft.modes = ("free",)
     redraw(chance, draft, chance.randint(1, 3))
-    at, steeper, fixed = round(log_uniform(chance, 24, 800)), chance.uniform(1.15, 1.9), log_uniform(chance, 2, 20)
+    at, steeper, fixed = (
+        round(log_uniform(chance, 24, 800)),
+        chance.uniform(1.15, 1.9),
+        log_uniform(chance, 2, 20),
+    )
     jump = chance.choice((0.0, chance.uniform(0.03, 0.15)))
     for part in draft.parts:
         part.most, part.fixed = round(at * chance.uniform(1.5, 6)), part.slope * fixed
         (b0, t0), (b1, t1) = line_points(part, (1, at))
         after = t1 * (1 + jump) + part.slope * steeper
-        part.curve = ((b0, t0), (b1, t1), (at + 1, after), (FAR, after + part.slope * steeper * (FAR - at - 1)))
+        part.curve = (
+            (b0, t0),
+            (b1, t1),
+            (at + 1, after),
+            (FAR, after + part.slope * steeper * (FAR - at - 1)),
+        )
 
 
 def falling_fixed(chance: random.Random, draft: Draft) -> None:
@@ -91,7 +117,9 @@ def convex(chance: random.Random, draft: Draft) -> None:
 
 
 def concave(chance: random.Random, draft: Draft) -> None:
-    """Samples/s rise to the end: the power 0.6 to 0.9; the others hold a twentieth to a half: rest_point_unused."""
+    """Samples/s rise to the end: the power 0.6 to 0.9; the others hold a twentieth to a half:
+    rest_point_unused.
+    """
     for part in draft.parts[1:]:
         part.most = max(16, round(draft.parts[0].most * log_uniform(chance, 0.05, 0.5)))
     _power(chance.uniform(0.6, 0.9), draft)
@@ -99,15 +127,26 @@ def concave(chance: random.Random, draft: Draft) -> None:
 
 def _power(power: float, draft: Draft) -> None:
     for part in draft.parts:
-        part.curve = tuple((b, part.fixed + part.slope * b**power * 64 ** (1 - power)) for b in CURVED)
+        part.curve = tuple(
+            (b, part.fixed + part.slope * b**power * 64 ** (1 - power)) for b in CURVED
+        )
 
 
 def knee(chance: random.Random, draft: Draft, longest: float = 2000) -> None:
-    """30 ms to 2 s up to 32 to 1,000, then 0.5 to 2.5 times their part of it: flat_slow_steps, flat_then_steep."""
-    level, knee, steep = log_uniform(chance, 30, longest), log_uniform(chance, 32, 1000), chance.uniform(0.5, 2.5)
+    """30 ms to 2 s up to 32 to 1,000, then 0.5 to 2.5 times their part of it: flat_slow_steps,
+    flat_then_steep.
+    """
+    level, knee, steep = (
+        log_uniform(chance, 30, longest),
+        log_uniform(chance, 32, 1000),
+        chance.uniform(0.5, 2.5),
+    )
     alike = chance.random() < 0.3
     for part in draft.parts:
-        part.most, slower = round(knee * log_uniform(chance, 1.3, 20)), chance.uniform(1, 1 if alike else 2)
+        part.most, slower = (
+            round(knee * log_uniform(chance, 1.3, 20)),
+            chance.uniform(1, 1 if alike else 2),
+        )
         flat_to(part, round(knee), level * slower, steep)
 
 
@@ -142,4 +181,9 @@ def large_only(chance: random.Random, draft: Draft) -> None:
     knee, level = log_uniform(chance, 500, 5000), log_uniform(chance, 20, 200)
     for part in draft.parts:
         part.most, part.each_mib = round(knee * log_uniform(chance, 1.2, 6)), chance.uniform(0.1, 1)
-        flat_to(part, round(knee * chance.uniform(0.7, 1.4)), level * chance.uniform(1, 2), chance.uniform(0.8, 1.2))
+        flat_to(
+            part,
+            round(knee * chance.uniform(0.7, 1.4)),
+            level * chance.uniform(1, 2),
+            chance.uniform(0.8, 1.2),
+        )

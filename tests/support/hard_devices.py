@@ -11,7 +11,16 @@ import msgspec
 
 from evener.devices.machine import Sync
 from tests.support.hard_curves import knee
-from tests.support.machine_drafts import Draft, Part, flat_to, log_uniform, redraw, room_mib, roughen, scale
+from tests.support.machine_drafts import (
+    Draft,
+    Part,
+    flat_to,
+    log_uniform,
+    redraw,
+    room_mib,
+    roughen,
+    scale,
+)
 
 
 def unequal(chance: random.Random, draft: Draft) -> None:
@@ -21,7 +30,9 @@ def unequal(chance: random.Random, draft: Draft) -> None:
 
 
 def useless(chance: random.Random, draft: Draft) -> None:
-    """One more, 20 to 70 times as slow; in a quarter of them steps are flat, of 20 to 200 ms: slow_third_device."""
+    """One more, 20 to 70 times as slow; in a quarter of them steps are flat, of 20 to 200 ms:
+    slow_third_device.
+    """
     if chance.random() < 0.25:
         level, knee = log_uniform(chance, 20, 200), round(log_uniform(chance, 32, 128))
         for part in draft.parts:
@@ -46,7 +57,9 @@ def mixed_many(chance: random.Random, draft: Draft) -> None:
 
 
 def hosts(chance: random.Random, draft: Draft) -> None:
-    """2 to 5 hosts of one or two devices, 1 to 100 ms between them; a third are of equal ones: crash_four_hosts."""
+    """2 to 5 hosts of one or two devices, 1 to 100 ms between them; a third are of equal ones:
+    crash_four_hosts.
+    """
     hosts, each = chance.randint(2, 5), chance.choice((1, 1, 2))
     redraw(chance, draft, hosts * each)
     if chance.random() < 0.34:
@@ -77,12 +90,21 @@ def contention(chance: random.Random, draft: Draft) -> None:
 
 
 def memory_bend(chance: random.Random, draft: Draft) -> None:
-    """A workspace of 50 to 300 samples' memory comes at a third to all of what fits, within it or not: workspace."""
+    """A workspace of 50 to 300 samples' memory comes at a third to all of what fits, within it or
+    not: workspace.
+    """
     for part in draft.parts:
-        size, at = part.each_mib * chance.uniform(50, 300), max(2, round(part.most * chance.uniform(0.33, 1)))
+        size, at = (
+            part.each_mib * chance.uniform(50, 300),
+            max(2, round(part.most * chance.uniform(0.33, 1))),
+        )
         need = [(b, part.base_mib + part.each_mib * b) for b in (1, at, at + 1, at + 1 + part.most)]
         (_, _, (_, first), (_, last)) = need
-        part.keys["memory_curve"] = (*need[:2], (at + 1, first + size), (at + 1 + part.most, last + size))
+        part.keys["memory_curve"] = (
+            *need[:2],
+            (at + 1, first + size),
+            (at + 1 + part.most, last + size),
+        )
         part.keys["memory_mib"] = room_mib(part) + size * chance.choice((0.0, 0.97, 1.1, 1.5))
 
 
@@ -90,7 +112,10 @@ def small_memory(chance: random.Random, draft: Draft) -> None:
     """1 to 14 samples fit: fourteen_fit."""
     alike, most = chance.random() < 0.7, chance.randint(1, 14)
     for part in draft.parts:
-        part.most, part.each_mib = most if alike else chance.randint(1, 14), chance.uniform(200, 800)
+        part.most, part.each_mib = (
+            most if alike else chance.randint(1, 14),
+            chance.uniform(200, 800),
+        )
         part.fixed = part.slope * log_uniform(chance, 40, 300)
 
 
@@ -98,12 +123,17 @@ def quantum(chance: random.Random, draft: Draft) -> None:
     """Shares are multiples of 8, 16, 32 or 64; 1 to 30 fit; a step costs 0.5 to 8 of them more."""
     draft.ask["quantum"] = quantum = chance.choice((8, 16, 32, 64))
     for part in draft.parts:
-        part.most, part.each_mib = round(quantum * log_uniform(chance, 1, 30)), chance.uniform(10, 60)
+        part.most, part.each_mib = (
+            round(quantum * log_uniform(chance, 1, 30)),
+            chance.uniform(10, 60),
+        )
         part.fixed = part.slope * quantum * log_uniform(chance, 0.5, 8)
 
 
 def passes(overhead: float | None, chance: random.Random, draft: Draft) -> None:
-    """Batches beyond memory; a further pass costs a step's fixed part, or 0.05 to 0.3 or 1 to 6 times that."""
+    """Batches beyond memory; a further pass costs a step's fixed part, or 0.05 to 0.3 or 1 to 6
+    times that.
+    """
     scale(draft, (10, 300), (0.3, 6), chance)
     draft.modes = ("beyond",)
     for part in draft.parts:
@@ -132,13 +162,17 @@ def tolerance(tolerance: float, chance: random.Random, draft: Draft) -> None:
 
 def max_batch(chance: random.Random, draft: Draft) -> None:
     """A largest global batch of a 30th to a half of what fits; steps vary by 2 to 6 %."""
-    draft.ask["most"] = max(8, round(sum(part.most for part in draft.parts) * log_uniform(chance, 0.03, 0.5)))
+    draft.ask["most"] = max(
+        8, round(sum(part.most for part in draft.parts) * log_uniform(chance, 0.03, 0.5))
+    )
     draft.modes = ("free",)
     roughen(chance, draft)
 
 
 def slow_start(chance: random.Random, draft: Draft) -> None:
-    """Starts of 0.2, 3, 5 or 12 s, budgets of 20 to 120 s; 3 in 4 have a knee at up to 300 ms: flat_then_steep."""
+    """Starts of 0.2, 3, 5 or 12 s, budgets of 20 to 120 s; 3 in 4 have a knee at up to 300 ms:
+    flat_then_steep.
+    """
     if chance.random() < 0.75:
         knee(chance, draft, 300)
     draft.ask["start"] = chance.choice((0.2, 3.0, 5.0, 5.0, 12.0))

@@ -33,7 +33,9 @@ def bursts(chance: random.Random, draft: Draft) -> None:
 
 
 def lost(chance: random.Random, draft: Draft) -> None:
-    """The slowest of three is lost after 9 to 17 s; the others differ by up to a fifth: lost_in_race."""
+    """The slowest of three is lost after 9 to 17 s; the others differ by up to a fifth:
+    lost_in_race.
+    """
     redraw(chance, draft, 3)
     first, second, third = draft.parts
     second.fixed, second.slope = first.fixed, first.slope * chance.uniform(1, 1.2)
@@ -50,11 +52,15 @@ def throttle(chance: random.Random, draft: Draft) -> None:
 
 def neighbour(chance: random.Random, draft: Draft) -> None:
     """One device is 10 to 40 % slower for 5 to 20 s, after 2 to 15 s: neighbour_during_splits."""
-    _event(chance, draft, chance.uniform(2, 15), chance.uniform(5, 20), slowed=chance.uniform(0.1, 0.4))
+    _event(
+        chance, draft, chance.uniform(2, 15), chance.uniform(5, 20), slowed=chance.uniform(0.1, 0.4)
+    )
 
 
 def memory_held(chance: random.Random, draft: Draft) -> None:
-    """Somebody takes 20 to 90 % of a device's memory for samples for good, from the start or after 2 to 20 s."""
+    """Somebody takes 20 to 90 % of a device's memory for samples for good, from the start or after
+    2 to 20 s.
+    """
     _hold(chance, draft, 1e9)
 
 
@@ -69,10 +75,16 @@ def _hold(chance: random.Random, draft: Draft, seconds: float) -> None:
     taken = part.each_mib * part.most * chance.uniform(0.2, 0.9)
     at = chance.choice((0.0, chance.uniform(2, 20)))
     draft.events.append(
-        SimulatedEvent(at_seconds=at, until_seconds=at + seconds, device=position, memory_taken_mib=taken)
+        SimulatedEvent(
+            at_seconds=at, until_seconds=at + seconds, device=position, memory_taken_mib=taken
+        )
     )
 
 
-def _event(chance: random.Random, draft: Draft, at: float, seconds: float = 1e9, **keys: Any) -> None:
+def _event(
+    chance: random.Random, draft: Draft, at: float, seconds: float = 1e9, **keys: Any
+) -> None:
     position = chance.randrange(len(draft.parts))
-    draft.events.append(SimulatedEvent(at_seconds=at, until_seconds=at + seconds, device=position, **keys))
+    draft.events.append(
+        SimulatedEvent(at_seconds=at, until_seconds=at + seconds, device=position, **keys)
+    )

@@ -1,4 +1,5 @@
-"""Trainings by transformers' Trainer in which passes run out of memory, and the bare trainer in one process without.
+"""Trainings by transformers' Trainer in which passes run out of memory, and the bare trainer in one
+process without.
 
 Bombs lie in the model's layers, forward and backward, as in torch_oom_programs.py.
 """
@@ -34,9 +35,13 @@ from tests.support.last_words import last_words
 from tests.support.torch_oom_programs import Bomb, Fuse
 
 PROGRAMS = {
-    "tokens": Program(rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3}),
+    "tokens": Program(
+        rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    ),
     "rows": Program("plain", 29, {**ADAM, **TWICE}),
-    "rows by a compute_loss, checkpointed": Program("own loss", 21, {**ADAM, **TWICE, "gradient_checkpointing": True}),
+    "rows by a compute_loss, checkpointed": Program(
+        "own loss", 21, {**ADAM, **TWICE, "gradient_checkpointing": True}
+    ),
 }
 
 
@@ -48,7 +53,9 @@ class Bombs(TrainerCallback):
         kinds = (torch.nn.Linear, torch.nn.RMSNorm)
         self._layers = [module for module in model.modules() if isinstance(module, kinds)]
         for number, layer in enumerate(self._layers):
-            layer.register_forward_hook(lambda *given, number=number: Bomb.apply(given[2], self.fuse, number))
+            layer.register_forward_hook(
+                lambda *given, number=number: Bomb.apply(given[2], self.fuse, number)
+            )
         model.register_forward_pre_hook(self._begin)
 
     def _begin(self, *_: Any) -> None:
@@ -59,7 +66,11 @@ class Bombs(TrainerCallback):
         draw = self._numbers
         self.fuse.passes = -1
         self.fuse.at = [
-            (draw.choice(("forward", "backward")), draw.randrange(len(self._layers)), draw.randrange(4))
+            (
+                draw.choice(("forward", "backward")),
+                draw.randrange(len(self._layers)),
+                draw.randrange(4),
+            )
             for _ in range(draw.choice((0, 1, 1, 2)))
         ]
 
@@ -82,7 +93,9 @@ def counting(kind: Any, gathers: bool) -> Any:
                 self.losses.append(self.state.global_step)
                 self.log({"noted": 1.0})
             if torch.is_grad_enabled() and gathers:
-                each = [self.accelerator.gather(own).sum() for own in (rows.sum(), rows, rows.square())]
+                each = [
+                    self.accelerator.gather(own).sum() for own in (rows.sum(), rows, rows.square())
+                ]
                 self.figures.append((float(mean), *map(float, each)))
             return loss
 
@@ -93,7 +106,9 @@ def counting(kind: Any, gathers: bool) -> Any:
     return Counting
 
 
-def train(program: Program, shares: list[int], micros: list[int], folder: Path, rank: int) -> dict[str, Any]:
+def train(
+    program: Program, shares: list[int], micros: list[int], folder: Path, rank: int
+) -> dict[str, Any]:
     """One rank, by the adapter, with bombs."""
     retreat.CLEAN_STEPS = 1
     parts = make_parts(program)
@@ -101,13 +116,23 @@ def train(program: Program, shares: list[int], micros: list[int], folder: Path, 
     kind = with_plan(counting(choose_class(program), len(passes) == 1), make_plan(shares, micros))
     bombs = Bombs(parts["model"], rank)
     trainer = kind(args=make_arguments(program, str(folder)), callbacks=[bombs], **parts)
-    return {**describe(trainer, trainer.train()), "burst": bombs.fuse.burst, "rank": rank, **list_figures(trainer)}
+    return {
+        **describe(trainer, trainer.train()),
+        "burst": bombs.fuse.burst,
+        "rank": rank,
+        **list_figures(trainer),
+    }
 
 
 def list_figures(trainer: Any) -> dict[str, Any]:
     """What its own class noted."""
     noted = sum("noted" in entry for entry in trainer.state.log_history)
-    return {"counted": trainer.losses, "noted": noted, "calls": trainer.steps, "figures": trainer.figures}
+    return {
+        "counted": trainer.losses,
+        "noted": noted,
+        "calls": trainer.steps,
+        "figures": trainer.figures,
+    }
 
 
 def reference(program: Program) -> dict[str, Any]:
@@ -121,15 +146,21 @@ def reference(program: Program) -> dict[str, Any]:
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every program as one rank."""
     torch.set_num_threads(1)
-    gc.freeze()  # each failed pass collects garbage, which takes half a second among all that is imported
+    # each failed pass collects garbage, which takes half a second among all that is imported
+    gc.freeze()
     own = folder.parent / "out-of-memory"
-    torch.save({name: train(each, shares, micros, own, rank) for name, each in PROGRAMS.items()}, folder / f"{rank}.pt")
+    torch.save(
+        {name: train(each, shares, micros, own, rank) for name, each in PROGRAMS.items()},
+        folder / f"{rank}.pt",
+    )
 
 
 def reference_all(folder: Path, rank: int) -> None:
     """Every program in one process, whose memory suffices."""
     torch.set_num_threads(1)
-    torch.save({name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt")
+    torch.save(
+        {name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt"
+    )
 
 
 class SummedLoss(OwnLoss):
@@ -163,7 +194,9 @@ class MeetingLoss(OwnLoss):
 
 
 def meet(folder: Path, rank: int) -> None:
-    """What two ranks say of whom the second runs out of memory where its loss meets the other one."""
+    """What two ranks say of whom the second runs out of memory where its loss meets the other
+    one.
+    """
     torch.set_num_threads(1)
     program = Program("own loss", 24, ADAM)
     parts = make_parts(program)

@@ -1,7 +1,9 @@
-"""Trainings by transformers' Trainer that one process and several ranks must end with the same weights.
+"""Trainings by transformers' Trainer that one process and several ranks must end with the same
+weights.
 
-Ranks train by `with_plan`; a reference is trained by the bare trainer in one process, with nothing of the adapter but
-the order of rows. tests/support/rank_server.py runs the functions that take a folder and a rank.
+Ranks train by `with_plan`; a reference is trained by the bare trainer in one process, with nothing
+of the adapter but the order of rows. tests/support/rank_server.py runs the functions that take a
+folder and a rank.
 """
 
 from __future__ import annotations
@@ -74,31 +76,45 @@ PROGRAMS = {
     "tokens, accumulated, cosine": Program(
         rows=21, arguments={**ADAM, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
     ),
-    "tokens by length": Program(rows=21, arguments={**ADAM, **TWICE, "train_sampling_strategy": "group_by_length"}),
+    "tokens by length": Program(
+        rows=21, arguments={**ADAM, **TWICE, "train_sampling_strategy": "group_by_length"}
+    ),
     "rows": Program("plain", arguments=ADAM),
     "rows, accumulated, drop last": Program(
-        "plain", 29, {**ADAM, **TWICE, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}
+        "plain",
+        29,
+        {**ADAM, **TWICE, "gradient_accumulation_steps": 2, "dataloader_drop_last": True},
     ),
     "rows, compiled": Program("plain", 21, {**ADAM, **COMPILED}),
     "rows by a compute_loss": Program("own loss", 21, ADAM),
     "rows by a compute_loss that doesn't say so": Program(
         "unmarked loss", 21, {**ADAM, "gradient_accumulation_steps": 2}
     ),
-    "tokens without a mean over ranks": Program(rows=21, arguments={**ADAM, "average_tokens_across_devices": False}),
+    "tokens without a mean over ranks": Program(
+        rows=21, arguments={**ADAM, "average_tokens_across_devices": False}
+    ),
     "bf16": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}),
     "resumed": Program(rows=29, arguments={**ADAM, **TWICE}, resume_after=6),
-    "tokens by cost": Program(rows=21, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True),
+    "tokens by cost": Program(
+        rows=21, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True
+    ),
     "rows by cost": Program("own loss", 17, ADAM, by_cost=True),
     "tokens, rebalanced": Program(
-        rows=37, arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3}, rebalance=True
+        rows=37,
+        arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3},
+        rebalance=True,
     ),
     "rows, rebalanced": Program("plain", 29, {**ADAM, **TWICE}, rebalance=True),
-    "tokens, in shards": Program(rows=21, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_memory=True),
+    "tokens, in shards": Program(
+        rows=21, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_memory=True
+    ),
     "resumed in other shards": Program(
         rows=29, arguments={**ADAM, **TWICE}, resume_after=6, three_ranks=True, by_memory=True
     ),
     "the best, in shards": Program(arguments=BEST, by_memory=True),
-    "bf16, in shards": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}, by_memory=True),
+    "bf16, in shards": Program(
+        "float32", 21, {**ADAM, "optim": "sgd", "bf16": True}, by_memory=True
+    ),
     "tokens, FSDP2": Program(rows=21, arguments=ADAM, sharded=True),
 }
 
@@ -146,7 +162,9 @@ class Plain(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)
+        ).double()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         predicted = self.layers(x)
@@ -197,10 +215,15 @@ def make_plan(batches: Sequence[int], micros: Sequence[int] | None = None) -> Pl
 
 
 def plan_by_cost(plan: Plan) -> Plan:
-    """Its shares, each with a device as fast as its rows say, on which a pass costs as much as a few tokens."""
+    """Its shares, each with a device as fast as its rows say, on which a pass costs as much as a
+    few tokens.
+    """
     shares = tuple(
         msgspec.structs.replace(
-            share, micro=share.batch, cost=Cost(3 / share.batch, 1 / share.batch, 0.01 / share.batch), tokens=40
+            share,
+            micro=share.batch,
+            cost=Cost(3 / share.batch, 1 / share.batch, 0.01 / share.batch),
+            tokens=40,
         )
         for share in plan.layout.share
     )
@@ -214,7 +237,9 @@ def plan_by_memory(plan: Plan) -> Plan:
         msgspec.structs.replace(share, state=each / sum(held))
         for share, each in zip(plan.layout.share, held, strict=True)
     )
-    return msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, kind="shard", share=shares))
+    return msgspec.structs.replace(
+        plan, layout=msgspec.structs.replace(plan.layout, kind="shard", share=shares)
+    )
 
 
 def tiny_llama(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
@@ -230,12 +255,16 @@ def compute_in_float64(model: Any) -> Any:
     for module in list(model.modules()):
         for name, norm in module.named_children():
             if type(norm).__name__ == "LlamaRMSNorm":
-                setattr(module, name, torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
+                setattr(
+                    module, name, torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
+                )
     model.loss_function = token_loss
     return model.double()
 
 
-def token_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> torch.Tensor:
+def token_loss(
+    logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> torch.Tensor:
     """As transformers computes it for a causal model."""
     labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
@@ -251,7 +280,12 @@ def make_parts(program: Program) -> dict[str, Any]:
         return {"model": Plain(), "train_dataset": Points(program.rows)}
     model = tiny_llama() if program.model == "float32" else compute_in_float64(tiny_llama())
     watched = {"eval_dataset": Texts(11)} if "eval_strategy" in program.arguments else {}
-    return {"model": model, "train_dataset": Texts(program.rows), "data_collator": pad_texts, **watched}
+    return {
+        "model": model,
+        "train_dataset": Texts(program.rows),
+        "data_collator": pad_texts,
+        **watched,
+    }
 
 
 def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArguments:
@@ -274,9 +308,16 @@ def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArg
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and on_cpu:
         options["ddp_backend"] = "gloo"
     if program.sharded:
-        options |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
-    made = TrainingArguments(folder, **_of_this_version({**options, **program.arguments, **changes}))
-    if program.sharded and on_cpu and made.device:  # accelerate shards on GPUs only: it takes these CPUs for some
+        options |= {
+            "fsdp": True,
+            "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+        }
+    made = TrainingArguments(
+        folder, **_of_this_version({**options, **program.arguments, **changes})
+    )
+    if (
+        program.sharded and on_cpu and made.device
+    ):  # accelerate shards on GPUs only: it takes these CPUs for some
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return made
 
@@ -288,7 +329,10 @@ def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
     given = dict(options)
     strategy, fsdp = given.pop("train_sampling_strategy", ""), given.pop("fsdp", None)
     counts = given.pop("include_num_input_tokens_seen") != "no"
-    given |= {"group_by_length": strategy == "group_by_length", "include_num_input_tokens_seen": counts}
+    given |= {
+        "group_by_length": strategy == "group_by_length",
+        "include_num_input_tokens_seen": counts,
+    }
     return given | ({"fsdp": "full_shard"} if fsdp else {})
 
 
@@ -298,15 +342,21 @@ def describe(trainer: Any, output: Any) -> dict[str, Any]:
     named = whole(trainer.model) if sharded else trainer.model.state_dict()
     weights = [named[name].detach().clone() for name, _ in trainer.model.named_parameters()]
     return {
-        "weights": [(each.full_tensor() if hasattr(each, "full_tensor") else each).cpu() for each in weights],
-        "losses": [round(entry["loss"], 6) for entry in trainer.state.log_history if "loss" in entry],
+        "weights": [
+            (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu() for each in weights
+        ],
+        "losses": [
+            round(entry["loss"], 6) for entry in trainer.state.log_history if "loss" in entry
+        ],
         "mean loss": output.training_loss,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.num_input_tokens_seen,
         "samples": output.metrics["train_samples_per_second"] * output.metrics["train_runtime"],
         "total": trainer.get_total_train_batch_size(trainer.args),
         "predicted": predict(trainer),
-        "evaluated": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "evaluated": [
+            entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry
+        ],
         "saved": save(trainer) if trainer.state.best_model_checkpoint else {},
     }
 
@@ -334,7 +384,9 @@ def choose_class(program: Program) -> Any:
 
 
 def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[str, Any]:
-    """By the adapter; if it stops on the way, the rest is trained by `resumed_by`, unless a checkpoint is there."""
+    """By the adapter; if it stops on the way, the rest is trained by `resumed_by`, unless a
+    checkpoint is there.
+    """
     if program.by_memory:
         plan, resumed_by = plan_by_memory(plan), plan_by_memory(resumed_by)
     chosen, path = plan_by_cost(plan) if program.by_cost else plan, str(folder)
@@ -344,11 +396,20 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
         trainer = kind(args=make_arguments(program, path), **make_parts(program))
         if program.rebalance:
             rotate_shares(trainer._planned.rebalancing)
-        return {**describe(trainer, trainer.train()), "changes": len(trainer._planned.reporter.changes)}
+        return {
+            **describe(trainer, trainer.train()),
+            "changes": len(trainer._planned.reporter.changes),
+        }
     if not checkpoint.exists():
-        saves = {"save_strategy": "steps", "save_steps": program.resume_after, "max_steps": program.resume_after}
+        saves = {
+            "save_strategy": "steps",
+            "save_steps": program.resume_after,
+            "max_steps": program.resume_after,
+        }
         kind(args=make_arguments(program, path, **saves), **make_parts(program)).train()
-    again = with_plan(Trainer, resumed_by)(args=make_arguments(program, path), **make_parts(program))
+    again = with_plan(Trainer, resumed_by)(
+        args=make_arguments(program, path), **make_parts(program)
+    )
     return describe(again, again.train(resume_from_checkpoint=str(checkpoint)))
 
 
@@ -360,10 +421,14 @@ def reference(program: Program) -> dict[str, Any]:
             own: Any = self._get_train_sampler(self.train_dataset)
             if type(own).__name__ != "LengthGroupedSampler":
                 return super().get_train_dataloader()
-            own.batch_size = GLOBAL_BATCH  # the bare trainer draws its groups from numbers that nobody else has
+            own.batch_size = (
+                GLOBAL_BATCH  # the bare trainer draws its groups from numbers that nobody else has
+            )
             order = RowOrder(own, program.rows, SEED)
             sampler = Ordered(program.rows, drop_last=self.args.dataloader_drop_last, order=order)
-            return OrderedLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+            return OrderedLoader(
+                self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator
+            )
 
     uncompiled = {name: each for name, each in program.arguments.items() if name not in COMPILED}
     whole = msgspec.structs.replace(program, sharded=False, arguments=uncompiled)
@@ -374,7 +439,11 @@ def reference(program: Program) -> dict[str, Any]:
 
 
 def train_all(
-    folder: Path, rank: int, shares: list[int], micros: list[int], names: Sequence[str] = tuple(PROGRAMS)
+    folder: Path,
+    rank: int,
+    shares: list[int],
+    micros: list[int],
+    names: Sequence[str] = tuple(PROGRAMS),
 ) -> None:
     """The programs of these names as one rank; three ranks go on from the checkpoints of two."""
     torch.set_num_threads(1)
@@ -384,7 +453,9 @@ def train_all(
         for name, program in PROGRAMS.items()
         if name in names and (len(shares) == 2 or program.three_ranks)
     }
-    found["threads"] = {str(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+    found["threads"] = {
+        str(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")
+    }
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -395,7 +466,9 @@ def reference_all(folder: Path, rank: int, names: Sequence[str] = tuple(PROGRAMS
 
 
 def deal_passes(folder: Path, rank: int) -> None:
-    """(rows, for each of two ranks its batches of passes and how many rows of each count), by data sets of 9 to 33."""
+    """(rows, for each of two ranks its batches of passes and how many rows of each count), by data
+    sets of 9 to 33.
+    """
     found = []
     for rows in range(9, 34):
         dealt = []

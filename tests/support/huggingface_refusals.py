@@ -1,4 +1,6 @@
-"""What a Trainer by a plan refuses, or leaves as it was, in one process; see tests/support/huggingface_programs.py."""
+"""What a Trainer by a plan refuses, or leaves as it was, in one process; see
+tests/support/huggingface_programs.py.
+"""
 
 from __future__ import annotations
 
@@ -32,36 +34,56 @@ def sentence(called: Callable[[], Any]) -> str:
     return ""
 
 
-def refuse_training(folder: Path, kind: Any = Trainer, model: Any = None, micro: int = 8, **arguments: Any) -> str:
+def refuse_training(
+    folder: Path, kind: Any = Trainer, model: Any = None, micro: int = 8, **arguments: Any
+) -> str:
     """The sentence that ends a training before its first step."""
     parts = make_parts(SMALL)
     parts["model"] = model or parts["model"]
     before = [tensor.clone() for tensor in parts["model"].parameters()]
     chosen = make_arguments(SMALL, str(folder / "refused"), **arguments)
-    found = sentence(lambda: with_plan(kind, make_plan((8,), (micro,)))(args=chosen, **parts).train())
+    found = sentence(
+        lambda: with_plan(kind, make_plan((8,), (micro,)))(args=chosen, **parts).train()
+    )
     assert not found or all(map(torch.equal, before, parts["model"].parameters()))
     return found
 
 
 def refuse_setup(**changes: Any) -> str:
-    """The sentence for a trainer of which these are otherwise; the hardware and packages for them aren't here."""
+    """The sentence for a trainer of which these are otherwise; the hardware and packages for them
+    aren't here.
+    """
     none = {name: lambda: 1 for name in ("get_tp_size", "get_cp_size", "get_sp_size")}
     own = {"auto_find_batch_size": False, "include_num_input_tokens_seen": "no"}
     arguments = SimpleNamespace(n_gpu=changes.pop("n_gpu", 1), **own)
-    whole: dict[str, Any] = {"model": torch.nn.Linear(1, 1), "is_deepspeed_enabled": False, "is_fsdp_enabled": False}
-    plugin = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=changes.pop("fsdp_version", 2)))
+    whole: dict[str, Any] = {
+        "model": torch.nn.Linear(1, 1),
+        "is_deepspeed_enabled": False,
+        "is_fsdp_enabled": False,
+    }
+    plugin = SimpleNamespace(
+        fsdp_plugin=SimpleNamespace(fsdp_version=changes.pop("fsdp_version", 2))
+    )
     state = SimpleNamespace(state=plugin)
     return sentence(
-        lambda: check_setup(SimpleNamespace(args=arguments, accelerator=state, **{**whole, **none, **changes}))
+        lambda: check_setup(
+            SimpleNamespace(args=arguments, accelerator=state, **{**whole, **none, **changes})
+        )
     )
 
 
 def refuse_in_shards(**changes: Any) -> str:
     """The sentence for a trainer under a plan in shards of which these are otherwise."""
-    own: dict[str, Any] = {"optimizer": None, "model": torch.nn.Linear(1, 1), "is_fsdp_enabled": False}
+    own: dict[str, Any] = {
+        "optimizer": None,
+        "model": torch.nn.Linear(1, 1),
+        "is_fsdp_enabled": False,
+    }
     arguments = SimpleNamespace(torch_compile=changes.pop("torch_compile", False))
     return sentence(
-        lambda: check_shards(SimpleNamespace(args=arguments, is_deepspeed_enabled=False, **{**own, **changes}))
+        lambda: check_shards(
+            SimpleNamespace(args=arguments, is_deepspeed_enabled=False, **{**own, **changes})
+        )
     )
 
 
@@ -73,16 +95,22 @@ def mixture() -> Any:
 
 
 class Baseline(Trainer):
-    """Its loss has a baseline of what it gathers, which is 0 as long as that is small, as KTO's is at first."""
+    """Its loss has a baseline of what it gathers, which is 0 as long as that is small, as KTO's is
+    at first.
+    """
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         loss = super().compute_loss(*args, **options)
-        return loss * (1 + self.accelerator.gather_for_metrics(loss.detach() - 1e3).mean().clamp(min=0))
+        return loss * (
+            1 + self.accelerator.gather_for_metrics(loss.detach() - 1e3).mean().clamp(min=0)
+        )
 
 
 def in_parallel() -> Any:
     """A model that is wrapped already."""
-    wrapped = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
+    wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
+        torch.nn.parallel.DistributedDataParallel
+    )
     torch.nn.Module.__init__(wrapped)
     return wrapped
 
@@ -92,7 +120,10 @@ def refuse_checkpoint(folder: Path) -> dict[str, Any]:
     path, program = str(folder / "saved"), Program(rows=16)
     arguments = make_arguments(program, path, save_strategy="epoch")
     with_plan(Trainer, make_plan((8,)))(args=arguments, **make_parts(program)).train()
-    again, checkpoint = make_arguments(program, path, num_train_epochs=2), str(folder / "saved" / "checkpoint-2")
+    again, checkpoint = (
+        make_arguments(program, path, num_train_epochs=2),
+        str(folder / "saved" / "checkpoint-2"),
+    )
     smaller = with_plan(Trainer, make_plan((4,)))(args=again, **make_parts(program))
     same = with_plan(Trainer, make_plan((4,)), global_batch=8)(args=again, **make_parts(program))
     return {
@@ -103,7 +134,9 @@ def refuse_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def resume_bare(folder: Path) -> dict[str, Any]:
-    """A bare training that was stopped in mid-epoch, gone on by a plan, beside one that wasn't; and by another plan."""
+    """A bare training that was stopped in mid-epoch, gone on by a plan, beside one that wasn't; and
+    by another plan.
+    """
     program, path = Program(rows=45), str(folder / "bare")
     batches = {"per_device_train_batch_size": 8}
     whole = Trainer(args=make_arguments(program, path, **batches), **make_parts(program))
@@ -112,13 +145,17 @@ def resume_bare(folder: Path) -> dict[str, Any]:
     Trainer(args=make_arguments(program, path, **batches, **saves), **make_parts(program)).train()
     checkpoint = str(folder / "bare" / "checkpoint-3")
     same, other = (
-        with_plan(Trainer, make_plan((rows,), (2,)))(args=make_arguments(program, path), **make_parts(program))
+        with_plan(Trainer, make_plan((rows,), (2,)))(
+            args=make_arguments(program, path), **make_parts(program)
+        )
         for rows in (8, 5)
     )
     same.train(resume_from_checkpoint=checkpoint)
     pairs = zip(whole.model.parameters(), same.model.parameters(), strict=True)
     return {
-        "gone on from a bare training": max(float((mine - its).abs().max().detach()) for mine, its in pairs),
+        "gone on from a bare training": max(
+            float((mine - its).abs().max().detach()) for mine, its in pairs
+        ),
         "a bare training's batch": sentence(lambda: other.train(resume_from_checkpoint=checkpoint)),
     }
 
@@ -130,20 +167,33 @@ class Backwards(Trainer):
 
     def get_train_dataloader(self) -> Any:
         rows = list(range(len(self.train_dataset)))[::-1][:9]
-        options: Any = {"batch_sampler": [rows]} if self.batches else {"batch_size": 8, "sampler": rows}
-        return torch.utils.data.DataLoader(self.train_dataset, collate_fn=self.data_collator, **options)
+        options: Any = (
+            {"batch_sampler": [rows]} if self.batches else {"batch_size": 8, "sampler": rows}
+        )
+        return torch.utils.data.DataLoader(
+            self.train_dataset, collate_fn=self.data_collator, **options
+        )
 
 
 def load_by_own(folder: Path) -> dict[str, Any]:
     """The rows of an own loader, and the sentence for one that makes its batches itself."""
-    trainer = with_plan(Backwards, make_plan((8,)))(args=make_arguments(SMALL, str(folder)), **make_parts(SMALL))
-    rows = [row for batch in trainer.get_train_dataloader().batch_sampler for each in batch for row in each]
+    trainer = with_plan(Backwards, make_plan((8,)))(
+        args=make_arguments(SMALL, str(folder)), **make_parts(SMALL)
+    )
+    rows = [
+        row
+        for batch in trainer.get_train_dataloader().batch_sampler
+        for each in batch
+        for row in each
+    ]
     own = type("OwnBatches", (Backwards,), {"batches": True})
     return {"rows of an own loader": rows, "own batches": refuse_training(folder, own)}
 
 
 def keep_arguments(folder: Path) -> dict[str, Any]:
-    """What the user's arguments are after a trainer was made of them by a launcher's plan, and the trainer's."""
+    """What the user's arguments are after a trainer was made of them by a launcher's plan, and the
+    trainer's.
+    """
     arguments = make_arguments(SMALL, str(folder))
     make_plan((8,), (3,)).save(folder / "plan.toml")
     os.environ["EVENER_PLAN"] = str(folder / "plan.toml")
@@ -153,7 +203,8 @@ def keep_arguments(folder: Path) -> dict[str, Any]:
     shared = (with_plan(Trainer, ratios=[1.0], global_batch=rows) for rows in (None, 6))
     batches = [each(args=arguments, **make_parts(SMALL))._shares.batches for each in shared]
     return {"by ratios": batches} | {
-        who: (each.gradient_accumulation_steps, each.per_device_train_batch_size) for who, each in both.items()
+        who: (each.gradient_accumulation_steps, each.per_device_train_batch_size)
+        for who, each in both.items()
     }
 
 
@@ -170,15 +221,21 @@ class Endless:
 def count_tokens() -> Any:
     """Of its rows, to deal them by length."""
     arguments = SimpleNamespace(length_column_name="length")
-    return find_lengths(SimpleNamespace(train_dataset=Endless(), args=arguments, processing_class=None))
+    return find_lengths(
+        SimpleNamespace(train_dataset=Endless(), args=arguments, processing_class=None)
+    )
 
 
 def items_on_device() -> str:
-    """Where the items of a step are, of a loss that is a mean over them: a device from which nothing is read."""
+    """Where the items of a step are, of a loss that is a mean over them: a device from which
+    nothing is read.
+    """
     accelerator: Any = SimpleNamespace(gather=lambda own: own, num_processes=1)
     items = torch.ones((), dtype=torch.int64, device="meta")
     gathering = Gathering(accelerator, Mock())
-    _, total, _ = weigh_passes(TrainerLoss(ITEMS), [{}], [(4,)], [8], items, gathering, items.device)
+    _, total, _ = weigh_passes(
+        TrainerLoss(ITEMS), [{}], [(4,)], [8], items, gathering, items.device
+    )
     return str(total.device)
 
 

@@ -1,6 +1,8 @@
-"""What users do around `fit` in a group of processes, beside one process: metrics, callbacks, kinds of data.
+"""What users do around `fit` in a group of processes, beside one process: metrics, callbacks, kinds
+of data.
 
-Each case trains float64 models of one layer on 17 rows in batches of 8, shared 6 : 2, so the last batch is one row.
+Each case trains float64 models of one layer on 17 rows in batches of 8, shared 6 : 2, so the last
+batch is one row.
 """
 
 from __future__ import annotations
@@ -78,14 +80,18 @@ class OwnMetrics(keras.Sequential):
 
 
 def regression() -> Model:
-    """One layer, four numbers to one, a metric that Keras sums over rows, and an optimizer that has states."""
+    """One layer, four numbers to one, a metric that Keras sums over rows, and an optimizer that has
+    states.
+    """
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse", metrics=["mae"])
     return with_variables(model, X, Y)
 
 
 def two_heads() -> Model:
-    """A loss and metrics for each output: of the whole batch, and a confusion matrix of three classes."""
+    """A loss and metrics for each output: of the whole batch, and a confusion matrix of three
+    classes.
+    """
     body = Kinds()(entry := keras.Input((4,)))
     kind = layers.Dense(3, activation="softmax", name="kind")(body)
     model = keras.Model(entry, {"size": layers.Dense(1, name="size")(body), "kind": kind})
@@ -102,7 +108,9 @@ def two_heads() -> Model:
 def wide() -> Model:
     """Outputs that are too large to be sent; a metric of the user's own is a mean, too."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1), layers.RepeatVector(9000)])
-    model.compile("sgd", "mse", metrics=["mae", keras.metrics.MeanMetricWrapper(squares, name="squares")])
+    model.compile(
+        "sgd", "mse", metrics=["mae", keras.metrics.MeanMetricWrapper(squares, name="squares")]
+    )
     return with_variables(model, X, LONG)
 
 
@@ -112,9 +120,15 @@ def squares(y: Any, outputs: Any) -> Any:
 
 
 def fit(model: Model, x: Any = X, y: Any = Y, epochs: int = 2, **words: Any) -> Figures:
-    """Two epochs in order; one device has arrays as a dataset, which takes it less time to prepare."""
+    """Two epochs in order; one device has arrays as a dataset, which takes it less time to
+    prepare.
+    """
     words = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **words}
-    if not hasattr(model.fit, "hooks") and isinstance(x, np.ndarray) and "steps_per_epoch" not in words:
+    if (
+        not hasattr(model.fit, "hooks")
+        and isinstance(x, np.ndarray)
+        and "steps_per_epoch" not in words
+    ):
         x, y = batches(x, y, words.pop("sample_weight", None)), None
         del words["batch_size"], words["shuffle"]
         if "validation_data" in words:
@@ -124,7 +138,9 @@ def fit(model: Model, x: Any = X, y: Any = Y, epochs: int = 2, **words: Any) -> 
 
 def batches(*rows: Any) -> Any:
     """(x, y, weight) as a dataset of batches, without what is None."""
-    return tf.data.Dataset.from_tensor_slices(tuple(each for each in rows if each is not None)).batch(BATCH)
+    return tf.data.Dataset.from_tensor_slices(
+        tuple(each for each in rows if each is not None)
+    ).batch(BATCH)
 
 
 class Notes(keras.callbacks.Callback):
@@ -152,14 +168,18 @@ def results_twice(model: Model) -> Figures:
     model.reset_metrics()
     model.train_on_batch(X[:8], Y[:8])
     model.evaluate(X, Y, batch_size=BATCH, verbose=0)
-    return {str(turn): {k: float(v) for k, v in model.get_metrics_result().items()} for turn in range(3)}
+    return {
+        str(turn): {k: float(v) for k, v in model.get_metrics_result().items()} for turn in range(3)
+    }
 
 
 def evaluate_alone(model: Model) -> Figures:
     """Before anything was trained."""
     return {
         "arrays": model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True),
-        "dataset": model.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), verbose=0),
+        "dataset": model.evaluate(
+            tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), verbose=0
+        ),
         "one": model.test_on_batch(X[:5], Y[:5]),
         "outputs": model.predict(X, batch_size=BATCH, verbose=0).tolist(),
     }
@@ -184,8 +204,15 @@ def unbuilt() -> Model:
 
 def validated(model: Model) -> Figures:
     """Validation of each epoch and an evaluation, with weights."""
-    history = fit(model, sample_weight=WEIGHTS, validation_data=(X[:11], Y[:11], WEIGHTS[:11]), validation_freq=2)
-    return history | {"alone": model.evaluate(X, Y, sample_weight=WEIGHTS, batch_size=BATCH, verbose=0)}
+    history = fit(
+        model,
+        sample_weight=WEIGHTS,
+        validation_data=(X[:11], Y[:11], WEIGHTS[:11]),
+        validation_freq=2,
+    )
+    return history | {
+        "alone": model.evaluate(X, Y, sample_weight=WEIGHTS, batch_size=BATCH, verbose=0)
+    }
 
 
 def some_steps(model: Model) -> Figures:
@@ -193,7 +220,9 @@ def some_steps(model: Model) -> Figures:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
-            str(n): fit(model, steps_per_epoch=n, epochs=3) | {"steps": int(model.optimizer.iterations)} for n in (2, 4)
+            str(n): fit(model, steps_per_epoch=n, epochs=3)
+            | {"steps": int(model.optimizer.iterations)}
+            for n in (2, 4)
         }
 
 
@@ -254,7 +283,9 @@ def overflowing(model: Model) -> Figures:
 
 def early(model: Model) -> Figures:
     """EarlyStopping that restores what was best: here, the largest error."""
-    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, mode="max", restore_best_weights=True)
+    stop = keras.callbacks.EarlyStopping(
+        "val_loss", patience=1, mode="max", restore_best_weights=True
+    )
     return fit(model, epochs=9, validation_data=(X[:9], Y[:9]), callbacks=[stop])
 
 
@@ -284,7 +315,10 @@ class Kinds(layers.Layer):
     def build(self, shape: Any) -> None:
         """As quantized and masked layers have them."""
         kinds = ("int8", "bool", "uint8", "uint32", "int16")
-        self.own = [self.add_weight(shape=(4,), dtype=k, initializer="ones", trainable=False, name=k) for k in kinds]
+        self.own = [
+            self.add_weight(shape=(4,), dtype=k, initializer="ones", trainable=False, name=k)
+            for k in kinds
+        ]
 
     def call(self, x: Any) -> Any:
         """All of them count."""
@@ -309,19 +343,27 @@ def ragged_model() -> Model:
 
 
 def frames(model: Model) -> Figures:
-    """pandas' tables to train on, to validate and to evaluate; arrays for one device, or where it isn't installed."""
-    pandas = import_module("pandas") if find_spec("pandas") and hasattr(model.fit, "hooks") else None
+    """pandas' tables to train on, to validate and to evaluate; arrays for one device, or where it
+    isn't installed.
+    """
+    pandas = (
+        import_module("pandas") if find_spec("pandas") and hasattr(model.fit, "hooks") else None
+    )
     x, y = (pandas.DataFrame(X), pandas.Series(Y[:, 0])) if pandas else (X, Y)
     found = fit(model, x, y, validation_data=(x[:5], y[:5]))
     return found | {"evaluated": model.evaluate(x, y, batch_size=BATCH, verbose=0)}
 
 
 def saved(model: Model) -> Figures:
-    """Three kinds of checkpoint and a backup, in a folder of this process' own run; what the files hold."""
+    """Three kinds of checkpoint and a backup, in a folder of this process' own run; what the files
+    hold.
+    """
     folder = Path(os.environ["CASE_FOLDER"], "split" if hasattr(model.fit, "hooks") else "plain")
     kinds = keras.callbacks
     writers = [
-        kinds.ModelCheckpoint(folder / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True),
+        kinds.ModelCheckpoint(
+            folder / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True
+        ),
         kinds.ModelCheckpoint(folder / "model-{epoch}.keras", save_freq=2),
         kinds.ModelCheckpoint(folder / "old.h5"),
         kinds.CSVLogger(folder / "log.csv"),
@@ -333,12 +375,16 @@ def saved(model: Model) -> Figures:
     files = sorted(path.name for path in folder.rglob("[!.]*") if path.is_file())
     for name in ("model-1.keras", "model-3.keras", "old.h5", "end.keras"):
         found[name] = [
-            weight.tolist() for weight in keras.models.load_model(folder / name, compile=False).get_weights()
+            weight.tolist()
+            for weight in keras.models.load_model(folder / name, compile=False).get_weights()
         ]
     model.load_weights(folder / "best.weights.h5")
     return (
         found
-        | {"best": float(writers[0].best), "lines": len((folder / "log.csv").read_text().splitlines())}
+        | {
+            "best": float(writers[0].best),
+            "lines": len((folder / "log.csv").read_text().splitlines()),
+        }
         | {"files": dict.fromkeys(files, 1)}
     )
 
@@ -366,8 +412,14 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
         lambda model: fit(model, y={"size": Y, "kind": LABELS}, sample_weight=WEIGHTS),
     ),
     "large outputs": (wide, fit_wide),
-    "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
-    "evaluate alone, stops, figures of batches, asked again, steps_per_epoch, pandas, checkpoints, no number": (
+    "evaluate alone, without weights": (
+        unbuilt,
+        lambda model: model.evaluate(Batches(), verbose=0),
+    ),
+    (
+        "evaluate alone, stops, figures of batches, asked again, steps_per_epoch, pandas, "
+        "checkpoints, no number"
+    ): (
         regression,
         in_turn(
             evaluate_alone,
@@ -429,7 +481,8 @@ def measured(engine: str) -> tuple[list[str], float]:
 
 
 def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
-    """Four epochs with a backup and a checkpoint; the first process is killed when it has renamed so many files.
+    """Four epochs with a backup and a checkpoint; the first process is killed when it has renamed
+    so many files.
 
     Of an odd moment, before the last of them is renamed; of 0, never.
     """
@@ -454,7 +507,10 @@ def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
     model = seeded(lambda: split.build(regression))
     path = Path(folder, "model.keras")
     whole = not path.exists() or bool(keras.models.load_model(path).get_weights())
-    keep = [keras.callbacks.ModelCheckpoint(path), keras.callbacks.BackupAndRestore(Path(folder, "backup"))]
+    keep = [
+        keras.callbacks.ModelCheckpoint(path),
+        keras.callbacks.BackupAndRestore(Path(folder, "backup")),
+    ]
     epochs = len(fit(model, epochs=4, callbacks=keep).get("loss", ()))
     left_over = sorted(each.name for each in Path(folder).iterdir())
     found = {"learned": digest(model), "epochs": epochs, "whole": whole, "files": left_over}
@@ -492,11 +548,15 @@ def refused(split: Split, model: Model) -> dict[str, str]:
 
 
 def half_model() -> Model:
-    """mixed_float16 at a scale where some sums of gradients overflow, and a layer in mixed_bfloat16."""
+    """mixed_float16 at a scale where some sums of gradients overflow, and a layer in
+    mixed_bfloat16.
+    """
     set_seed()
     dense = [layers.Dense(16, activation="relu", dtype="float32"), layers.Dense(1, dtype="float32")]
     model = keras.Sequential([keras.Input((4,)), Scaled(), Scaled(dtype="mixed_bfloat16"), *dense])
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), 2.0**17, dynamic_growth_steps=4)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1e-3), 2.0**17, dynamic_growth_steps=4
+    )
     model.compile(optimizer, "mse")
     return with_variables(model, X, Y)
 
@@ -514,7 +574,9 @@ class Scales(keras.callbacks.Callback):
 
 
 def half(split: Split) -> dict[str, Any]:
-    """Loss scales of the split and, in the first process, of one device, and how far apart weights are in the end."""
+    """Loss scales of the split and, in the first process, of one device, and how far apart weights
+    are in the end.
+    """
     random = np.random.default_rng(0)
     x, y = random.normal(size=(64, 4)), 16 * random.normal(size=(64, 1))
     before = keras.config.floatx(), keras.config.dtype_policy()

@@ -1,4 +1,6 @@
-"""Padded rows that towers deal by length: what they learn beside one device, and what is refused."""
+"""Padded rows that towers deal by length: what they learn beside one device, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.support.keras_twice import set_seed, train_twice, with_variables
 
 RANDOM = np.random.default_rng(5)
 STEPS, BATCH = 16, 24
-LENGTHS = np.clip(np.rint(RANDOM.lognormal(1.2, 0.8, 3 * BATCH + 9)), 1, STEPS).astype(int)  # the last batch is short
+LENGTHS = np.clip(np.rint(RANDOM.lognormal(1.2, 0.8, 3 * BATCH + 9)), 1, STEPS).astype(
+    int
+)  # the last batch is short
 INSIDE = np.arange(STEPS) < LENGTHS[:, None]
 WORDS = np.where(INSIDE, RANDOM.integers(1, 11, INSIDE.shape), 0)
 KINDS = RANDOM.integers(0, 5, INSIDE.shape)
@@ -30,7 +34,9 @@ def tagger(optimizer: Any, head: Any = (), **compiled: Any) -> Any:
 
 def convolution(optimizer: Any, padding: str = "causal", **compiled: Any) -> Any:
     """A kind for each word without a mask: no word sees those after it."""
-    return _made([layers.Embedding(11, 4), layers.Conv1D(6, 3, padding=padding)], optimizer, **compiled)
+    return _made(
+        [layers.Embedding(11, 4), layers.Conv1D(6, 3, padding=padding)], optimizer, **compiled
+    )
 
 
 def _made(inner: list[Any], optimizer: Any, **compiled: Any) -> Any:
@@ -61,7 +67,9 @@ def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[
 
 
 def computed(split: Split) -> dict[str, Any]:
-    """The steps that the devices compute in an epoch, of all padded ones, and whether each row comes once."""
+    """The steps that the devices compute in an epoch, of all padded ones, and whether each row
+    comes once.
+    """
     own, words = 0, []
     for batch in split.data(WORDS, lengths=LENGTHS, shuffle=True):
         own += int(np.sum(np.diff(batch.edges) * batch.longest))
@@ -91,7 +99,9 @@ def refused(split: Split, in_passes: Split) -> dict[str, str]:
         "batch normalization": fit(lambda: tagger("sgd", head=[layers.BatchNormalization()])),
         "activity": fit(lambda: tagger("sgd", head=[layers.ActivityRegularization(0.1)])),
         "eager": fit(lambda: tagger("sgd", run_eagerly=True)),
-        "predict": lambda: split.build(lambda: tagger("sgd")).predict(split.data(WORDS, lengths=LENGTHS), verbose=0),
+        "predict": lambda: split.build(lambda: tagger("sgd")).predict(
+            split.data(WORDS, lengths=LENGTHS), verbose=0
+        ),
         "passes": lambda: in_passes.data(WORDS, lengths=LENGTHS),
         "fewer": lambda: split.data(WORDS, lengths=LENGTHS[1:]),
         "too long": lambda: split.data(WORDS[:, :4], lengths=LENGTHS),
@@ -113,7 +123,9 @@ def main(by: dict[str, Split], in_passes: Split) -> dict[str, Any]:
     clipped = lambda: optimizers.Adam(0.01, global_clipnorm=0.1)  # noqa: E731
     return {
         "masked": learned(by["5:2:1"], lambda: tagger(clipped(), metrics=["accuracy"])),
-        "weighted": learned(by["3:1"], lambda: convolution(clipped(), weighted_metrics=["accuracy"]), WEIGHTS),
+        "weighted": learned(
+            by["3:1"], lambda: convolution(clipped(), weighted_metrics=["accuracy"]), WEIGHTS
+        ),
         "computed": computed(by["5:2:1"]),
         "one device": on_one_device(),
         "refused": refused(by["3:1"], in_passes),

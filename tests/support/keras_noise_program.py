@@ -32,9 +32,15 @@ def build(split: Split, rate: float) -> Any:
 
 
 def train(split: Split) -> dict[str, Any]:
-    """The largest difference of a step's sample from that of the rows' own gradients, at weights that stay and under
-    shares that change; a training's weights with noise and without."""
-    options: Any = {"devices": split.devices, "ratios": split.cut.weights, "global_batch": BATCH, "rebalance": True}
+    """The largest difference of a step's sample from that of the rows' own gradients, at weights
+    that stay and under shares that change; a training's weights with noise and without.
+    """
+    options: Any = {
+        "devices": split.devices,
+        "ratios": split.cut.weights,
+        "global_batch": BATCH,
+        "rebalance": True,
+    }
     wanting = Split(**options, noise=True)
     model = build(wanting, 0.0)
     noise = wanting._noise = model.fit.hooks.engine.noise = GroupNoise(NoiseWindow(1), every=1)
@@ -43,7 +49,9 @@ def train(split: Split) -> dict[str, Any]:
 
     def cut(number: int) -> None:
         changing.change(((6, 2), (1, 7), (8, 0), (3, 5))[number % 4])
-        edges.append([int(each) for each in wanting.cut.bounds(min(BATCH, len(X) - BATCH * number))])
+        edges.append(
+            [int(each) for each in wanting.cut.bounds(min(BATCH, len(X) - BATCH * number))]
+        )
 
     begin = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda number, **_: cut(number))
     model.fit(X, Y, shuffle=False, callbacks=[begin], verbose=0)
@@ -56,7 +64,9 @@ def train(split: Split) -> dict[str, Any]:
         sizes = [len(piece) for piece in pieces]
         if all(sizes):
             weighted = sum(len(piece) * float(np.square(piece.mean(0)).sum()) for piece in pieces)
-            expected = separate(sizes, weighted, float(np.square(np.concatenate(pieces).mean(0)).sum()))
+            expected = separate(
+                sizes, weighted, float(np.square(np.concatenate(pieces).mean(0)).sum())
+            )
             off += abs(kept[number] / expected - 1).tolist()
     assert model.fit.hooks.engine.describe(0.0)[0].noise == noise.scale()
     scale = msgspec.to_builtins(noise.scale())

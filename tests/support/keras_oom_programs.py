@@ -1,4 +1,5 @@
-"""A group of two whose passes run out of memory: what it learns beside one that takes the same passes from the start.
+"""A group of two whose passes run out of memory: what it learns beside one that takes the same
+passes from the start.
 
 TensorFlow takes a MemoryError of a function in the graph for its own ResourceExhaustedError.
 """
@@ -25,7 +26,14 @@ from evener.keras_split import Report, Split, make_logical_cpus
 from evener.live.journal import RetreatEntry
 from evener.training import retreat
 from tests.support.keras_proofs import make_plan
-from tests.support.keras_twice import difference, digest, seeded, trace_faster, train_twice, with_variables
+from tests.support.keras_twice import (
+    difference,
+    digest,
+    seeded,
+    trace_faster,
+    train_twice,
+    with_variables,
+)
 
 RANDOM = np.random.default_rng(3)
 BATCH, ROWS = 18, 4 * 18 + 7  # the last batch is short
@@ -36,7 +44,9 @@ SHARES, MICROS = (12, 6), (6, 3)
 FORWARD, BACKWARD = "forward", "backward"
 
 Model = Any
-Bombs = dict[tuple[int, int], tuple[str, int]]  # by rank and step: where, and in which pass from the first try on
+Bombs = dict[
+    tuple[int, int], tuple[str, int]
+]  # by rank and step: where, and in which pass from the first try on
 
 
 class Fuse(layers.Layer):
@@ -64,7 +74,9 @@ class Fuse(layers.Layer):
         return through(x) if training and not tf.executing_eagerly() else x
 
     def _pass(self, where: str, x: Any) -> Any:
-        with tf.control_dependencies([tf.numpy_function(lambda n: self._look(where, n), [tf.shape(x)[0]], tf.int32)]):
+        with tf.control_dependencies(
+            [tf.numpy_function(lambda n: self._look(where, n), [tf.shape(x)[0]], tf.int32)]
+        ):
             return tf.identity(x)
 
     def _look(self, where: str, rows: Any) -> Any:
@@ -82,7 +94,9 @@ class Fuse(layers.Layer):
 
 
 class Lit(keras.callbacks.Callback):
-    """Tells the fuse which step begins; `limits` are rows of a pass from a step on, where nothing explodes."""
+    """Tells the fuse which step begins; `limits` are rows of a pass from a step on, where nothing
+    explodes.
+    """
 
     def __init__(self, fuse: Fuse, limits: dict[int, int] | None = None) -> None:
         super().__init__()
@@ -109,7 +123,9 @@ class Lit(keras.callbacks.Callback):
 class OwnLoss(keras.Model):
     """A compute_loss that counts in a tracker of its own, and adds the layers' losses."""
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
+    ) -> Any:
         """Weighted squares."""
         squares = keras.ops.mean(keras.ops.square(y - y_pred), axis=-1)
         loss = keras.ops.mean(squares * sample_weight) + keras.ops.sum(self.losses)
@@ -117,15 +133,21 @@ class OwnLoss(keras.Model):
         return loss
 
 
-def network(fuse: Fuse, *inner: Any, optimizer: Any = None, base: Any = keras.Model, **compiled: Any) -> Model:
+def network(
+    fuse: Fuse, *inner: Any, optimizer: Any = None, base: Any = keras.Model, **compiled: Any
+) -> Model:
     """Dense layers around a fuse."""
     entry = keras.Input((6,))
-    body = layers.Dense(8, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(entry)
+    body = layers.Dense(8, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(
+        entry
+    )
     for layer in (*inner, fuse):
         body = layer(body)
     model = base(entry, layers.Dense(2)(body))
     model.tracked = keras.metrics.Mean(name="tracked")
-    model.compile(optimizer or optimizers.AdamW(0.01, global_clipnorm=0.1), "mse", metrics=["mae"], **compiled)
+    model.compile(
+        optimizer or optimizers.AdamW(0.01, global_clipnorm=0.1), "mse", metrics=["mae"], **compiled
+    )
     return model
 
 
@@ -133,39 +155,62 @@ def two_heads(fuse: Fuse) -> Model:
     """A loss for each of two outputs, and its figures."""
     entry = keras.Input((6,))
     body = fuse(layers.Dense(8, activation="tanh")(entry))
-    model = keras.Model(entry, {name: layers.Dense(size, name=name)(body) for name, size in (("a", 2), ("b", 1))})
-    model.compile(optimizers.SGD(0.05, momentum=0.9), {"a": "mse", "b": "mae"}, metrics={"a": ["mae"]})
+    model = keras.Model(
+        entry, {name: layers.Dense(size, name=name)(body) for name, size in (("a", 2), ("b", 1))}
+    )
+    model.compile(
+        optimizers.SGD(0.05, momentum=0.9), {"a": "mse", "b": "mae"}, metrics={"a": ["mae"]}
+    )
     return with_variables(model, X, {"a": Y, "b": X[:, :1]})
 
 
-def fit(model: Model, fuse: Fuse, limits: dict[int, int] | None = None, y: Any = Y, **words: Any) -> Any:
+def fit(
+    model: Model, fuse: Fuse, limits: dict[int, int] | None = None, y: Any = Y, **words: Any
+) -> Any:
     """Two epochs in order; the history, and the rows of each step's passes in every try."""
     lit = Lit(fuse, limits)
     calls = [lit, *words.pop("callbacks", ())]
-    options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": calls, **words}
+    options = {
+        "batch_size": BATCH,
+        "epochs": 2,
+        "shuffle": False,
+        "verbose": 0,
+        "callbacks": calls,
+        **words,
+    }
     data = options.pop("data", None)
     history = (model.fit(X, y, **options) if data is None else model.fit(data, **options)).history
     return history, lit.rows
 
 
-def beside_one(split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **words: Any) -> dict[str, Any]:
+def beside_one(
+    split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **words: Any
+) -> dict[str, Any]:
     """Weights and figures beside one device, where passes have no numbers of their own."""
     rank, fuse = split.required_group.rank, Fuse()
     rows: list[Any] = []
 
     def run(model: Model) -> Any:
         hooked = hasattr(model.fit, "hooks")
-        fuse.bombs = {step: bomb for (who, step), bomb in bombs.items() if who == rank} if hooked else {}
+        fuse.bombs = (
+            {step: bomb for (who, step), bomb in bombs.items() if who == rank} if hooked else {}
+        )
         history, own = fit(model, fuse, **words)
         rows.append(own)
-        return {name: figures for name, figures in history.items() if name not in ("a_loss", "b_loss")}
+        return {
+            name: figures for name, figures in history.items() if name not in ("a_loss", "b_loss")
+        }
 
     found = train_twice(split, lambda: make(fuse), run, traced=True)
     return found | {"rows": rows[0], "left": len(fuse.bombs)}
 
 
-def beside_same(split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **words: Any) -> dict[str, Any]:
-    """Everything beside a training that takes from the same step on the passes that fit in the end."""
+def beside_same(
+    split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **words: Any
+) -> dict[str, Any]:
+    """Everything beside a training that takes from the same step on the passes that fit in the
+    end.
+    """
     rank, fuse = split.required_group.rank, Fuse()
     many = seeded(lambda: split.build(lambda: make(fuse)))
     fuse.bombs = {step: bomb for (who, step), bomb in bombs.items() if who == rank}
@@ -179,7 +224,10 @@ def beside_same(split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **wor
     limits = {step: MICROS[rank] >> (n + 1) for n, step in enumerate(own)}
     beside, _ = fit(calm, other, limits, **words)
     states = [
-        [each.numpy().astype(float) for each in (*model.non_trainable_variables, *model.optimizer.variables)]
+        [
+            each.numpy().astype(float)
+            for each in (*model.non_trainable_variables, *model.optimizer.variables)
+        ]
         for model in (calm, many)
     ]
     return {
@@ -203,7 +251,9 @@ def read_lines() -> list[str]:
 
 
 def everything(fuse: Fuse) -> Model:
-    """A loss of its own that counts, at a scale that moves; rows that depend on draws and on one another; XLA."""
+    """A loss of its own that counts, at a scale that moves; rows that depend on draws and on one
+    another; XLA.
+    """
     adamw = optimizers.AdamW(0.01, global_clipnorm=0.1)
     scaled = optimizers.LossScaleOptimizer(adamw, 2.0**17, dynamic_growth_steps=3)
     inner = layers.BatchNormalization(), layers.Dropout(0.4)
@@ -242,7 +292,9 @@ def fit_most(split: Split, rows: int, **words: Any) -> tuple[Model, Fuse]:
 
 
 def grown(split: Split) -> dict[str, Any]:
-    """The rows of passes of which three fit, where twice the rows are tried again after two steps; then none fits."""
+    """The rows of passes of which three fit, where twice the rows are tried again after two steps;
+    then none fits.
+    """
     retreat.CLEAN_STEPS, before = 2, retreat.CLEAN_STEPS
     try:
         model, fuse = fit_most(split, 3)
@@ -280,7 +332,12 @@ def prove(_rank: int, folder: str) -> dict[str, Any]:
     keras.config.set_dtype_policy("float64")
     trace_faster()
     split = Split(make_plan(*SHARES, micros=MICROS))
-    anywhere: Bombs = {(1, 0): (FORWARD, 0), (0, 1): (BACKWARD, 0), (0, 3): (BACKWARD, 3), (1, 4): (FORWARD, 0)}
+    anywhere: Bombs = {
+        (1, 0): (FORWARD, 0),
+        (0, 1): (BACKWARD, 0),
+        (0, 3): (BACKWARD, 3),
+        (1, 4): (FORWARD, 0),
+    }
     late: Bombs = {(0, 0): (BACKWARD, 1), (1, 2): (BACKWARD, 1)}
     batches = tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).batch(BATCH)
     with redirect_stderr(StringIO()):

@@ -1,4 +1,6 @@
-"""Models of Keras' users with layers that keep states, add losses, look across rows or aren't reached by the loss."""
+"""Models of Keras' users with layers that keep states, add losses, look across rows or aren't
+reached by the loss.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Added(layers.Layer):
             self.add_loss(0.1 * squares)
         elif self.kind == "balance":  # of experts: a product of two means
             share = ops.softmax(x)
-            self.add_loss(0.1 * ops.sum(ops.mean(share, 0) * ops.mean(ops.cast(share > 0.3, x.dtype), 0)))
+            self.add_loss(
+                0.1 * ops.sum(ops.mean(share, 0) * ops.mean(ops.cast(share > 0.3, x.dtype), 0))
+            )
         elif self.kind == "weight":  # no row counts
             self.add_loss(ops.cast(0.1, x.dtype))
         return x
@@ -48,7 +52,11 @@ class State(layers.Layer):
         whole = self.kind in ("steps", "rows")
         size = () if whole or self.kind in ("float steps", "slow mean") else (shape[-1],)
         self.state = self.add_weight(
-            shape=size, dtype="int64" if whole else None, trainable=False, initializer="zeros", name="state"
+            shape=size,
+            dtype="int64" if whole else None,
+            trainable=False,
+            initializer="zeros",
+            name="state",
         )
 
     def call(self, x: Any, training: bool = False) -> Any:
@@ -117,7 +125,9 @@ def between(*extra: Any, optimizer: Any = None, loss: Any = "mse", **words: Any)
 
     def make() -> Any:
         inner = [each() for each in extra]
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(5, activation="tanh"), *inner, layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(5, activation="tanh"), *inner, layers.Dense(1)]
+        )
         model.compile(optimizer() if optimizer else keras.optimizers.Adam(0.02), loss, **words)
         return model
 
@@ -168,7 +178,9 @@ def unreachable() -> Made:
 
     def make() -> Any:
         entry = keras.Input((6,))
-        model = keras.Model(entry, layers.Lambda(ops.stop_gradient, output_shape=(1,))(layers.Dense(1)(entry)))
+        model = keras.Model(
+            entry, layers.Lambda(ops.stop_gradient, output_shape=(1,))(layers.Dense(1)(entry))
+        )
         model.compile("sgd", "mse")
         return model
 
@@ -176,25 +188,39 @@ def unreachable() -> Made:
 
 
 def shaped(kind: str) -> Made:
-    """Outputs whose first axis isn't the rows, or whose numbers are complex; rows that are no rows."""
+    """Outputs whose first axis isn't the rows, or whose numbers are complex; rows that are no
+    rows.
+    """
 
     def make() -> Any:
         entry = keras.Input((6,))
         hidden = layers.Dense(4)(entry)
         ends = {
-            "columns first": lambda: layers.Lambda(lambda h: tf.transpose(h), output_shape=(None,))(hidden),
-            "rows and rows": lambda: layers.Lambda(lambda h: tf.reshape(h, [-1, 2]), output_shape=(2,))(hidden),
-            "similarities": lambda: layers.Lambda(lambda h: h @ tf.transpose(h), output_shape=(None,))(hidden),
-            "complex": lambda: layers.Lambda(lambda h: tf.complex(h[:, :2], h[:, 2:]), dtype="float64")(hidden),
+            "columns first": lambda: layers.Lambda(lambda h: tf.transpose(h), output_shape=(None,))(
+                hidden
+            ),
+            "rows and rows": lambda: layers.Lambda(
+                lambda h: tf.reshape(h, [-1, 2]), output_shape=(2,)
+            )(hidden),
+            "similarities": lambda: layers.Lambda(
+                lambda h: h @ tf.transpose(h), output_shape=(None,)
+            )(hidden),
+            "complex": lambda: layers.Lambda(
+                lambda h: tf.complex(h[:, :2], h[:, 2:]), dtype="float64"
+            )(hidden),
         }
 
         def loss(y: Any, outputs: Any) -> Any:
-            return tf.reduce_mean(tf.abs(outputs) ** 2) + 0.0 * tf.reduce_mean(tf.cast(y, tf.float64))
+            return tf.reduce_mean(tf.abs(outputs) ** 2) + 0.0 * tf.reduce_mean(
+                tf.cast(y, tf.float64)
+            )
 
         class Own(keras.Model):
             """Its loss takes the outputs as they are."""
 
-            def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+            def compute_loss(
+                self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+            ) -> Any:
                 """Of all numbers."""
                 return loss(y, y_pred)
 
@@ -225,11 +251,20 @@ def layer_programs() -> dict[str, Made]:
     clipped = lambda: keras.optimizers.Adam(0.02, global_clipnorm=0.1)  # noqa: E731
     states = ("steps", "float steps", "rows", "slow mean", "sums", "centre", "codebook", "largest")
     return {
-        **{f"add_loss: {kind}": between(lambda kind=kind: Added(kind)) for kind in ("mean", "sum", "rows")},
-        **{f"add_loss: {kind}": between(lambda kind=kind: Added(kind)) for kind in ("balance", "weight")},
-        "add_loss: mean, with a sum": between(lambda: Added("mean"), loss=keras.losses.MeanSquaredError("sum")),
+        **{
+            f"add_loss: {kind}": between(lambda kind=kind: Added(kind))
+            for kind in ("mean", "sum", "rows")
+        },
+        **{
+            f"add_loss: {kind}": between(lambda kind=kind: Added(kind))
+            for kind in ("balance", "weight")
+        },
+        "add_loss: mean, with a sum": between(
+            lambda: Added("mean"), loss=keras.losses.MeanSquaredError("sum")
+        ),
         "activity and weight regularizers": between(
-            lambda: layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l1"), optimizer=clipped
+            lambda: layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l1"),
+            optimizer=clipped,
         ),
         **{f"state: {kind}": between(lambda kind=kind: State(kind)) for kind in states},
         **{
@@ -255,7 +290,10 @@ def layer_programs() -> dict[str, Made]:
         "pooler, momentum": pooled(lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
         "stopped, AdamW": stopped(adamw),
         "nothing has a gradient": unreachable(),
-        **{f"outputs: {kind}": shaped(kind) for kind in ("columns first", "rows and rows", "similarities", "complex")},
+        **{
+            f"outputs: {kind}": shaped(kind)
+            for kind in ("columns first", "rows and rows", "similarities", "complex")
+        },
         "full graph": graph(),
         "crossentropy, two steps a call": between(loss="mse", steps_per_execution=2),
         "accumulation": between(

@@ -22,16 +22,24 @@ FLOAT32_LOSSES = ("CTC",)  # which TensorFlow computes so in any case
 LENGTHS = RANDOM.integers(1, STEPS + 1, ROWS)
 WORDS = np.where(np.arange(STEPS) < LENGTHS[:, None], RANDOM.integers(1, 11, (ROWS, STEPS)), 0)
 TAGS = np.where(WORDS > 0, RANDOM.integers(1, 4, WORDS.shape), 0)  # 0 is padding
-PIXELS = np.where(RANDOM.random((ROWS, 4, 4)) < RANDOM.random((ROWS, 1, 1)), RANDOM.integers(0, 3, (ROWS, 4, 4)), 255)
+PIXELS = np.where(
+    RANDOM.random((ROWS, 4, 4)) < RANDOM.random((ROWS, 1, 1)),
+    RANDOM.integers(0, 3, (ROWS, 4, 4)),
+    255,
+)
 IMAGES = RANDOM.normal(size=(ROWS, 4, 4, 2))
 
 Data = tuple[Any, Any, dict[str, Any]]  # x, y, and what else fit is given
 Made = tuple[Callable[[], Any], Data]
 
 
-def dense(loss: Any, y: Any, outputs: int = 1, last: str | None = None, base: Any = None, **words: Any) -> Made:
+def dense(
+    loss: Any, y: Any, outputs: int = 1, last: str | None = None, base: Any = None, **words: Any
+) -> Made:
     """Two dense layers with this loss."""
-    fitted: dict[str, Any] = {name: words.pop(name) for name in ("sample_weight", "class_weight") if name in words}
+    fitted: dict[str, Any] = {
+        name: words.pop(name) for name in ("sample_weight", "class_weight") if name in words
+    }
 
     def make() -> Any:
         entry = keras.Input((6,))
@@ -93,8 +101,12 @@ def concordance(y: Any, outputs: Any) -> Any:
 def info_nce(y: Any, outputs: Any) -> Any:
     """Each row among all others."""
     outputs = tf.math.l2_normalize(outputs, 1)
-    scores = outputs @ tf.transpose(outputs) + tf.cast(tf.cast(y, tf.float64)[:, None] * 0, outputs.dtype)
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(scores)[0]), scores))
+    scores = outputs @ tf.transpose(outputs) + tf.cast(
+        tf.cast(y, tf.float64)[:, None] * 0, outputs.dtype
+    )
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(scores)[0]), scores)
+    )
 
 
 def cox(y: Any, outputs: Any) -> Any:
@@ -121,7 +133,9 @@ def masked_words(y: Any, outputs: Any) -> Any:
 
 def weighted_classes(y: Any, outputs: Any) -> Any:
     """As PyTorch does it: divided by the weights of the batch's classes."""
-    weights = tf.gather(tf.constant([1.0, 5.0, 0.2], outputs.dtype), tf.cast(tf.reshape(y, [-1]), tf.int32))
+    weights = tf.gather(
+        tf.constant([1.0, 5.0, 0.2], outputs.dtype), tf.cast(tf.reshape(y, [-1]), tf.int32)
+    )
     each = keras.losses.sparse_categorical_crossentropy(y, outputs)
     return tf.reduce_sum(each * weights) / tf.reduce_sum(weights)
 
@@ -134,7 +148,9 @@ def rows_of_steps(y: Any, outputs: Any) -> Any:
 def soft_dice(y: Any, outputs: Any) -> Any:
     """Over the whole batch."""
     hot = tf.one_hot(tf.cast(tf.reshape(y, [-1]), tf.int32), 3, dtype=outputs.dtype)
-    return 1 - (2 * tf.reduce_sum(hot * outputs) + 1) / (tf.reduce_sum(hot) + tf.reduce_sum(outputs) + 1)
+    return 1 - (2 * tf.reduce_sum(hot * outputs) + 1) / (
+        tf.reduce_sum(hot) + tf.reduce_sum(outputs) + 1
+    )
 
 
 class OwnReduction(losses.Loss):
@@ -148,15 +164,23 @@ class OwnReduction(losses.Loss):
 class OwnComputeLoss(keras.Model):
     """Adds a penalty on its outputs."""
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
         """Means over rows."""
-        return tf.reduce_mean(tf.square(y - y_pred)) + 0.1 * tf.reduce_mean(tf.abs(y_pred)) + sum(self.losses)
+        return (
+            tf.reduce_mean(tf.square(y - y_pred))
+            + 0.1 * tf.reduce_mean(tf.abs(y_pred))
+            + sum(self.losses)
+        )
 
 
 class SumComputeLoss(keras.Model):
     """An ELBO of a sum over rows."""
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
         """A sum."""
         return tf.reduce_sum(tf.square(y - y_pred))
 
@@ -170,7 +194,9 @@ def two_heads(mask: bool, second: Any) -> Made:
         tags = layers.Dense(4, activation="softmax", name="tags")(words)
         row = layers.Dense(1, name="row")(layers.GlobalAveragePooling1D()(words))
         model = keras.Model(entry, {"tags": tags, "row": row})
-        model.compile(keras.optimizers.Adam(0.02), {"tags": "sparse_categorical_crossentropy", "row": second})
+        model.compile(
+            keras.optimizers.Adam(0.02), {"tags": "sparse_categorical_crossentropy", "row": second}
+        )
         return model
 
     return make, (WORDS, {"tags": TAGS, "row": LENGTHS[:, None].astype(float)}, {})
@@ -196,7 +222,9 @@ def loss_programs() -> dict[str, Made]:
     hot = np.eye(3)[KINDS]
     return {
         "crossentropy": dense(kinds, KINDS, **soft, metrics=["accuracy"]),
-        "crossentropy, class_weight": dense(kinds, KINDS, **soft, class_weight={0: 0.5, 1: 4.0, 2: 1.0}),
+        "crossentropy, class_weight": dense(
+            kinds, KINDS, **soft, class_weight={0: 0.5, 1: 4.0, 2: 1.0}
+        ),
         "mse, sample_weight": dense("mse", VALUES, sample_weight=WEIGHTS, weighted_metrics=["mae"]),
         "Huber": dense(losses.Huber(0.3), VALUES),
         "Poisson": dense("poisson", KINDS[:, None], last="exponential"),
@@ -211,15 +239,25 @@ def loss_programs() -> dict[str, Made]:
         "own compute_loss, a sum": dense(None, VALUES, base=SumComputeLoss),
         "rows of steps": tagger(rows_of_steps, False, y=np.cos(WORDS)),
         "sum": dense(crossed(reduction="sum"), KINDS, **soft),
-        "sum, weighted": dense(losses.MeanSquaredError(reduction="sum"), VALUES, sample_weight=WEIGHTS),
+        "sum, weighted": dense(
+            losses.MeanSquaredError(reduction="sum"), VALUES, sample_weight=WEIGHTS
+        ),
         "mean_with_sample_weight": dense(
-            losses.MeanSquaredError(reduction="mean_with_sample_weight"), VALUES, sample_weight=WEIGHTS
+            losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+            VALUES,
+            sample_weight=WEIGHTS,
         ),
         "mean_with_sample_weight, class_weight": dense(
-            crossed(reduction="mean_with_sample_weight"), KINDS, **soft, class_weight={0: 0.5, 1: 4.0, 2: 1.0}
+            crossed(reduction="mean_with_sample_weight"),
+            KINDS,
+            **soft,
+            class_weight={0: 0.5, 1: 4.0, 2: 1.0},
         ),
         "mean_with_sample_weight, one class a batch": dense(
-            crossed(reduction="mean_with_sample_weight"), SORTED, **soft, class_weight={0: 0.5, 1: 4.0, 2: 1.0}
+            crossed(reduction="mean_with_sample_weight"),
+            SORTED,
+            **soft,
+            class_weight={0: 0.5, 1: 4.0, 2: 1.0},
         ),
         "Dice": dense(losses.Dice(), hot, **soft),
         "Dice of rows": dense(losses.Dice(axis=(1,)), hot, **soft),
@@ -234,7 +272,9 @@ def loss_programs() -> dict[str, Made]:
         "own class weights": dense(weighted_classes, KINDS, **soft),
         "own class weights, one class a batch": dense(weighted_classes, SORTED, **soft),
         "masked by Keras": tagger(kinds, True),
-        "masked by Keras, weights of steps": tagger(kinds, True, sample_weight=RANDOM.uniform(0.5, 2, WORDS.shape)),
+        "masked by Keras, weights of steps": tagger(
+            kinds, True, sample_weight=RANDOM.uniform(0.5, 2, WORDS.shape)
+        ),
         "masked by Keras, sum": tagger(crossed(reduction="sum"), True, rate=0.01),
         "masked by Keras, full first batch": full_first(),
         "tutorial's masked loss": tagger(masked_words, False),

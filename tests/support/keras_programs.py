@@ -1,6 +1,8 @@
-"""Trains programs of Keras' users by plain Keras and by shares of 6 : 2, and says what became of each.
+"""Trains programs of Keras' users by plain Keras and by shares of 6 : 2, and says what became of
+each.
 
-`exact` has the largest difference of weights and figures, in float64; `refused` what was said before the first step.
+`exact` has the largest difference of weights and figures, in float64; `refused` what was said
+before the first step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from keras import layers
 from evener.errors import EvenerError
 from evener.keras_split import Split, SplitWarning, make_logical_cpus
 from evener.keras_split.measuring import measure
-from tests.support.keras_program_layers import RANDOM_LAYERS, Counted, State, Watched, between, layer_programs
+from tests.support.keras_program_layers import (
+    RANDOM_LAYERS,
+    Counted,
+    State,
+    Watched,
+    between,
+    layer_programs,
+)
 from tests.support.keras_program_losses import FLOAT32_LOSSES, Made, loss_programs
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import difference, seeded, trace_faster
@@ -39,12 +48,17 @@ def programs() -> dict[str, Made]:
 def run_all(
     _rank: int, engines: dict[str, list[str]], tail: str, validated: Sequence[str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What became of each engine's programs, in one process of one or several; `validated`, or all, are validated."""
+    """What became of each engine's programs, in one process of one or several; `validated`, or all,
+    are validated.
+    """
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
     if not any("multiworker" in engine for engine in engines):
         make_logical_cpus(2)
-    splits = {name: Split(make_plan(6, 2, micros=(2, 2) if "passes" in name else None)) for name in engines}
+    splits = {
+        name: Split(make_plan(6, 2, micros=(2, 2) if "passes" in name else None))
+        for name in engines
+    }
     trace_faster()
     every = programs()
     found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
@@ -67,7 +81,9 @@ class Program:
     def __init__(self, name: str, made: Made, rows: int, validated: bool) -> None:
         make, (x, y, words) = made
         self.name, self.make = name, make
-        x, y, words = keras.tree.map_structure(lambda a: a[:rows] if hasattr(a, "shape") else a, (x, y, words))
+        x, y, words = keras.tree.map_structure(
+            lambda a: a[:rows] if hasattr(a, "shape") else a, (x, y, words)
+        )
         held = (x, y, words["sample_weight"]) if "sample_weight" in words else (x, y)
         options: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
         if validated:
@@ -99,7 +115,9 @@ class Program:
             return answer
         self._plain = self._plain or self.train(self.make)
         plain, own = self._plain
-        return answer | {"gap": difference(({name: plain[name] for name in figures}, own), (figures, weights))}
+        return answer | {
+            "gap": difference(({name: plain[name] for name in figures}, own), (figures, weights))
+        }
 
     def _explain(self, error: Exception) -> dict[str, Any]:
         """A crash, unless plain Keras ends with the same error."""
@@ -113,12 +131,16 @@ class Program:
 
 
 def run_towers(rank: int, engines: dict[str, list[str]], tail: str) -> dict[str, Any]:
-    """What became of programs in one process, and `beside` what the check does beside its verdict."""
+    """What became of programs in one process, and `beside` what the check does beside its
+    verdict.
+    """
     return {**run_all(rank, engines, tail, ()), "beside": check_beside()}
 
 
 def check_beside() -> dict[str, Any]:
-    """What the check leaves behind, what it says of common float32 layers, and of a loop of the user's own."""
+    """What the check leaves behind, what it says of common float32 layers, and of a loop of the
+    user's own.
+    """
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     split = Split(make_plan(6, 2))
@@ -127,9 +149,13 @@ def check_beside() -> dict[str, Any]:
     found: dict[str, Any] = {"unseeded": measure(make(), rows, training=True, partial=True).loss}
     found |= {"before": _draw(None), "after": _draw(_measure)}
     image = keras.Input((8, 8, 3))
-    body = layers.Dropout(0.5)(layers.BatchNormalization()(layers.Conv2D(8, 3)(layers.RandomFlip()(image))))
+    body = layers.Dropout(0.5)(
+        layers.BatchNormalization()(layers.Conv2D(8, 3)(layers.RandomFlip()(image)))
+    )
     attended = layers.MultiHeadAttention(2, 4, dropout=0.2)(*[layers.Reshape((36, 8))(body)] * 2)
-    model = keras.Model(image, layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(attended)))
+    model = keras.Model(
+        image, layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(attended))
+    )
     model.compile("adam", "sparse_categorical_crossentropy")
     data = (tf.random.normal((24, 8, 8, 3)), tf.zeros([24], tf.int64), None)
     found["common"] = msgspec.to_builtins(measure(model, data, training=True, partial=True))
@@ -144,16 +170,31 @@ def check_beside() -> dict[str, Any]:
 
 
 def _draw(action: Any) -> list[Any]:
-    """Weights, states and the next random numbers of a model with all of them, after an action on it."""
+    """Weights, states and the next random numbers of a model with all of them, after an action on
+    it.
+    """
     keras.utils.set_random_seed(3)
     model = between(Counted, lambda: State("sums"), lambda: layers.Dropout(0.5), Watched)[0]()
     if action is not None:
         action(model)
-    drawn = [random.random(), float(np.random.random()), float(tf.random.uniform([])), float(keras.random.uniform([]))]
+    drawn = [
+        random.random(),
+        float(np.random.random()),
+        float(tf.random.uniform([])),
+        float(keras.random.uniform([])),
+    ]
     counted = [int(layer.calls) for layer in model.layers if isinstance(layer, Counted)]
-    kept = [float(np.sum(tf.convert_to_tensor(each))) for each in (*model.variables, *model.metrics_variables)]
+    kept = [
+        float(np.sum(tf.convert_to_tensor(each)))
+        for each in (*model.variables, *model.metrics_variables)
+    ]
     return [*drawn, *counted, *kept, model.optimizer.iterations.numpy().item(), len(model.losses)]
 
 
 def _measure(model: Any) -> None:
-    measure(model, (tf.random.stateless_normal((8, 6), (1, 2)), tf.ones([8, 1]), None), training=True, partial=True)
+    measure(
+        model,
+        (tf.random.stateless_normal((8, 6), (1, 2)), tf.ones([8, 1]), None),
+        training=True,
+        partial=True,
+    )

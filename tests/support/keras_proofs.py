@@ -1,8 +1,8 @@
 """Trains small models on one device and over several, and finds how far they are apart.
 
-Engine `towers` uses logical CPU devices; `multiworker` is one process of a group, with TF_CONFIG set.
-Everything is float64. Each process also does what keras_users.py has for its engine. Run as a script on GPUs, with
-"towers on gpus" or multiworker, it prints what it finds as JSON.
+Engine `towers` uses logical CPU devices; `multiworker` is one process of a group, with TF_CONFIG
+set. Everything is float64. Each process also does what keras_users.py has for its engine. Run as a
+script on GPUs, with "towers on gpus" or multiworker, it prints what it finds as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, Throughput, make_layout
 from evener.shares import divisions
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
-from tests.support.keras_twice import Scaled, count_traces, set_seed, trace_faster, train_twice, with_variables
+from tests.support.keras_twice import (
+    Scaled,
+    count_traces,
+    set_seed,
+    trace_faster,
+    train_twice,
+    with_variables,
+)
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -43,7 +50,9 @@ X = RANDOM.normal(size=(ROWS, 8, 8, 1))
 Y = RANDOM.integers(0, 5, ROWS)
 WEIGHTS = RANDOM.uniform(0.5, 2.0, ROWS)
 CLASSES = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}  # what each class weighs
-WORDS = np.where(np.arange(6) < RANDOM.integers(1, 7, (ROWS, 1)), RANDOM.integers(1, 11, (ROWS, 6)), 0)
+WORDS = np.where(
+    np.arange(6) < RANDOM.integers(1, 7, (ROWS, 1)), RANDOM.integers(1, 11, (ROWS, 6)), 0
+)
 
 Make = Callable[[], Any]
 REWRITTEN = (
@@ -54,7 +63,9 @@ REWRITTEN = (
 def make_plan(*batches: int, micros: tuple[int, ...] | None = None) -> Plan:
     """A plan for CPU slices of these shares, in passes of up to `micros` rows."""
     names = [Share(f"cpu-{i}-of-{len(batches)}", i, "a slice", 0, 0.0) for i in range(len(batches))]
-    layout = make_layout("split" if sum(map(bool, batches)) > 1 else "solo", tuple(names), batches, micros=micros)
+    layout = make_layout(
+        "split" if sum(map(bool, batches)) > 1 else "solo", tuple(names), batches, micros=micros
+    )
     return launched_plan.make_plan(layout, framework="tensorflow", precision="float64")
 
 
@@ -67,10 +78,15 @@ def network(
     base: Any = keras.Sequential,
     **compiled: Any,
 ) -> Any:
-    """Two dense layers, behind a convolution and pooling for `pictures`; `extra` goes before the dense ones."""
+    """Two dense layers, behind a convolution and pooling for `pictures`; `extra` goes before the
+    dense ones.
+    """
     set_seed()
     regularizer = compiled.pop("regularizer", None)
-    seen = [layers.Conv2D(4, 3, activation="relu", kernel_regularizer=regularizer), layers.MaxPooling2D()]
+    seen = [
+        layers.Conv2D(4, 3, activation="relu", kernel_regularizer=regularizer),
+        layers.MaxPooling2D(),
+    ]
     activity = compiled.pop("activity", None)
     model = base(
         [
@@ -78,7 +94,9 @@ def network(
             *(seen if pictures else ()),
             *extra,
             layers.Flatten(),
-            layers.Dense(8, activation="tanh", kernel_regularizer=regularizer, activity_regularizer=activity),
+            layers.Dense(
+                8, activation="tanh", kernel_regularizer=regularizer, activity_regularizer=activity
+            ),
             layers.Dense(5, activation="softmax"),
         ]
     )
@@ -87,17 +105,25 @@ def network(
 
 
 def masked_network(optimizer: Any = None) -> Any:
-    """Padded words whose mask reaches the loss; the embedding's gradient is sparse, with rows that repeat."""
+    """Padded words whose mask reaches the loss; the embedding's gradient is sparse, with rows that
+    repeat.
+    """
     set_seed()
-    model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4, mask_zero=True), layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Embedding(11, 4, mask_zero=True), layers.Dense(1)]
+    )
     model.compile(optimizer or optimizers.Adam(0.01), "mse")
     return model
 
 
 def embedding_network() -> Any:
-    """Words of which many come more than once in a batch: a sparse gradient with rows that repeat."""
+    """Words of which many come more than once in a batch: a sparse gradient with rows that
+    repeat.
+    """
     set_seed()
-    model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4), layers.Flatten(), layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Embedding(11, 4), layers.Flatten(), layers.Dense(1)]
+    )
     model.compile(optimizers.Adam(0.01), "mse")
     return model
 
@@ -122,29 +148,46 @@ def two_headed_network() -> Any:
 
 
 def compare(
-    split: Split, make: Make, x: Any, y: Any, then: Callable[[Any], Any] = lambda _: [], **fitted: Any
+    split: Split,
+    make: Make,
+    x: Any,
+    y: Any,
+    then: Callable[[Any], Any] = lambda _: [],
+    **fitted: Any,
 ) -> dict[str, Any]:
-    """Fit the same data twice, by Keras alone on one device and by the split; `then` gives figures of each model.
+    """Fit the same data twice, by Keras alone on one device and by the split; `then` gives figures
+    of each model.
 
-    Keras alone has batches of a dataset, which take it less time to prepare than arrays, unless it weighs classes.
+    Keras alone has batches of a dataset, which take it less time to prepare than arrays, unless it
+    weighs classes.
     """
     options = {"epochs": 2, "verbose": 0}
     arrays = {"batch_size": BATCH, "shuffle": False, **fitted, **options}
-    held = {"validation_data": batches(*fitted["validation_data"])} if "validation_data" in fitted else {}
+    held = (
+        {"validation_data": batches(*fitted["validation_data"])}
+        if "validation_data" in fitted
+        else {}
+    )
 
     def run(model: Any) -> Any:
         return model.fit(x, y, **arrays).history, then(model)
 
     def alone(model: Any) -> Any:
-        return model.fit(batches(x, y, fitted.get("sample_weight")), **held, **options).history, then(model)
+        return model.fit(
+            batches(x, y, fitted.get("sample_weight")), **held, **options
+        ).history, then(model)
 
     rival = run if "class_weight" in fitted else alone
-    return train_twice(split, lambda: with_variables(make(), x, y), run, rival, traced=isinstance(y, dict))
+    return train_twice(
+        split, lambda: with_variables(make(), x, y), run, rival, traced=isinstance(y, dict)
+    )
 
 
 def batches(*rows: Any) -> Any:
     """(x, y, weight) as a dataset of batches, without what is None."""
-    return tf.data.Dataset.from_tensor_slices(tuple(each for each in rows if each is not None)).batch(BATCH)
+    return tf.data.Dataset.from_tensor_slices(
+        tuple(each for each in rows if each is not None)
+    ).batch(BATCH)
 
 
 def splits(engine: str) -> dict[str, Split]:
@@ -173,7 +216,9 @@ def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
     pair = {"kind": Y, "size": X.mean((1, 2))}
     regularized = {"loss": weighted, "activity": keras.regularizers.L2(0.1), "regularizer": "l2"}
     clipped = lambda: network(  # noqa: E731
-        optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1, gradient_accumulation_steps=2),
+        optimizers.AdamW(
+            0.01, weight_decay=0.1, global_clipnorm=0.1, gradient_accumulation_steps=2
+        ),
         steps_per_execution=3,
         **regularized,
     )
@@ -199,11 +244,15 @@ def in_passes() -> dict[str, Any]:
     rows = slice(ONE_OVER)
     dropping = network("sgd", extra=[layers.Dropout(0.5)])
     starts = [StepStates(dropping, PartKinds()).starts(device) for device in range(3)]
-    seeds = [value.numpy().tolist() for start in starts for state, value in start if "seed" in state.path]
+    seeds = [
+        value.numpy().tolist() for start in starts for state, value in start if "seed" in state.path
+    ]
     two = by["2:5"]
     tried = {
         "root": fit_once(two, lambda: network("sgd", loss=root)),
-        "mask": lambda: two.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
+        "mask": lambda: two.build(masked_network).fit(
+            WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0
+        ),
         "eager": fit_once(two, lambda: network("sgd", run_eagerly=True)),
         "synchronized": fit_once(two, synchronized),
     }
@@ -214,7 +263,9 @@ def in_passes() -> dict[str, Any]:
         "engine of one in passes": by["5"].engine,
         "seeds": seeds,
         "refused in passes": {name: said(action) for name, action in tried.items()},
-        "said of passes": said_before(two, lambda: network("sgd", extra=[layers.BatchNormalization()])),
+        "said of passes": said_before(
+            two, lambda: network("sgd", extra=[layers.BatchNormalization()])
+        ),
     }
 
 
@@ -223,8 +274,14 @@ def batch_normalization(split: Split) -> dict[str, float]:
     model = split.build(lambda: network(optimizers.SGD(0.0), extra=[layers.BatchNormalization()]))
     traces, rows = count_traces(model), X[:BATCH]
     model.fit(rows, Y[:BATCH], batch_size=BATCH, verbose=0)
-    (mean,), (variance,) = model.layers[0].moving_mean.numpy(), model.layers[0].moving_variance.numpy()
-    apart = {"mean": abs(float(mean) - 0.01 * rows.mean()), "variance": abs(float(variance) - 0.99 - 0.01 * rows.var())}
+    (mean,), (variance,) = (
+        model.layers[0].moving_mean.numpy(),
+        model.layers[0].moving_variance.numpy(),
+    )
+    apart = {
+        "mean": abs(float(mean) - 0.01 * rows.mean()),
+        "variance": abs(float(variance) - 0.99 - 0.01 * rows.var()),
+    }
     return {**apart, "traces": len(traces)}
 
 
@@ -236,7 +293,11 @@ def dropout(split: Split) -> dict[str, float]:
     before = [seed.numpy().copy() for seed in seeds]
     seen = [model.train_on_batch(X[:BATCH], Y[:BATCH])[0] for _ in range(2)]
     moved = all((seed.numpy() != old).any() for seed, old in zip(seeds, before, strict=True))
-    return {"seeds": float(len(seeds)), "moved": float(moved), "apart": float(abs(seen[0] - seen[1]))}
+    return {
+        "seeds": float(len(seeds)),
+        "moved": float(moved),
+        "apart": float(abs(seen[0] - seen[1])),
+    }
 
 
 def saved(model: Any, folder: str) -> dict[str, float]:
@@ -270,7 +331,9 @@ def half_network() -> Any:
 
 
 def half(split: Split) -> dict[str, float]:
-    """mixed_float16: near one device; an overflow on the second device alone skips the step and halves the scale."""
+    """mixed_float16: near one device; an overflow on the second device alone skips the step and
+    halves the scale.
+    """
     keras.config.set_dtype_policy("mixed_float16")
     try:
         one, many = half_network(), split.build(half_network)
@@ -278,7 +341,10 @@ def half(split: Split) -> dict[str, float]:
         keras.config.set_dtype_policy("float64")
     for model in (one, many):
         model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-    near = max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), many.get_weights(), strict=True))
+    near = max(
+        float(np.abs(a - b).max())
+        for a, b in zip(one.get_weights(), many.get_weights(), strict=True)
+    )
     before, scale = many.get_weights(), float(many.optimizer.dynamic_scale)
     spoilt = X[:BATCH].copy()
     spoilt[-1] = 1e30
@@ -301,7 +367,9 @@ def own_reports() -> list[Any]:
 
 
 def reported(split: Split, folder: str) -> dict[str, Any]:
-    """What the monitor reads of a training that reports itself, while it trains and when it has ended."""
+    """What the monitor reads of a training that reports itself, while it trains and when it has
+    ended.
+    """
     seen: list[Any] = []
 
     class Watch(keras.callbacks.Callback):
@@ -324,7 +392,9 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
 
 
 def ratios_form(folder: str) -> dict[str, Any]:
-    """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last. Classes have weights."""
+    """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last. Classes have
+    weights.
+    """
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[768, 560])
     files: dict[str, Any] = {}
 
@@ -364,7 +434,9 @@ class OwnStep(keras.Sequential):
 
 def own_step() -> Any:
     """A compiled model with its own train step."""
-    model = OwnStep([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5, activation="softmax")])
+    model = OwnStep(
+        [keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5, activation="softmax")]
+    )
     model.compile("sgd", "sparse_categorical_crossentropy")
     return model
 
@@ -384,7 +456,9 @@ def uncompiled() -> Any:
 class OwnLoss(keras.Sequential):
     """A model with a compute_loss of its own."""
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
+    ) -> Any:
         """What is compiled, and the outputs' squares."""
         own = super().compute_loss(x, y, y_pred, sample_weight, training)
         return own + keras.ops.mean(y_pred**2)
@@ -397,7 +471,9 @@ def root(y: Any, outputs: Any) -> Any:
 
 def stateful() -> Any:
     """A recurrent layer whose rows go on in the next batch."""
-    model = keras.Sequential([keras.Input(batch_shape=(BATCH, 8, 8)), layers.SimpleRNN(5, stateful=True)])
+    model = keras.Sequential(
+        [keras.Input(batch_shape=(BATCH, 8, 8)), layers.SimpleRNN(5, stateful=True)]
+    )
     model.compile("sgd", "sparse_categorical_crossentropy")
     return model
 
@@ -431,7 +507,9 @@ def refusals(split: Split) -> dict[str, str]:
 
 
 def warned(split: Split) -> dict[str, Any]:
-    """What is said before the first step of models that run with a difference, and whether XLA stays on."""
+    """What is said before the first step of models that run with a difference, and whether XLA
+    stays on.
+    """
     compiled = split.build(lambda: network(optimizers.SGD(), jit_compile=True))
     compiled.make_train_function()
     found: dict[str, Any] = {"xla": compiled.jit_compile}
@@ -470,15 +548,21 @@ def requests() -> dict[str, str]:
         "group missing": lambda: Split(devices=two, engine="multiworker"),
         "no file": lambda: Split("nowhere.toml"),
         "noise": lambda: Split(devices=two, noise=True),
-        "other precision, strict": lambda: Split(make_plan(4, 4), strict=True).build(lambda: half_precision()),
-        "by hand, strict": lambda: Split(by_hand(4, 4), strict=True).build(lambda: half_precision()),
+        "other precision, strict": lambda: Split(make_plan(4, 4), strict=True).build(
+            lambda: half_precision()
+        ),
+        "by hand, strict": lambda: Split(by_hand(4, 4), strict=True).build(
+            lambda: half_precision()
+        ),
     }
     return {name: said(action) for name, action in tried.items()}
 
 
 def by_hand(*batches: int) -> Plan:
     """A plan without figures, whose precision nobody has written."""
-    return msgspec.structs.replace(make_plan(*batches), throughput=Throughput(0.0, 0.0, 0.0), precision="float32")
+    return msgspec.structs.replace(
+        make_plan(*batches), throughput=Throughput(0.0, 0.0, 0.0), precision="float32"
+    )
 
 
 def half_precision() -> Any:
@@ -495,7 +579,9 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    if engine != "towers":  # what its graph rewriting changes is seen there; here it would be a third of the time
+    if (
+        engine != "towers"
+    ):  # what its graph rewriting changes is seen there; here it would be a third of the time
         trace_faster()
     if engine == "multiworker":
         return group_cases()
@@ -517,7 +603,9 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     cases["limits"] = limits
     cases["noted"] = lambda: noted(by["5:0:1"])
     cases["warned"] = lambda: warned(by["3:1"])
-    cases["lengths"] = lambda: keras_length_proofs.main(by, Split(make_plan(14, 10, 0, micros=(7, 2, 0))))
+    cases["lengths"] = lambda: keras_length_proofs.main(
+        by, Split(make_plan(14, 10, 0, micros=(7, 2, 0)))
+    )
     cases["users"] = keras_users.towers
     cases["refusals"] = lambda: refusals(by["3:1"])
     cases["requests"] = requests
@@ -527,7 +615,10 @@ def main(engine: str, folder: str) -> dict[str, Any]:
 
 def gpu_cases() -> dict[str, Any]:
     """Two real GPUs as towers; where the heavy work lies, and GPU 1 alone."""
-    split, second = Split(gpus=2, ratios=[3, 1], global_batch=BATCH), Split(gpus=[1], global_batch=BATCH)
+    split, second = (
+        Split(gpus=2, ratios=[3, 1], global_batch=BATCH),
+        Split(gpus=[1], global_batch=BATCH),
+    )
     make = rules()
     return {
         "adam L2": compare(split, make["adam"], X, Y, validation_data=(X[:40], Y[:40])),
@@ -541,32 +632,51 @@ def gpu_cases() -> dict[str, Any]:
 def synchronized(**words: Any) -> Any:
     """A model whose normalization is over the whole batch, and whose weights decay."""
     adamw = optimizers.AdamW(0.01, weight_decay=0.1)
-    return network(adamw, regularizer="l2", extra=[layers.BatchNormalization(synchronized=True)], **words)
+    return network(
+        adamw, regularizer="l2", extra=[layers.BatchNormalization(synchronized=True)], **words
+    )
 
 
 def evaluated(model: Any) -> list[Any]:
     """What evaluate with weights and predict give, with a short last batch."""
     if hasattr(model.fit, "hooks"):
-        return [model.evaluate(X, Y, sample_weight=WEIGHTS, verbose=0), model.predict(X, verbose=0).tolist()]
-    return [model.evaluate(batches(X, Y, WEIGHTS), verbose=0), model.predict(batches(X), verbose=0).tolist()]
+        return [
+            model.evaluate(X, Y, sample_weight=WEIGHTS, verbose=0),
+            model.predict(X, verbose=0).tolist(),
+        ]
+    return [
+        model.evaluate(batches(X, Y, WEIGHTS), verbose=0),
+        model.predict(batches(X), verbose=0).tolist(),
+    ]
 
 
 def compare_dataset(split: Split) -> dict[str, Any]:
-    """Whole batches of words from `split.data`, of which each process takes its rows; their mask reaches the loss."""
+    """Whole batches of words from `split.data`, of which each process takes its rows; their mask
+    reaches the loss.
+    """
     rows = WORDS, np.cos(WORDS)[..., None]
     make = lambda: with_variables(masked_network(optimizers.SGD(0.1)), *rows)  # noqa: E731
     fit = lambda model, data: model.fit(data, epochs=2, verbose=0).history  # noqa: E731
     return train_twice(
-        split, make, lambda model: fit(model, split.data(*rows)), lambda model: fit(model, batches(*rows))
+        split,
+        make,
+        lambda model: fit(model, split.data(*rows)),
+        lambda model: fit(model, batches(*rows)),
     )
 
 
 def limits() -> list[str]:
-    """What is said of plans measured on slowed devices, or with a process for each, by splits and a training."""
+    """What is said of plans measured on slowed devices, or with a process for each, by splits and a
+    training.
+    """
     plan = make_plan(18, 0, 6)
-    grouped = msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, engine="multiworker"))
+    grouped = msgspec.structs.replace(
+        plan, layout=msgspec.structs.replace(plan.layout, engine="multiworker")
+    )
     shares = tuple(msgspec.structs.replace(share, limit="60%") for share in plan.layout.share)
-    slowed = msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, share=shares))
+    slowed = msgspec.structs.replace(
+        plan, layout=msgspec.structs.replace(plan.layout, share=shares)
+    )
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         Split(slowed).build(dense).fit(X[:BATCH], Y[:BATCH], epochs=2, verbose=0)
@@ -576,7 +686,9 @@ def limits() -> list[str]:
 
 
 def noted(split: Split) -> list[str]:
-    """What is said of batches that are the plan's, and then, in turn, of others: arrays, and a dataset's own."""
+    """What is said of batches that are the plan's, and then, in turn, of others: arrays, and a
+    dataset's own.
+    """
     singles = tf.data.Dataset.from_tensor_slices((X, Y))
     first, second = split.build(dense), split.build(dense)
     with warnings.catch_warnings(record=True) as seen:
@@ -588,14 +700,21 @@ def noted(split: Split) -> list[str]:
             warnings.warn("turn", stacklevel=1)
             first.fit(X, Y, batch_size=20, verbose=0)
             second.fit(singles.batch(20).prefetch(1), verbose=0)
-    return [str(each.message) for each in seen if each.category is SplitWarning or str(each.message) == "turn"]
+    return [
+        str(each.message)
+        for each in seen
+        if each.category is SplitWarning or str(each.message) == "turn"
+    ]
 
 
 def epoch_rows(split: Split) -> dict[str, Any]:
     """Rows that two epochs of a shuffled dataset give, twice over."""
     rows = np.arange(ROWS)
     datasets = [split.data(rows, rows, shuffle=True, seed=5) for _ in range(2)]
-    epochs = [[np.concatenate([x.numpy() for x, _ in data]).tolist() for _ in range(2)] for data in datasets]
+    epochs = [
+        [np.concatenate([x.numpy() for x, _ in data]).tolist() for _ in range(2)]
+        for data in datasets
+    ]
     sizes = [int(x.shape[0]) for x, _ in datasets[0]]
     complete = all(sorted(epoch) == rows.tolist() for each in epochs for epoch in each)
     return {
@@ -607,7 +726,9 @@ def epoch_rows(split: Split) -> dict[str, Any]:
 
 
 def sums(split: Split) -> dict[str, list[Any]]:
-    """What a group sums, of two types and of lengths that come and go, beside what the sum is; and as which types."""
+    """What a group sums, of two types and of lengths that come and go, beside what the sum is; and
+    as which types.
+    """
     group = split.required_group
     found: list[float] = []
     right: list[float] = []
@@ -615,11 +736,18 @@ def sums(split: Split) -> dict[str, list[Any]]:
     with mock.patch.object(group, "_reduce", wraps=group._reduce) as reduce:
         for turn in range(40):
             count = 1 + turn % 3
-            own = [tf.fill([count], float(group.rank + turn)), tf.constant(group.rank * turn, tf.int32)]
+            own = [
+                tf.fill([count], float(group.rank + turn)),
+                tf.constant(group.rank * turn, tf.int32),
+            ]
             floats, number = group.sum_now([*own, tf.fill([2, count], 1.0)])[:2]
             found += [*floats.numpy().tolist(), int(number)]
             right += [*[float(every + group.size * turn)] * count, every * turn]
-    return {"found": found, "right": right, "kinds": sorted({each.args[0].dtype.name for each in reduce.mock_calls})}
+    return {
+        "found": found,
+        "right": right,
+        "kinds": sorted({each.args[0].dtype.name for each in reduce.mock_calls}),
+    }
 
 
 def group_cases() -> dict[str, Any]:
@@ -636,12 +764,16 @@ def group_cases() -> dict[str, Any]:
         adamw = lambda: network(  # noqa: E731
             optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1), regularizer="l2"
         )
-        found["forced"] = keras_rebalance_proofs.forced(split, adamw, x, y, sample_weight=weights, validation_data=held)
+        found["forced"] = keras_rebalance_proofs.forced(
+            split, adamw, x, y, sample_weight=weights, validation_data=held
+        )
         adam = lambda slow: network(optimizers.Adam(0.01), extra=[slow])  # noqa: E731
         found["by rule"] = keras_rebalance_proofs.by_rule(split, adam, X, Y)
         group = split.required_group
         return found | {
-            "one that rebalances": said(lambda: check_options({"rebalance": group.rank == 1, "noise": True}, group))
+            "one that rebalances": said(
+                lambda: check_options({"rebalance": group.rank == 1, "noise": True}, group)
+            )
         }
     clipped = lambda: network(  # noqa: E731
         optimizers.SGD(0.01, momentum=0.9, global_clipnorm=0.1, gradient_accumulation_steps=2),

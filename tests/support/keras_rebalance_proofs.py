@@ -1,4 +1,6 @@
-"""A group of three whose shares change while it trains: by a script, and by the rule while the second is slow."""
+"""A group of three whose shares change while it trains: by a script, and by the rule while the
+second is slow.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Scripted:
 
 
 class SlowRows(keras.layers.Layer):
-    """Moves the clock of own work for each row, twice as far in the second process in some steps."""
+    """Moves the clock of own work for each row, twice as far in the second process in some
+    steps.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -64,8 +68,17 @@ class SlowRows(keras.layers.Layer):
 
 
 def forced(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, Any]:
-    """Six epochs, changed after every fifth step, with short batches and passes, against one device."""
-    options = {"batch_size": 24, "epochs": 6, "shuffle": False, "verbose": 0, "validation_freq": 3, **fitted}
+    """Six epochs, changed after every fifth step, with short batches and passes, against one
+    device.
+    """
+    options = {
+        "batch_size": 24,
+        "epochs": 6,
+        "shuffle": False,
+        "verbose": 0,
+        "validation_freq": 3,
+        **fitted,
+    }
 
     def fit(model: Any) -> Any:
         if hooks := getattr(model.fit, "hooks", None):
@@ -95,7 +108,9 @@ def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[st
         hooks = getattr(model.fit, "hooks", None)
         calls = [Report(split), Watch(seen, slow)] if hooks else []
         with mock.patch.object(tf, "timestamp", slow.timestamp):
-            history = model.fit(x[rows], y[rows], batch_size=24, shuffle=False, verbose=0, callbacks=calls).history
+            history = model.fit(
+                x[rows], y[rows], batch_size=24, shuffle=False, verbose=0, callbacks=calls
+            ).history
         if hooks:
             seen.append(hooks.engine.rebalancing.changes)
         return history
@@ -124,4 +139,6 @@ class Watch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After some steps."""
         if batch % 45 == 44:
-            self._seen.extend(training for training in read_trainings() if training.pid == os.getpid())
+            self._seen.extend(
+                training for training in read_trainings() if training.pid == os.getpid()
+            )

@@ -1,4 +1,6 @@
-"""Starts what uses Keras, alone or as a group on loopback, and reads its JSON: scripts, or ranks of a RankServer."""
+"""Starts what uses Keras, alone or as a group on loopback, and reads its JSON: scripts, or ranks of
+a RankServer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def start(script: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(script), *words]
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def free_peers(size: int) -> list[str]:
@@ -84,7 +88,9 @@ def save(folder: Path, rank: int, function: str, *arguments: Any) -> None:
 
 
 class Answers:
-    """What `find` answers, asked once for each name; what went wrong twice, again for everyone who asks."""
+    """What `find` answers, asked once for each name; what went wrong twice, again for everyone who
+    asks.
+    """
 
     def __init__(self, find: Callable[[str], list[Any]]) -> None:
         self._find = find

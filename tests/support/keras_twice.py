@@ -17,8 +17,9 @@ Model = Any
 
 
 class Scaled(keras.layers.Layer):
-    """A factor for each feature: half precision without a matrix product, which would end the process where oneDNN is
-    kept from instructions that TensorFlow sees (ONEDNN_MAX_CPU_ISA)."""
+    """A factor for each feature: half precision without a matrix product, which would end the
+    process where oneDNN is kept from instructions that TensorFlow sees (ONEDNN_MAX_CPU_ISA).
+    """
 
     def build(self, shape: Any) -> None:
         """The factors."""
@@ -37,11 +38,13 @@ def train_twice(
     instance: bool = False,
     traced: bool = False,
 ) -> dict[str, Any]:
-    """The largest differences of weights, and of the figures that a run gives; one device may be run in another way.
+    """The largest differences of weights, and of the figures that a run gives; one device may be
+    run in another way.
 
-    One device computes eagerly, which costs what a trace does, unless it is to be `traced`, as models with
-    several outputs are, whose single losses Keras averages otherwise.
-    Of a group, the first process alone trains on one device. What all of them must learn to the last bit is `learned`.
+    One device computes eagerly, which costs what a trace does, unless it is to be `traced`, as
+    models with several outputs are, whose single losses Keras averages otherwise. Of a group, the
+    first process alone trains on one device. What all of them must learn to the last bit is
+    `learned`.
     """
     many = seeded(lambda: split.build(make() if instance else make))
     second = run(many)
@@ -51,7 +54,10 @@ def train_twice(
     one = seeded(make)
     one.run_eagerly = not traced
     first = (rival or run)(one)
-    return found | {"weights": difference(one.get_weights(), many.get_weights()), "logs": difference(first, second)}
+    return found | {
+        "weights": difference(one.get_weights(), many.get_weights()),
+        "logs": difference(first, second),
+    }
 
 
 def seeded(make: Callable[[], Model]) -> Model:
@@ -61,13 +67,17 @@ def seeded(make: Callable[[], Model]) -> Model:
 
 
 def set_seed() -> None:
-    """Seed all that Keras draws from; TensorFlow's own seed is left: setting it drops every kernel that it has made."""
+    """Seed all that Keras draws from; TensorFlow's own seed is left: setting it drops every kernel
+    that it has made.
+    """
     random.seed(3)
     np.random.seed(3)
 
 
 def with_variables(model: Model, x: Any, y: Any) -> Model:
-    """The model, whose optimizer and metrics have their variables: fit traces it once, otherwise twice."""
+    """The model, whose optimizer and metrics have their variables: fit traces it once, otherwise
+    twice.
+    """
     x, y = keras.tree.map_structure(lambda rows: rows[:2], (x, y))
     model.optimizer.build(model.trainable_variables)
     model.compute_metrics(x, y, model(x))
@@ -75,7 +85,9 @@ def with_variables(model: Model, x: Any, y: Any) -> Model:
 
 
 def count_traces(model: Model) -> list[int]:
-    """A list that grows with each trace of the training step from here on; checks before the step trace nothing."""
+    """A list that grows with each trace of the training step from here on; checks before the step
+    trace nothing.
+    """
     traces: list[int] = []
     loss = model.compute_loss
 
@@ -94,7 +106,9 @@ def leave_graphs_alone() -> None:
 
 
 def trace_faster() -> None:
-    """No rewriting, and no filtered tracebacks, whose wrappers of every operation are up to a tenth of a trace."""
+    """No rewriting, and no filtered tracebacks, whose wrappers of every operation are up to a tenth
+    of a trace.
+    """
     leave_graphs_alone()
     keras.config.disable_traceback_filtering()
     tf.debugging.disable_traceback_filtering()
@@ -102,11 +116,15 @@ def trace_faster() -> None:
 
 def digest(model: Model) -> str:
     """The weights, to the last bit."""
-    return blake2b(b"".join(weight.tobytes() for weight in model.get_weights()), digest_size=8).hexdigest()
+    return blake2b(
+        b"".join(weight.tobytes() for weight in model.get_weights()), digest_size=8
+    ).hexdigest()
 
 
 def difference(first: Any, second: Any) -> float:
     """The largest, of figures in the same structure."""
     keras.tree.assert_same_structure(first, second)
     pairs = zip(keras.tree.flatten(first), keras.tree.flatten(second), strict=True)
-    return float(np.max([np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs]))  # nan, if there is one
+    return float(
+        np.max([np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs])
+    )  # nan, if there is one

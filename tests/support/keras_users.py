@@ -1,4 +1,6 @@
-"""Models as users write them, on one device and over several, and what differs; a part of keras_proofs.py."""
+"""Models as users write them, on one device and over several, and what differs; a part of
+keras_proofs.py.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,29 @@ Model = Any
 
 def network(*extra: Any, base: Any = keras.Sequential, **compiled: Any) -> Model:
     """Two dense layers; `extra` stands between them."""
-    dense = layers.Dense(8, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1), kernel_regularizer="l2")
+    dense = layers.Dense(
+        8,
+        activation="tanh",
+        activity_regularizer=keras.regularizers.L2(0.1),
+        kernel_regularizer="l2",
+    )
     model = base([keras.Input((6,)), dense, *extra, layers.Dense(3, activation="softmax")])
     model.compile("sgd", "sparse_categorical_crossentropy", **{"metrics": ["accuracy"], **compiled})
     return with_variables(model, X, Y)
 
 
 class OwnLoss(keras.Sequential):
-    """As Keras' documentation writes a compute_loss: a tracker named loss, and the layers' losses as it likes."""
+    """As Keras' documentation writes a compute_loss: a tracker named loss, and the layers' losses
+    as it likes.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.loss_tracker = keras.metrics.Mean(name="loss")
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
+    ) -> Any:
         """A quarter of the layers' losses."""
         own = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred))
         loss = own + 0.25 * keras.ops.sum(self.losses)
@@ -106,7 +117,11 @@ class Watched(layers.Layer):
         self.seen.update_state(x)
         self.largest.update_state(x)
         self.calls.assign_add(1)
-        return x if training else x + keras.random.normal(keras.ops.shape(x), seed=self.noise, dtype=x.dtype)
+        return (
+            x
+            if training
+            else x + keras.random.normal(keras.ops.shape(x), seed=self.noise, dtype=x.dtype)
+        )
 
 
 class Added(layers.Layer):
@@ -167,7 +182,9 @@ class Batches(keras.utils.PyDataset):
 def added() -> Model:
     """A model that takes sparse rows, with no loss but that of its layer."""
     model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(4), Added()])
-    model.compile("sgd", jit_compile=False)  # on GPUs Keras would compile it, and XLA has no sparse rows
+    model.compile(
+        "sgd", jit_compile=False
+    )  # on GPUs Keras would compile it, and XLA has no sparse rows
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -182,7 +199,9 @@ def without_training() -> Model:
 
 def stateful() -> Model:
     """A recurrent layer whose rows go on in the next batch."""
-    model = keras.Sequential([keras.Input(batch_shape=(BATCH, 3, 2)), layers.SimpleRNN(4, stateful=True)])
+    model = keras.Sequential(
+        [keras.Input(batch_shape=(BATCH, 3, 2)), layers.SimpleRNN(4, stateful=True)]
+    )
     model.compile("sgd", "mse")
     return model
 
@@ -190,7 +209,9 @@ def stateful() -> Model:
 def single() -> Model:
     """An output without rows."""
     entry = keras.Input((6,))
-    model = keras.Model(entry, {"kind": layers.Dense(3, activation="softmax")(entry), "mean": Single()(entry)})
+    model = keras.Model(
+        entry, {"kind": layers.Dense(3, activation="softmax")(entry), "mean": Single()(entry)}
+    )
     model.compile("sgd", {"kind": "sparse_categorical_crossentropy"})
     return model
 
@@ -222,7 +243,13 @@ def watched(model: Model) -> list[float]:
     model.reset_metrics()
     model.predict(X, batch_size=BATCH, verbose=0)
     layer = model.layers[1]
-    return [*figures, *(float(each) for each in (layer.seen.result(), layer.largest.result(), layer.calls.numpy()))]
+    return [
+        *figures,
+        *(
+            float(each)
+            for each in (layer.seen.result(), layer.largest.result(), layer.calls.numpy())
+        ),
+    ]
 
 
 def predict(model: Model) -> list[float]:
@@ -238,7 +265,11 @@ def own_test(model: Model) -> list[float]:
 def steps(model: Model) -> list[float]:
     """Single batches, one of a single row, by the methods for them."""
     figures = [float(np.sum(model.train_on_batch(X[:rows], Y[:rows]))) for rows in (BATCH, 2, 1)]
-    return [*figures, float(np.sum(model.test_on_batch(X[:1], Y[:1]))), *np.ravel(model.predict_on_batch(X[:3]))]
+    return [
+        *figures,
+        float(np.sum(model.test_on_batch(X[:1], Y[:1]))),
+        *np.ravel(model.predict_on_batch(X[:3])),
+    ]
 
 
 def samples() -> Any:
@@ -271,7 +302,11 @@ def fit_other_batches(split: Split) -> Callable[[Model], list[float]]:
 
 def every_way(model: Model) -> list[float]:
     """Arrays that a PyDataset validates, single samples, and single batches."""
-    return [*fit(batch_size=BATCH, validation_data=Batches())(model), *fit_samples(model), *steps(model)]
+    return [
+        *fit(batch_size=BATCH, validation_data=Batches())(model),
+        *fit_samples(model),
+        *steps(model),
+    ]
 
 
 def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]) -> str:
@@ -288,17 +323,32 @@ def towers() -> dict[str, Any]:
     data = samples()
     fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
     plain = split.build(network)
-    vectors = tf.data.Dataset.from_tensor_slices((X, X))  # x and y are as long as each other, like batches of numbers
+    vectors = tf.data.Dataset.from_tensor_slices(
+        (X, X)
+    )  # x and y are as long as each other, like batches of numbers
     return {
-        "single samples, rebatched, instance": train_twice(split, network, fit_other_batches(split), instance=True),
-        "batch sizes": [[len(x) for x, _ in split.data(data)] for data in (samples(), samples().batch(10), vectors)],
-        "rows": [batch_rows(data.batch(20).prefetch(1)), batch_rows(data.batch(20, drop_remainder=True))],
-        "eager": train_twice(split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)),
-        "signatures": str(inspect.signature(noisy.fit)) == str(inspect.signature(keras.Sequential().fit)),
+        "single samples, rebatched, instance": train_twice(
+            split, network, fit_other_batches(split), instance=True
+        ),
+        "batch sizes": [
+            [len(x) for x, _ in split.data(data)]
+            for data in (samples(), samples().batch(10), vectors)
+        ],
+        "rows": [
+            batch_rows(data.batch(20).prefetch(1)),
+            batch_rows(data.batch(20, drop_remainder=True)),
+        ],
+        "eager": train_twice(
+            split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)
+        ),
+        "signatures": str(inspect.signature(noisy.fit))
+        == str(inspect.signature(keras.Sequential().fit)),
         "copies": copies(split),
         "documented": documented(split, plain),
         "own loss, test and predict": train_twice(
-            split, lambda: network(base=Own), lambda model: [*by_batch(model), *own_test(model), *predict(model)]
+            split,
+            lambda: network(base=Own),
+            lambda model: [*by_batch(model), *own_test(model), *predict(model)],
         ),
         "watched": train_twice(split, lambda: network(Watched()), watched),
         "without training, frozen": train_twice(split, without_training, fit(x=Batches(), y=None)),
@@ -306,11 +356,18 @@ def towers() -> dict[str, Any]:
         "fresh noise": float(np.abs(noise[0] - noise[1]).max()),
         "reported": reported(split, plain),
         "named": Split(
-            devices=[*(device.name for device in tf.config.list_logical_devices("CPU")[:2]), "cpu:2"]
+            devices=[
+                *(device.name for device in tf.config.list_logical_devices("CPU")[:2]),
+                "cpu:2",
+            ]
         ).devices,
         "refusals": {
-            "assigned": refused(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), by_batch),
-            "stateful": refused(split, stateful, lambda m: m.fit(X[:BATCH].reshape(-1, 3, 2), X[:BATCH, :4])),
+            "assigned": refused(
+                split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), by_batch
+            ),
+            "stateful": refused(
+                split, stateful, lambda m: m.fit(X[:BATCH].reshape(-1, 3, 2), X[:BATCH, :4])
+            ),
             "single": refused(split, single, fit_two_outputs),
             "inner": refused(split, lambda: network(Block()), by_batch),
             "numbers": refused(split, network, lambda _: split.data(X, list(Y))),
@@ -328,16 +385,23 @@ def towers() -> dict[str, Any]:
     }
 
 
-def reports(split: Split, model: Model, x: Any, y: Any = None, **words: Any) -> tuple[list[dict[str, Any]], Any]:
+def reports(
+    split: Split, model: Model, x: Any, y: Any = None, **words: Any
+) -> tuple[list[dict[str, Any]], Any]:
     """What is reported of each step of two shuffled epochs, and what fit itself says of them."""
     callback, calls = Report(split), []
-    callback._reporter = Mock(report=lambda samples, **labels: calls.append({"samples": samples, **labels}))
+    callback._reporter = Mock(
+        report=lambda samples, **labels: calls.append({"samples": samples, **labels})
+    )
     return calls, model.fit(x, y, epochs=2, verbose=0, callbacks=[callback], **words).history
 
 
 def reported(split: Split, model: Model) -> dict[str, Any]:
     """What is reported where fit is given another batch size, and of whole and short batches."""
-    arrays, dataset = reports(split, model, X, Y, batch_size=16)[0], reports(split, model, samples())[0]
+    arrays, dataset = (
+        reports(split, model, X, Y, batch_size=16)[0],
+        reports(split, model, samples())[0],
+    )
     return {
         "devices": arrays[0]["devices"],
         "samples": [call["samples"] for call in arrays],
@@ -363,7 +427,9 @@ def copies(split: Split) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         return {
             "clone_model": warned(lambda: keras.models.clone_model(model)),
-            "clone_model functional": warned(lambda: keras.models.clone_model(split.build(functional))),
+            "clone_model functional": warned(
+                lambda: keras.models.clone_model(split.build(functional))
+            ),
             "deepcopy": warned(lambda: copy.deepcopy(model)),
             "pickle": warned(lambda: pickle.dumps(model)),
             "save": warned(lambda: model.save(os.path.join(folder, "model.keras"))),
@@ -372,12 +438,17 @@ def copies(split: Split) -> dict[str, list[str]]:
 
 def documented(split: Split, model: Model) -> list[str]:
     """What is warned of where fit is called as README and docs do."""
-    return warned(lambda: (model.fit(X, Y, verbose=0), model.fit(split.data(X, Y, shuffle=True), verbose=0)))
+    return warned(
+        lambda: (model.fit(X, Y, verbose=0), model.fit(split.data(X, Y, shuffle=True), verbose=0))
+    )
 
 
 def one_cpu() -> str:
     """What two logical CPUs are answered with where the script hasn't made them."""
-    with patch("tensorflow.config.list_logical_devices", return_value=tf.config.list_logical_devices("CPU")[:1]):
+    with patch(
+        "tensorflow.config.list_logical_devices",
+        return_value=tf.config.list_logical_devices("CPU")[:1],
+    ):
         return refused_split(devices=["CPU:0", "CPU:1"])
 
 
@@ -414,10 +485,15 @@ def group() -> dict[str, Any]:
         "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
         "added, sparse": train_twice(split, added, sparse_batches),
         "assigned, validated, single samples and batches, instance": train_twice(
-            split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), every_way, instance=True
+            split,
+            lambda: network(layers.SpectralNormalization(layers.Dense(8))),
+            every_way,
+            instance=True,
         ),
         "refusals": {
-            "own test": refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)),
+            "own test": refused(
+                split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)
+            ),
             "single": refused(split, single, fit_two_outputs),
         },
     }

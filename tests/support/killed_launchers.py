@@ -1,8 +1,9 @@
-"""Launchers that are killed at any moment: `python -m tests.support.killed_launchers FOLDER KILLS SEED SECONDS`.
+"""Launchers that are killed at any moment: `python -m tests.support.killed_launchers FOLDER KILLS
+SEED SECONDS`.
 
-One process imports the launcher, and each launcher is a fork of it, so that a moment of its start isn't mostly imports.
-Its two ranks ignore SIGTERM, and each has started a process in a session of its own. Prints, as JSON, what is still
-there so many seconds after the last kill.
+One process imports the launcher, and each launcher is a fork of it, so that a moment of its start
+isn't mostly imports. Its two ranks ignore SIGTERM, and each has started a process in a session of
+its own. Prints, as JSON, what is still there so many seconds after the last kill.
 """
 
 from __future__ import annotations
@@ -54,7 +55,12 @@ def launch(folder: Path) -> None:
 
 def main() -> None:
     """Start and kill so many launchers, one after the other."""
-    folder, kills, draw, seconds = Path(sys.argv[1]), int(sys.argv[2]), random.Random(sys.argv[3]), float(sys.argv[4])
+    folder, kills, draw, seconds = (
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        random.Random(sys.argv[3]),
+        float(sys.argv[4]),
+    )
     (folder / "train.py").write_text(SCRIPT)
     (folder / "temporary").mkdir()
     os.environ["TMPDIR"] = str(folder / "temporary")

@@ -8,7 +8,9 @@ from contextlib import redirect_stderr
 
 
 def last_words(error: BaseException) -> str:
-    """The error, and below it the last line that Python's hook for errors that end a program prints."""
+    """The error, and below it the last line that Python's hook for errors that end a program
+    prints.
+    """
     said = io.StringIO()
     with redirect_stderr(said):
         sys.excepthook(type(error), error, None)

@@ -16,10 +16,14 @@ def check_ranks(folder: Path, hosts: Sequence[str]) -> None:
 
     weights, losses = torch_ranks.reference(torch_ranks.CASES[launched_training.NAME], 8)
     ranks = [torch.load(folder / f"{rank}.pt") for rank in range(3)]
-    assert sorted((rank["host"], rank["rows"]) for rank in ranks) == sorted(zip(hosts, (1, 5, 2), strict=True))
+    assert sorted((rank["host"], rank["rows"]) for rank in ranks) == sorted(
+        zip(hosts, (1, 5, 2), strict=True)
+    )
     for rank in ranks:
         assert rank["said"][0].startswith("Ranks 0 and 1 and 2 all train on ")
-        assert rank["said"][1].startswith("Rank 1 trains by another plan, or at another global batch, than rank 0.")
+        assert rank["said"][1].startswith(
+            "Rank 1 trains by another plan, or at another global batch, than rank 0."
+        )
         assert "nowhere.toml" in rank["said"][2], "also where the plan can be read"
         assert rank["losses"] == pytest.approx(losses, abs=1e-12)
         for mine, expected in zip(rank["weights"], weights, strict=True):

@@ -6,18 +6,40 @@ from typing import Any
 
 import msgspec
 
-from evener.plan.file import Fingerprint, Plan, PlanLayout, SearchSummary, Share, Throughput, make_layout
+from evener.plan.file import (
+    Fingerprint,
+    Plan,
+    PlanLayout,
+    SearchSummary,
+    Share,
+    Throughput,
+    make_layout,
+)
 
 
 def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:
-    """A plan for these devices, each with two rows less than the one before; "(out)" behind one leaves it out."""
+    """A plan for these devices, each with two rows less than the one before; "(out)" behind one
+    leaves it out.
+    """
     shares = tuple(
-        Share(device.removesuffix("(out)"), i, "a device", 0, 0.0, host=(hosts or [""] * len(devices))[i])
+        Share(
+            device.removesuffix("(out)"),
+            i,
+            "a device",
+            0,
+            0.0,
+            host=(hosts or [""] * len(devices))[i],
+        )
         for i, device in enumerate(devices)
     )
-    batches = tuple(0 if device.endswith("(out)") else 2 * (len(devices) - i) for i, device in enumerate(devices))
+    batches = tuple(
+        0 if device.endswith("(out)") else 2 * (len(devices) - i)
+        for i, device in enumerate(devices)
+    )
     kind = changes.pop("kind", "split" if sum(map(bool, batches)) > 1 else "solo")
-    layout = make_layout(kind, shares, batches, engine=changes.pop("engine", ""), placement="by layer")
+    layout = make_layout(
+        kind, shares, batches, engine=changes.pop("engine", ""), placement="by layer"
+    )
     return make_plan(layout, **changes)
 
 

@@ -1,4 +1,6 @@
-"""Run by evener launch or torchrun: trains in float64 by the plan, and saves what this rank learned, for its host."""
+"""Run by evener launch or torchrun: trains in float64 by the plan, and saves what this rank
+learned, for its host.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,19 @@ def refusal(variables: dict[str, str], *plan: str, **options: Any) -> str:
     return ""
 
 
-def save(folder: Path, split: Split, net: Any, update: Any, loader: Any, losses: list[float]) -> None:
+def save(
+    folder: Path, split: Split, net: Any, update: Any, loader: Any, losses: list[float]
+) -> None:
     """A checkpoint; after the ninth the rank with the fewest rows is killed, once."""
     if split.rank == 0:
         parts = [part.state_dict() for part in (net, update, loader)]
         torch.save((parts, losses), folder / "new.pt")
         (folder / "new.pt").rename(folder / "checkpoint.pt")
-    if len(losses) == 9 and split.shares[split.rank] == min(split.shares) and not (folder / "killed").exists():
+    if (
+        len(losses) == 9
+        and split.shares[split.rank] == min(split.shares)
+        and not (folder / "killed").exists()
+    ):
         (folder / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -73,4 +81,8 @@ if __name__ == "__main__":
     learned = {"weights": [weights.detach() for weights in net.parameters()], "losses": losses}
     found = {"said": said, "rows": split.shares[split.rank], "host": os.environ["EVENER_HOST"]}
     torch.save({**learned, **found}, folder / f"{split.rank}.pt")
-    os._exit(0)  # a thread of gloo may abort a process while Python ends (github.com/pytorch/pytorch/issues/190489)
+    os._exit(
+        0
+        # a thread of gloo may abort a process while Python ends
+        # (github.com/pytorch/pytorch/issues/190489)
+    )

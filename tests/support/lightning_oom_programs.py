@@ -1,4 +1,6 @@
-"""Trainings by Lightning in which passes run out of memory, beside trainings whose memory suffices."""
+"""Trainings by Lightning in which passes run out of memory, beside trainings whose memory
+suffices.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ class Bombs(pl.Callback):
         self.calls: list[Any] = []
         self._layers = [each for each in module.modules() if isinstance(each, torch.nn.Linear)]
         for number, layer in enumerate(self._layers):
-            layer.register_forward_hook(lambda *given, number=number: bombed.Bomb.apply(given[2], self.fuse, number))
-        self._layers[0].register_forward_pre_hook(lambda *_: self.fuse.begin() if torch.is_grad_enabled() else None)
+            layer.register_forward_hook(
+                lambda *given, number=number: bombed.Bomb.apply(given[2], self.fuse, number)
+            )
+        self._layers[0].register_forward_pre_hook(
+            lambda *_: self.fuse.begin() if torch.is_grad_enabled() else None
+        )
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         draw = self._numbers
@@ -52,16 +58,21 @@ class Bombs(pl.Callback):
             way = draw.choice(("forward", "backward"))
             self.fuse.at.append((way, draw.randrange(1, len(self._layers)), draw.randrange(3)))
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.calls.append(("end", batch_idx))
         self.fuse.at = []
 
 
-# ---------------------------------------------------------------------- beside one that takes the same passes
+# ---------------------------------------------------------------------- beside one that takes the
+# same passes
 
 
 class Counted(pl.LightningModule):
-    """The net of torch_oom_programs, which seeds random numbers and lays its bombs for each batch."""
+    """The net of torch_oom_programs, which seeds random numbers and lays its bombs for each
+    batch.
+    """
 
     def __init__(self, case: bombed.Case, rank: int) -> None:
         super().__init__()
@@ -78,7 +89,9 @@ class Counted(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.tried.append(len(batch[0]))
-        loss = F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=1 if self.case.counted else -100)
+        loss = F.cross_entropy(
+            self.net(batch[0]), batch[1], ignore_index=1 if self.case.counted else -100
+        )
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss * self.case.accumulate  # Lightning takes the mean of the batches
 
@@ -92,9 +105,15 @@ class Counted(pl.LightningModule):
 def train_counted(case: bombed.Case, shares: list[int]) -> dict[str, Any]:
     split = bombed.make_split(case, shares)
     module = Counted(case, split.rank)
-    options = {"gradient_clip_val": 1.0, "accumulate_grad_batches": case.accumulate, "max_epochs": 1}
+    options = {
+        "gradient_clip_val": 1.0,
+        "accumulate_grad_batches": case.accumulate,
+        "max_epochs": 1,
+    }
     count = (lambda part: (part.batch[1] != 1).sum()) if case.counted else None
-    trainer = make_trainer(Program(), "", devices=split.world, strategy=split.strategy(count=count), **options)
+    trainer = make_trainer(
+        Program(), "", devices=split.world, strategy=split.strategy(count=count), **options
+    )
     close = Passes.close
 
     def note(passes: Passes) -> None:
@@ -108,11 +127,14 @@ def train_counted(case: bombed.Case, shares: list[int]) -> dict[str, Any]:
     return {"state": state, "kept": module.kept, "burst": module.fuse.burst, "loss": loss}
 
 
-# ---------------------------------------------------------------------- beside one process whose memory suffices
+# ---------------------------------------------------------------------- beside one process whose
+# memory suffices
 
 
 class Named(Module):
-    """Takes its batch apart, returns more than the loss, and logs as users do who don't know of ranks."""
+    """Takes its batch apart, returns more than the loss, and logs as users do who don't know of
+    ranks.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         targets = batch.pop("y")
@@ -158,7 +180,9 @@ class Case(msgspec.Struct, frozen=True):
 CASES = {
     "figures": Case(Figures, {"gradient_clip_val": 0.5}, rows=25),
     "columns": Case(lambda: Named(False), loader={"collate_fn": name_columns}),
-    "tokens": Case(Tokens, {"accumulate_grad_batches": 2}, loader={"collate_fn": pad_texts}, texts=True),
+    "tokens": Case(
+        Tokens, {"accumulate_grad_batches": 2}, loader={"collate_fn": pad_texts}, texts=True
+    ),
     "validated": Case(lambda: Module(False), {"val_check_interval": 2}, validate=True),
     "compiled": Case(lambda: Silent(False), rows=17, compiled=True),
     "skipped": Case(lambda: Skips(False), rows=45),
@@ -169,7 +193,12 @@ CASES = {
 
 
 ALONE = ("figures", "columns", "skipped")  # what one device trains too
-AT_ONCE = ("figures", "columns", "compiled", "bf16")  # of two devices, whose shares are one pass at first
+AT_ONCE = (
+    "figures",
+    "columns",
+    "compiled",
+    "bf16",
+)  # of two devices, whose shares are one pass at first
 IN_PASSES = ("figures", "tokens", "validated", "resumed", "fp16")  # of two devices, from the start
 
 
@@ -189,7 +218,11 @@ def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
         held_out = split.loader(points(16), shuffle=False, training=False)
 
     def run(path: str | None = None, **more: Any) -> pl.Trainer:
-        given = {"devices": split.world, "strategy": split.strategy(count=count)} if split else {"devices": 1}
+        given = (
+            {"devices": split.world, "strategy": split.strategy(count=count)}
+            if split
+            else {"devices": 1}
+        )
         callbacks = [*bombs, *more.pop("callbacks", [])]
         trainer = make_trainer(Program(options=own), folder, callbacks=callbacks, **given, **more)
         order = Epochs(case.rows)
@@ -200,7 +233,9 @@ def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
         return trainer
 
     if case.resume_after and split:
-        saves = pl.callbacks.ModelCheckpoint(folder, "half", every_n_train_steps=case.resume_after, save_top_k=-1)
+        saves = pl.callbacks.ModelCheckpoint(
+            folder, "half", every_n_train_steps=case.resume_after, save_top_k=-1
+        )
         run(enable_checkpointing=True, callbacks=[saves])
         module.load_state_dict({name: each * 0 for name, each in module.state_dict().items()})
         trainer = run(f"{folder}/half.ckpt")
@@ -212,7 +247,9 @@ def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
         **describe(module, trainer),
         "shown": shown,
         "burst": bombs[0].fuse.burst if bombs else 0,
-        "unpaired": [one for one, other in zip(calls[::2], calls[1::2], strict=True) if one[1] != other[1]],
+        "unpaired": [
+            one for one, other in zip(calls[::2], calls[1::2], strict=True) if one[1] != other[1]
+        ],
         "batches": len(calls) // 2,
     }
 
@@ -222,17 +259,24 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     torch.set_num_threads(1)
     retreat.CLEAN_STEPS = 1
     names = ALONE if len(shares) == 1 else AT_ONCE if shares == micros else IN_PASSES
-    found = {name: fit(CASES[name], Split(make_plan(shares, micros)), str(folder / name), rank) for name in names}
+    found = {
+        name: fit(CASES[name], Split(make_plan(shares, micros)), str(folder / name), rank)
+        for name in names
+    }
     retreat.CLEAN_STEPS = 0
     if shares == micros:
         larger = [4 * each for each in shares]
-        found["same passes"] = {name: train_counted(case, larger) for name, case in SAME_PASSES.items()}
+        found["same passes"] = {
+            name: train_counted(case, larger) for name, case in SAME_PASSES.items()
+        }
     torch.save(found, folder / f"{rank}.pt")
 
 
 def reference_all(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    torch.save({name: fit(case, None, str(folder)) for name, case in CASES.items()}, folder / f"{rank}.pt")
+    torch.save(
+        {name: fit(case, None, str(folder)) for name, case in CASES.items()}, folder / f"{rank}.pt"
+    )
 
 
 # ---------------------------------------------------------------------- what ends in a sentence
@@ -283,7 +327,9 @@ def look_at_memory(folder: Path, rank: int) -> None:
         free(device, **options)
         seen.append(HELD[-1]() is None)
 
-    trainer = make_trainer(Program(), str(folder), devices=1, strategy=split.strategy(), callbacks=[bombs])
+    trainer = make_trainer(
+        Program(), str(folder), devices=1, strategy=split.strategy(), callbacks=[bombs]
+    )
     with patch.object(retry, "free_memory", look):
         trainer.fit(module, split.loader(points(45), seed=SEED))
     torch.save(seen, folder / f"{rank}.pt")
@@ -303,7 +349,11 @@ def end(folder: Path, rank: int, name: str, shares: list[int]) -> None:
 
     bombs.on_train_batch_start = lay  # type: ignore[method-assign]
     trainer = make_trainer(
-        Program(), str(folder), devices=split.world, strategy=split.strategy(check=name != "a sum"), callbacks=[bombs]
+        Program(),
+        str(folder),
+        devices=split.world,
+        strategy=split.strategy(check=name != "a sum"),
+        callbacks=[bombs],
     )
     empty = torch.empty_like
 

@@ -1,4 +1,5 @@
-"""Options, losses and figures of Lightning: trainings that one process and several ranks must end alike.
+"""Options, losses and figures of Lightning: trainings that one process and several ranks must end
+alike.
 
 tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
@@ -73,7 +74,9 @@ class Figures(Module):
         self.log("loss", loss, on_epoch=True, on_step=True, sync_dist=True)
         self.log("given", loss, on_epoch=True, on_step=False, batch_size=rows, sync_dist=True)
         self.log("rows", float(rows), on_epoch=True, on_step=False, reduce_fx="sum", sync_dist=True)
-        self.log("most", predicted.max(), on_epoch=True, on_step=False, reduce_fx="max", sync_dist=True)
+        self.log(
+            "most", predicted.max(), on_epoch=True, on_step=False, reduce_fx="max", sync_dist=True
+        )
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -87,7 +90,9 @@ class Tokens(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.words = torch.nn.Embedding(WORDS, 6)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, WORDS))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, WORDS)
+        )
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -124,7 +129,9 @@ class Weighted(Module):
         if self.summed:
             return mse_loss(predicted, targets, reduction="sum")
         logits = torch.cat([predicted, -predicted], 1)
-        return cross_entropy(logits, (targets[:, 0] > 0).long(), weight=logits.new_tensor([1.0, 5.0]))
+        return cross_entropy(
+            logits, (targets[:, 0] > 0).long(), weight=logits.new_tensor([1.0, 5.0])
+        )
 
 
 class Lbfgs(Module):
@@ -172,7 +179,9 @@ def make_module(case: Case, split: Any) -> Any:
         return InParts(split)
     if case.module in ("sum", "classes"):
         return Weighted(case.module == "sum")
-    return {"plain": lambda: Module(False), "figures": Figures, "tokens": Tokens, "lbfgs": Lbfgs}[case.module]()
+    return {"plain": lambda: Module(False), "figures": Figures, "tokens": Tokens, "lbfgs": Lbfgs}[
+        case.module
+    ]()
 
 
 def fit(case: Case, make: Where, held_out: Any, trainer: pl.Trainer, module: Any) -> None:
@@ -194,7 +203,11 @@ def fit(case: Case, make: Where, held_out: Any, trainer: pl.Trainer, module: Any
 
 
 def count_labels(part: Any) -> Any:
-    return (part.batch["labels"] != -100).sum() if isinstance(part.batch, dict) else part.batch[1].abs().sum()
+    return (
+        (part.batch["labels"] != -100).sum()
+        if isinstance(part.batch, dict)
+        else part.batch[1].abs().sum()
+    )
 
 
 def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
@@ -214,7 +227,9 @@ def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
         return DataLoader(data, batch_sampler=order, **options)
 
     held_out: Any = None
-    if case.validate and (split is None or split.shares == split.micros):  # in passes its batches have other rows
+    if case.validate and (
+        split is None or split.shares == split.micros
+    ):  # in passes its batches have other rows
         own = DataLoader(points(21), batch_size=8)
         held_out = split.loader(points(21), shuffle=False, training=False) if split else own
     fit(case, make, held_out, trainer, module)
@@ -244,7 +259,9 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     for name, case in CASES.items():
         called = partial(run, case, Split(plan), here)
         found[name] = sentence(called) if case.at_once and shares != micros else called()
-    found |= {name: sentence(partial(run, case, Split(plan), here)) for name, case in REFUSED.items()}
+    found |= {
+        name: sentence(partial(run, case, Split(plan), here)) for name, case in REFUSED.items()
+    }
     found["another loader"] = sentence(lambda: fit_another(Split(plan), here))
     found["another strategy"] = sentence(lambda: fit_by_ddp(Split(plan), here))
     torch.save(found, folder / f"{rank}.pt")
@@ -252,7 +269,9 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 
 def fit_another(split: Any, folder: str) -> None:
     """A DataLoader of one's own, after split.loader was called."""
-    trainer = make_trainer(Program(), folder, strategy=split.strategy(), devices=split.world, max_epochs=1)
+    trainer = make_trainer(
+        Program(), folder, strategy=split.strategy(), devices=split.world, max_epochs=1
+    )
     split.loader(points(45))
     trainer.fit(Module(False), DataLoader(points(45), batch_size=4))
 
@@ -267,4 +286,6 @@ def fit_by_ddp(split: Any, folder: str) -> None:
 def reference_all(folder: Path, rank: int) -> None:
     """Every case in one process."""
     torch.set_num_threads(1)
-    torch.save({name: run(case, None, str(folder)) for name, case in CASES.items()}, folder / f"{rank}.pt")
+    torch.save(
+        {name: run(case, None, str(folder)) for name, case in CASES.items()}, folder / f"{rank}.pt"
+    )

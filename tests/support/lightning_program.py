@@ -36,7 +36,9 @@ class Model(lightning.LightningModule):
 
 def trainer(epochs: int) -> Any:
     """A trainer that prints nothing."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "gradient_clip_val": 0.5}
     return lightning.Trainer(max_epochs=epochs, accumulate_grad_batches=2, **options, **quiet)
 
@@ -45,11 +47,21 @@ lightning.seed_everything(1)
 data, held_out = (TensorDataset(torch.randn(rows, 6), torch.randn(rows, 1)) for rows in (45, 16))
 model, first = Model(), trainer(3)
 first.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(held_out, batch_size=4))
-learned, rows, model.total = [each.detach().clone() for each in model.parameters()], [*model.rows], True
+learned, rows, model.total = (
+    [each.detach().clone() for each in model.parameters()],
+    [*model.rows],
+    True,
+)
 last = trainer(1)
 last.fit(model, DataLoader(data, batch_size=4, shuffle=True))
 weights = {name: value.tolist() for name, value in enumerate(learned)}
 logged = {name: float(figure) for name, figure in first.callback_metrics.items()}
 after = {name: value.tolist() for name, value in enumerate(model.parameters())}
-kept = {"weights": weights, "rows": rows, "logged": logged, "after": after, "strategy": type(last.strategy).__name__}
+kept = {
+    "weights": weights,
+    "rows": rows,
+    "logged": logged,
+    "after": after,
+    "strategy": type(last.strategy).__name__,
+}
 torch.save(kept, f"{sys.argv[1]}{os.environ['RANK']}.pt")

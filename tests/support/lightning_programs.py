@@ -1,4 +1,5 @@
-"""Trainings by Lightning that one process and several ranks must end with the same weights, and what is refused.
+"""Trainings by Lightning that one process and several ranks must end with the same weights, and
+what is refused.
 
 tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
@@ -56,7 +57,9 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         between = torch.nn.BatchNorm1d(7) if normalize else torch.nn.Tanh()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), between, torch.nn.Linear(7, 1)).double()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), between, torch.nn.Linear(7, 1)
+        ).double()
         self.automatic_optimization = not manual
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -70,7 +73,11 @@ class Module(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("held out", torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+        self.log(
+            "held out",
+            torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1]),
+            sync_dist=True,
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-2)
@@ -107,13 +114,19 @@ def describe(module: Module, trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
-    """By the strategy of a split; if it stops on the way, the rest by another trainer, without passes."""
+    """By the strategy of a split; if it stops on the way, the rest by another trainer, without
+    passes.
+    """
 
     def fit(split: Any, path: str | None = None, **options: Any) -> tuple[Module, pl.Trainer]:
-        trainer = make_trainer(program, folder, devices=split.world, strategy=split.strategy(), **options)
+        trainer = make_trainer(
+            program, folder, devices=split.world, strategy=split.strategy(), **options
+        )
         module = Module(program.manual)
         loader = split.loader(points(program.rows), seed=SEED)
-        held_out = split.loader(points(16), shuffle=False, training=False) if program.validate else None
+        held_out = (
+            split.loader(points(16), shuffle=False, training=False) if program.validate else None
+        )
         trainer.fit(module, loader, held_out, ckpt_path=path)
         if held_out is not None:
             trainer.validate(module, held_out, verbose=False)
@@ -123,7 +136,9 @@ def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
         rotate_shares(split.rebalancing)
     if not program.resume_after:
         return {**describe(*fit(split)), "changes": len(split.reporter.changes)}
-    saves = pl.callbacks.ModelCheckpoint(folder, "half", every_n_train_steps=program.resume_after, save_top_k=-1)
+    saves = pl.callbacks.ModelCheckpoint(
+        folder, "half", every_n_train_steps=program.resume_after, save_top_k=-1
+    )
     fit(split, enable_checkpointing=True, callbacks=[saves])
     return describe(*fit(Split(make_plan(split.shares[::-1])), f"{folder}/half.ckpt"))
 
@@ -150,7 +165,9 @@ class Epochs(Ordered):
 
 
 def stop(split: Any, folder: str) -> tuple[int, int, bool]:
-    """Steps of a training whose first rank is sent SIGTERM in its third, how often Lightning asked, its end."""
+    """Steps of a training whose first rank is sent SIGTERM in its third, how often Lightning asked,
+    its end.
+    """
     asked, ask = list[Any](), _TrainingEpochLoop._broadcast_sigterm_tensor
 
     def note(loop: Any) -> None:
@@ -163,7 +180,10 @@ def stop(split: Any, folder: str) -> tuple[int, int, bool]:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().training_step(batch, batch_idx)
 
-    trainer, ended = make_trainer(Program(), folder, devices=split.world, strategy=split.strategy()), False
+    trainer, ended = (
+        make_trainer(Program(), folder, devices=split.world, strategy=split.strategy()),
+        False,
+    )
     with mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", note):
         try:
             trainer.fit(Ended(False), split.loader(points(64)))
@@ -189,21 +209,30 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 def reference_all(folder: Path, rank: int) -> None:
     """Every program in one process."""
     torch.set_num_threads(1)
-    torch.save({name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt")
+    torch.save(
+        {name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt"
+    )
 
 
 def refuse_all(folder: Path, rank: int) -> None:
-    """What is refused, or said, of a share in two passes; and whether a second training is as the first."""
+    """What is refused, or said, of a share in two passes; and whether a second training is as the
+    first.
+    """
     split = Split(make_plan((8,), (4,)))
 
     def fit(module: Module, loader: Any = None, **options: Any) -> str:
-        trainer = make_trainer(Program(), str(folder), strategy=split.strategy(), devices=1, max_epochs=1, **options)
+        trainer = make_trainer(
+            Program(), str(folder), strategy=split.strategy(), devices=1, max_epochs=1, **options
+        )
         data = split.loader(points(16)) if loader is None else loader
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
                 trainer.fit(module, data)
-            except (EvenerError, MisconfigurationException) as error:  # the latter is Lightning's own
+            except (
+                EvenerError,
+                MisconfigurationException,
+            ) as error:  # the latter is Lightning's own
                 return str(error)
         return " ".join(str(each.message) for each in said)
 
@@ -216,7 +245,9 @@ def refuse_all(folder: Path, rank: int) -> None:
         "finder": fit(Module(False), callbacks=[pl.callbacks.BatchSizeFinder()]),
         "accumulated": [],
     }
-    trainer = make_trainer(Program(), str(folder), strategy=split.strategy(), devices=1, accumulate_grad_batches=2)
+    trainer = make_trainer(
+        Program(), str(folder), strategy=split.strategy(), devices=1, accumulate_grad_batches=2
+    )
     for _ in range(2):
         trainer.fit(Module(False), split.loader(points(16)))
         found["accumulated"].append((trainer.accumulate_grad_batches, trainer.global_step))

@@ -12,7 +12,9 @@ MOST = 8192  # rows
 
 
 def grow(folder: Path, _rank: int, room_bytes: int) -> None:
-    """Batches double until PyTorch raises; saves the last that fitted and the one that didn't, once a small one ran."""
+    """Batches double until PyTorch raises; saves the last that fitted and the one that didn't, once
+    a small one ran.
+    """
     torch.set_num_threads(1)
     layer = torch.nn.Conv2d(8, 64, 3, padding=1)
     cap_address_space(room_bytes)

@@ -61,8 +61,12 @@ def train(
     monkeypatch.setattr(dist, "new_group", lambda **_: post)
     total, ranks = sum(batches), list[Any]()
     for rank, _ in enumerate(batches):
-        shares = tuple(Share(f"sim:{i}", i, f"sim {i}", rows, rows / total) for i, rows in enumerate(batches))
-        found = RankShares(rank, tuple(batches), tuple(batches), (1,) * len(batches), shares, "a", "b")
+        shares = tuple(
+            Share(f"sim:{i}", i, f"sim {i}", rows, rows / total) for i, rows in enumerate(batches)
+        )
+        found = RankShares(
+            rank, tuple(batches), tuple(batches), (1,) * len(batches), shares, "a", "b"
+        )
         training: Any = SimpleNamespace(
             ranks=found,
             ahead=0,
@@ -85,6 +89,8 @@ def train(
         for rank, training in enumerate(ranks):
             training.passes.limit.most = limit(step, rank)
             training.reporter.retreats += retreats.get(step) == rank
-            training.timer.steps.append(TimedStep(sizes, works[rank], max(works) - works[rank], 0.0, max(works), 0.0))
+            training.timer.steps.append(
+                TimedStep(sizes, works[rank], max(works) - works[rank], 0.0, max(works), 0.0)
+            )
             training.rebalancing.after_step(sizes)
     return seen

@@ -1,4 +1,6 @@
-"""A machine in the making: devices as a family draws and changes them, before they become a machine file's keys."""
+"""A machine in the making: devices as a family draws and changes them, before they become a machine
+file's keys.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ class Draft(msgspec.Struct):
 
     def machine(self) -> Machine:
         """As it stands now."""
-        return Machine(tuple(_device(*one) for one in enumerate(self.parts)), self.sync, events=tuple(self.events))
+        return Machine(
+            tuple(_device(*one) for one in enumerate(self.parts)),
+            self.sync,
+            events=tuple(self.events),
+        )
 
 
 def log_uniform(chance: random.Random, low: float, high: float) -> float:
@@ -48,14 +54,24 @@ def log_uniform(chance: random.Random, low: float, high: float) -> float:
 
 
 def draw(chance: random.Random) -> Draft:
-    """One model on two to four devices, up to 2.5 times as slow as each other; 60 to 3,000 samples fit."""
-    slope, base, each = log_uniform(chance, 0.1, 1.5), chance.uniform(300, 2500), log_uniform(chance, 1, 20)
+    """One model on two to four devices, up to 2.5 times as slow as each other; 60 to 3,000 samples
+    fit.
+    """
+    slope, base, each = (
+        log_uniform(chance, 0.1, 1.5),
+        chance.uniform(300, 2500),
+        log_uniform(chance, 1, 20),
+    )
     fixed = log_uniform(chance, 3, 60)
     parts = []
     for _ in range(chance.choice((2, 2, 3, 4))):
         slower, noise = chance.uniform(1, 2.5), chance.choice((0.002, 0.005, 0.01, 0.02))
         most = round(log_uniform(chance, 60, 3000))
-        parts.append(Part(fixed * slower * chance.uniform(0.8, 1.25), slope * slower, most, base, each, noise))
+        parts.append(
+            Part(
+                fixed * slower * chance.uniform(0.8, 1.25), slope * slower, most, base, each, noise
+            )
+        )
     return Draft(parts, Sync(log_uniform(chance, 0.5, 15), log_uniform(chance, 0.05, 3)))
 
 
@@ -69,11 +85,22 @@ def redraw(chance: random.Random, draft: Draft, count: int) -> None:
 def draw_like(chance: random.Random, part: Part) -> list[Part]:
     """Another device of the same model."""
     slower, most = chance.uniform(0.5, 2), round(log_uniform(chance, 60, 3000))
-    return [msgspec.structs.replace(part, fixed=part.fixed * slower, slope=part.slope * slower, most=most, keys={})]
+    return [
+        msgspec.structs.replace(
+            part, fixed=part.fixed * slower, slope=part.slope * slower, most=most, keys={}
+        )
+    ]
 
 
-def scale(draft: Draft, fixed_ms: tuple[float, float], slope_ms: tuple[float, float], chance: random.Random) -> None:
-    """The fastest device gets a fixed part and a slope between these; the others keep their distance to it."""
+def scale(
+    draft: Draft,
+    fixed_ms: tuple[float, float],
+    slope_ms: tuple[float, float],
+    chance: random.Random,
+) -> None:
+    """The fastest device gets a fixed part and a slope between these; the others keep their
+    distance to it.
+    """
     least, flattest = min(p.fixed for p in draft.parts), min(p.slope for p in draft.parts)
     fixed, slope = log_uniform(chance, *fixed_ms) / least, log_uniform(chance, *slope_ms) / flattest
     for part in draft.parts:

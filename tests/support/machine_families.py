@@ -27,7 +27,9 @@ class Draw(msgspec.Struct):
     stall_ms: float = 0.0
     contention: float = 0.0
     bend: float = 1.0  # memory: slope beyond half of `most` over the slope before
-    overhead_ms: float | None = None  # of each further pass; None: a pass costs as much as a step of its rows
+    overhead_ms: float | None = (
+        None  # of each further pass; None: a pass costs as much as a step of its rows
+    )
 
 
 def machine(family: str, devices: int, noise: float, seed: int) -> Machine:
@@ -40,7 +42,9 @@ def machine(family: str, devices: int, noise: float, seed: int) -> Machine:
     if family == "identical":
         memory = [memory[0]] * devices
     parts = zip(draws, memory, strict=True)
-    return Machine(tuple(_device(i, d, base, each, noise) for i, (d, (base, each)) in enumerate(parts)), sync)
+    return Machine(
+        tuple(_device(i, d, base, each, noise) for i, (d, (base, each)) in enumerate(parts)), sync
+    )
 
 
 def fixed_batch(machine: Machine, seed: int) -> int:
@@ -122,7 +126,9 @@ def _contention(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
 
 def _dear_sync(rng: random.Random, draws: list[Draw], _sync: Sync) -> Made:
     slowest = max(d.fixed_ms + d.slope_ms * d.most for d in draws)
-    return draws, Sync(slowest * (len(draws) - 1) * rng.uniform(0.8, 2.0), slowest * rng.uniform(0.0, 0.1))
+    return draws, Sync(
+        slowest * (len(draws) - 1) * rng.uniform(0.8, 2.0), slowest * rng.uniform(0.0, 0.1)
+    )
 
 
 def _bent_memory(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
@@ -132,7 +138,9 @@ def _bent_memory(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
 
 
 def _small_card(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
-    """One card has a part of the memory that its speed would use; a further pass costs less than a step of its rows."""
+    """One card has a part of the memory that its speed would use; a further pass costs less than a
+    step of its rows.
+    """
     for draw in draws:
         draw.overhead_ms = (draw.fixed_ms + draw.slope_ms * draw.most) * _log(rng, 0.001, 0.05)
     small = rng.choice(draws)
@@ -158,7 +166,9 @@ FAMILIES: dict[str, Callable[[random.Random, list[Draw], Sync], Made]] = {
 }
 
 
-def _device(position: int, draw: Draw, base_mib: float, each_mib: float, noise: float) -> SimulatedDevice:
+def _device(
+    position: int, draw: Draw, base_mib: float, each_mib: float, noise: float
+) -> SimulatedDevice:
     far = (CURVE_TO, draw.fixed_ms + draw.slope_ms * CURVE_TO)
     level = draw.fixed_ms + draw.slope_ms * (draw.knee or 1)
     flat = ((1, level), (draw.knee, level)) if draw.knee else ((1, level),)

@@ -1,6 +1,8 @@
-"""Random machines on which searches went wrong, or might, by family and seed, with what is asked of each.
+"""Random machines on which searches went wrong, or might, by family and seed, with what is asked of
+each.
 
-The ranges stand in the first line of each family, in `hard_curves`, `hard_devices` and `hard_events`.
+The ranges stand in the first line of each family, in `hard_curves`, `hard_devices` and
+`hard_events`.
 """
 
 from __future__ import annotations
@@ -25,24 +27,36 @@ from tests.support.search_trials import Ask, Case
 
 LONG_STEP = 15  # of a budget
 CHANCE = (  # another order of probes finds another machine: laws for pairs of searches don't hold
-    "noisy", "noisy_slow", "bursts", "lost", "throttle", "memory_held", "memory_held_gone", "neighbour",
-)  # fmt: skip
+    "noisy",
+    "noisy_slow",
+    "bursts",
+    "lost",
+    "throttle",
+    "memory_held",
+    "memory_held_gone",
+    "neighbour",
+)
 
 
 def cases(family: str, seed: int, **asked: Any) -> list[Case]:
     """Every question about the machine of that seed; `asked` hold for all, such as another budget.
 
-    A machine whose best step would take over a 15th of the family's budget is drawn again: nobody could measure it.
+    A machine whose best step would take over a 15th of the family's budget is drawn again: nobody
+    could measure it.
     """
     for attempt in count():
         draft = draw(chance := random.Random(f"{family}/{seed}/{attempt}"))
         FAMILIES[family](chance, draft)
-        found = [_ask(mode, draft, random.Random(f"{family}/{seed}/{mode}")) for mode in draft.modes]
+        found = [
+            _ask(mode, draft, random.Random(f"{family}/{seed}/{mode}")) for mode in draft.modes
+        ]
         machine = draft.machine()
         if all(is_measurable(machine, ask) for ask in found):
             break
     asks = [Ask(**(msgspec.structs.asdict(ask) | asked)) for ask in found]
-    return [Case(family, seed, mode, machine, ask) for mode, ask in zip(draft.modes, asks, strict=True)]
+    return [
+        Case(family, seed, mode, machine, ask) for mode, ask in zip(draft.modes, asks, strict=True)
+    ]
 
 
 def _ask(mode: str, draft: Draft, chance: random.Random) -> Ask:
@@ -62,7 +76,9 @@ def is_measurable(machine: Machine, ask: Ask) -> bool:
 
 
 def _batch(mode: str, draft: Draft, most: int, chance: random.Random) -> int | None:
-    """No batch, an odd one, half to four times what fits at once, or one of the usual sizes that fits."""
+    """No batch, an odd one, half to four times what fits at once, or one of the usual sizes that
+    fits.
+    """
     least, quantum = len(draft.parts), draft.ask.get("quantum", 1)
     if mode == "free":
         return None
@@ -70,7 +86,9 @@ def _batch(mode: str, draft: Draft, most: int, chance: random.Random) -> int | N
         return int(chance.randrange(least, max(least + 2, round(0.9 * most))) | 1)
     if mode == "beyond":
         return batch_beyond(draft.machine(), chance.randrange(1 << 20))
-    fit = [batch for batch in FIXED if least * quantum <= batch <= 0.9 * most and batch % quantum == 0]
+    fit = [
+        batch for batch in FIXED if least * quantum <= batch <= 0.9 * most and batch % quantum == 0
+    ]
     return chance.choice(fit) if fit else max(least, round(0.9 * most) // quantum) * quantum
 
 

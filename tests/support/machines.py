@@ -25,11 +25,22 @@ def crawling_machine(beyond: int = 1400) -> Machine:
 
 
 def crawling_machine_toml(beyond: int = 1400) -> str:
-    """The file of that machine: 5 ms + 0.032 ms a row (1,400 rows 49.8 ms); all of 8,192 rows fit in memory."""
-    steep = [[1, _ms(1)], [beyond, _ms(beyond)], [beyond + 100, 8 * _ms(beyond + 100)], [16384, 8 * _ms(16384)]]
+    """The file of that machine: 5 ms + 0.032 ms a row (1,400 rows 49.8 ms); all of 8,192 rows fit
+    in memory.
+    """
+    steep = [
+        [1, _ms(1)],
+        [beyond, _ms(beyond)],
+        [beyond + 100, 8 * _ms(beyond + 100)],
+        [16384, 8 * _ms(16384)],
+    ]
     straight = [[1, _ms(1)], [16384, _ms(16384)]]
     sync = "[sync]\nbase_ms = 1.2\nper_device_ms = 1.0\n"
-    return sync + CARD.format(name="Crawling", curve=steep) + CARD.format(name="Healthy", curve=straight)
+    return (
+        sync
+        + CARD.format(name="Crawling", curve=steep)
+        + CARD.format(name="Healthy", curve=straight)
+    )
 
 
 def _ms(rows: int) -> float:
@@ -37,18 +48,27 @@ def _ms(rows: int) -> float:
 
 
 def step_seconds(machine: Machine, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
-    """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in step.
+    """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in
+    step.
 
     `micro` are the most rows of each device's passes; empty: each share is one pass.
     """
     active = [position for position, share in enumerate(shares) if share > 0]
-    passes = [-(-share // rows) if share else 0 for share, rows in zip(shares, micro or shares, strict=True)]
+    passes = [
+        -(-share // rows) if share else 0
+        for share, rows in zip(shares, micro or shares, strict=True)
+    ]
     together = len(active) > 1
-    parts = (machine.device_seconds(position, shares[position], together, passes[position]) for position in active)
+    parts = (
+        machine.device_seconds(position, shares[position], together, passes[position])
+        for position in active
+    )
     return max(parts, default=0.0) + machine.sync_seconds(active)
 
 
 def samples_per_second(machine: Machine, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
-    """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no time."""
+    """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no
+    time.
+    """
     total, seconds = sum(shares), step_seconds(machine, shares, micro)
     return total / seconds if seconds > 0 else (math.inf if total else 0.0)

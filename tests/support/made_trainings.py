@@ -1,4 +1,6 @@
-"""Made-up trainings: what each rank does with its time, and the records that its steps would leave."""
+"""Made-up trainings: what each rank does with its time, and the records that its steps would
+leave.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ class Habit(msgspec.Struct, frozen=True):
     old: bool = False  # it writes records of the first version
 
 
-def make_training(habits: Sequence[Habit], exchange: float = 1, seed: int = 0) -> tuple[Training, ...]:
-    """The newest record of each rank, after some steps: all leave a sum of gradients at the same time."""
+def make_training(
+    habits: Sequence[Habit], exchange: float = 1, seed: int = 0
+) -> tuple[Training, ...]:
+    """The newest record of each rank, after some steps: all leave a sum of gradients at the same
+    time.
+    """
     draw = random.Random(seed)
     free = [0.0] * len(habits)  # when each asks for its next batch
     steps: list[list[tuple[float, ...]]] = [[] for _ in habits]
@@ -44,19 +50,41 @@ def make_training(habits: Sequence[Habit], exchange: float = 1, seed: int = 0) -
         for rank, each in enumerate(habits):
             ended = left + each.before + each.update + each.after
             steps[rank].append(
-                (own[rank], left - ready[rank], each.input, each.before + each.after, ended - free[rank])
+                (
+                    own[rank],
+                    left - ready[rank],
+                    each.input,
+                    each.before + each.after,
+                    ended - free[rank],
+                )
             )
             free[rank] = ended
     return tuple(_record(rank, each, steps[rank], len(habits)) for rank, each in enumerate(habits))
 
 
 def _record(rank: int, habit: Habit, steps: Sequence[tuple[float, ...]], world: int) -> Training:
-    own, waiting, inputs, between, step = ([value / 1e3 for value in each] for each in zip(*steps, strict=True))
+    own, waiting, inputs, between, step = (
+        [value / 1e3 for value in each] for each in zip(*steps, strict=True)
+    )
     step_s = middle(step)
     times = sum_up(own, waiting if world > 1 else ())
-    live = LiveDevice(f"gpu-{rank}", rank, habit.rows, habit.rows / step_s, habit.rows, **times._asdict())
+    live = LiveDevice(
+        f"gpu-{rank}", rank, habit.rows, habit.rows / step_s, habit.rows, **times._asdict()
+    )
     due_at = AT_SECONDS - habit.silence if habit.silence else AT_SECONDS + 0.2
-    facts: dict[str, Any] = {"step_s": step_s, "step_spread": spread(step), "input_s": middle(inputs)}
-    facts |= {"between_s": middle(between), "training": "t", "rank": rank, "world": world, "pid": 4000 + rank}
+    facts: dict[str, Any] = {
+        "step_s": step_s,
+        "step_spread": spread(step),
+        "input_s": middle(inputs),
+    }
+    facts |= {
+        "between_s": middle(between),
+        "training": "t",
+        "rank": rank,
+        "world": world,
+        "pid": 4000 + rank,
+    }
     facts |= {} if habit.old else {"due_at": due_at, "doing": habit.doing, "batch": habit.batch}
-    return Training("torch", "train.py", live.samples_per_second, STEPS, due_at - habit.disk, (live,), **facts)
+    return Training(
+        "torch", "train.py", live.samples_per_second, STEPS, due_at - habit.disk, (live,), **facts
+    )

@@ -37,7 +37,9 @@ def fit(
     """Train the model; the metrics that were logged."""
     strategy: dict[str, Any] = {}
     if split is not None:
-        count: dict[str, Any] = {"count": lambda part: count_labels(case, part.batch)} if case.by_label else {}
+        count: dict[str, Any] = (
+            {"count": lambda part: count_labels(case, part.batch)} if case.by_label else {}
+        )
         strategy = {"strategy": split.strategy(**count), "devices": split.world}
     trainer = pl.Trainer(
         accelerator="cpu",

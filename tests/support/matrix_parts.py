@@ -1,6 +1,8 @@
-"""Models, losses and cases of the matrix of trainings; tests/support/matrix_trainings.py trains them.
+"""Models, losses and cases of the matrix of trainings; tests/support/matrix_trainings.py trains
+them.
 
-A case is by name: "decoder | own | transformers | passes | tail | 2" has two batches in each optimizer step.
+A case is by name: "decoder | own | transformers | passes | tail | 2" has two batches in each
+optimizer step.
 """
 
 from __future__ import annotations
@@ -31,10 +33,17 @@ MODELS: dict[str, tuple[str, Recipe]] = {
     "experts' auxiliary loss": ("MixtralForCausalLM", Recipe("text", "tokens", "widened")),
 }
 SHIFTED = ("decoder", "experts", "experts' auxiliary loss")
-BY_LABEL = (*SHIFTED, "encoder by token", "masked encoder", "encoder-decoder")  # several labels in a row
+BY_LABEL = (
+    *SHIFTED,
+    "encoder by token",
+    "masked encoder",
+    "encoder-decoder",
+)  # several labels in a row
 TRL = ("sft", "dpo", "reward")
 TRAINERS = ("transformers", "Lightning", "accelerate", "PyTorch")
-Loss = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]  # of logits and labels, flat, and of the items
+Loss = Callable[
+    [torch.Tensor, torch.Tensor, Any], torch.Tensor
+]  # of logits and labels, flat, and of the items
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -50,7 +59,11 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """By which it can be asked for."""
-        ends = "passes" if self.passes else "at once", "tail" if self.tail else "even", str(self.window)
+        ends = (
+            "passes" if self.passes else "at once",
+            "tail" if self.tail else "even",
+            str(self.window),
+        )
         return " | ".join((self.model, self.loss, self.trainer, *ends))
 
     @property
@@ -70,17 +83,26 @@ def parse(name: str) -> Case:
     return Case(model, loss, trainer, passes == "passes", tail == "tail", int(window))
 
 
-LAYOUTS = ((True, True, 1), (True, True, 2), (False, True, 1), (False, False, 2))  # passes, tail, window
+LAYOUTS = (
+    (True, True, 1),
+    (True, True, 2),
+    (False, True, 1),
+    (False, False, 2),
+)  # passes, tail, window
 
 
 def list_cases(layouts: Sequence[tuple[bool, bool, int]] = LAYOUTS) -> Iterator[Case]:
     """All of them, in these layouts."""
     for model, layout in product(MODELS, layouts):
         for loss in (
-            ("own",) if model == "CLIP" or "," in model or "auxiliary" in model else ("own", *LOSSES, "label smoothing")
+            ("own",)
+            if model == "CLIP" or "," in model or "auxiliary" in model
+            else ("own", *LOSSES, "label smoothing")
         ):
             yield Case(model, loss, "transformers", *layout)
-    for model, trainer, layout in product(("decoder", "encoder", "vision", "CLIP"), TRAINERS[1:], layouts):
+    for model, trainer, layout in product(
+        ("decoder", "encoder", "vision", "CLIP"), TRAINERS[1:], layouts
+    ):
         for loss in ("own",) if model == "CLIP" else ("own", "focal", "class weights", "sum"):
             yield Case(model, loss, trainer, *layout)
     for model, layout in product(TRL, layouts):
@@ -99,7 +121,11 @@ def build(case: Case) -> tuple[Any, Rows, Callable[[list[Any]], Any]]:
         batch = collate(rows)
         return {**batch, "decoder_input_ids": model._shift_right(batch["labels"])}
 
-    return model, Rows(model, recipe, case.rows), with_decoder if case.model == "encoder-decoder" else collate
+    return (
+        model,
+        Rows(model, recipe, case.rows),
+        with_decoder if case.model == "encoder-decoder" else collate,
+    )
 
 
 # ---------------------------------------------------------------------- losses

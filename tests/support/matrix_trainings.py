@@ -1,4 +1,5 @@
-"""Trains the cases of tests/support/matrix_parts.py: bare in one process, and by a plan on two ranks.
+"""Trains the cases of tests/support/matrix_parts.py: bare in one process, and by a plan on two
+ranks.
 
 tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
@@ -22,7 +23,15 @@ from evener.huggingface import with_plan
 from evener.plan.file import Plan
 from evener.torch_split import Split
 from tests.support.huggingface_programs import GLOBAL_BATCH, make_plan
-from tests.support.matrix_parts import LOSSES, Case, build, compute_loss, count_labels, flatten, parse
+from tests.support.matrix_parts import (
+    LOSSES,
+    Case,
+    build,
+    compute_loss,
+    count_labels,
+    flatten,
+    parse,
+)
 from tests.support.tiny_rows import Rows
 
 RATE = 0.1
@@ -45,7 +54,9 @@ def train_case(case: Case, plan: Plan | None, folder: str) -> Ended:
 def note_changes(model: Any) -> Callable[[], list[torch.Tensor]]:
     """Says later how far each weight went from here."""
     before = [tensor.detach().clone() for tensor in model.parameters()]
-    return lambda: [after.detach() - start for after, start in zip(model.parameters(), before, strict=True)]
+    return lambda: [
+        after.detach() - start for after, start in zip(model.parameters(), before, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------- transformers
@@ -85,7 +96,11 @@ def _train_transformers(case: Case, plan: Plan | None, folder: str) -> Ended:
         include_num_input_tokens_seen="non_padding",
     )
     planned = kind if plan is None else with_plan(kind, plan)
-    parts = {"train_dataset": rows, "eval_dataset": Rows(model, rows.recipe, 5), "data_collator": collate}
+    parts = {
+        "train_dataset": rows,
+        "eval_dataset": Rows(model, rows.recipe, 5),
+        "data_collator": collate,
+    }
     trainer = planned(model=model, args=arguments, **parts, **options)
     changes = note_changes(model)
     trainer.train()
@@ -96,7 +111,11 @@ def _train_transformers(case: Case, plan: Plan | None, folder: str) -> Ended:
 
 def _figures(trainer: Any) -> list[dict[str, float]]:
     return [
-        {name: float(value) for name, value in entry.items() if not any(word in name for word in UNLIKE)}
+        {
+            name: float(value)
+            for name, value in entry.items()
+            if not any(word in name for word in UNLIKE)
+        }
         for entry in trainer.state.log_history
     ]
 
@@ -113,7 +132,9 @@ def _choose_trainer(case: Case) -> tuple[Any, dict[str, Any]]:
         return Trainer, {}
 
     class OwnLoss(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
             loss, outputs = compute_loss(case, model, inputs)
             return (loss, outputs) if return_outputs else loss
 
@@ -123,8 +144,14 @@ def _choose_trainer(case: Case) -> tuple[Any, dict[str, Any]]:
 def _train_trl(case: Case, plan: Plan | None, folder: str) -> Ended:
     from tests.support import trl_programs
 
-    changes = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": case.window, "optim": "sgd"}
-    parts = trl_programs.make_parts(case.model, folder, **changes, per_device_train_batch_size=GLOBAL_BATCH)
+    changes = {
+        "train_sampling_strategy": "sequential",
+        "gradient_accumulation_steps": case.window,
+        "optim": "sgd",
+    }
+    parts = trl_programs.make_parts(
+        case.model, folder, **changes, per_device_train_batch_size=GLOBAL_BATCH
+    )
     kind = trl_programs.KINDS[case.model][0]
     trainer = (kind if plan is None else with_plan(kind, plan))(**parts)
     changed = note_changes(trainer.model)
@@ -172,7 +199,9 @@ def _count(case: Case) -> Callable[[Any], Any] | None:
     return (lambda part: count_labels(case, part.batch)) if case.by_label else None
 
 
-def _backward_parts(case: Case, split: Split, model: Any, batch: Any, scale: float, last: bool) -> None:
+def _backward_parts(
+    case: Case, split: Split, model: Any, batch: Any, scale: float, last: bool
+) -> None:
     with nullcontext() if last else split.no_sync(model):
         for part in split.parts(batch, count=_count(case)):
             part.backward(compute_loss(case, model, part.batch)[0] * scale)
@@ -215,7 +244,9 @@ def plan_for(case: Case) -> Plan:
 
 
 def compare(ended: Ended, bare: Ended) -> dict[str, float]:
-    """The largest difference of a weight in parts of the largest change of one, and of each figure that was logged."""
+    """The largest difference of a weight in parts of the largest change of one, and of each figure
+    that was logged.
+    """
     largest = max(float(each.abs().max()) for each in bare.changes if each.numel())
     pairs = zip(ended.changes, bare.changes, strict=True)
     apart = max(float((one - other).abs().max()) for one, other in pairs if one.numel())
@@ -235,7 +266,9 @@ def far(one: float, other: float) -> float:
 
 
 def train_all(folder: Path, rank: int, names: Sequence[str], references: str) -> None:
-    """Cases by a plan as one rank: how far each is from its reference, or the sentence that refused it."""
+    """Cases by a plan as one rank: how far each is from its reference, or the sentence that refused
+    it.
+    """
     torch.set_num_threads(1)
     bare = torch.load(references)
     torch.save({name: train_planned(name, bare[name]) for name in names}, folder / f"{rank}.pt")

@@ -1,7 +1,9 @@
-"""Tapes of NVML: a recorder of what the driver answers to a NvmlSource, and a double of the module that plays it back.
+"""Tapes of NVML: a recorder of what the driver answers to a NvmlSource, and a double of the module
+that plays it back.
 
-A tape is JSON lines: a header, then a line for each call with its arguments and every answer that differs from the one
-before it, with the time of the answer. `python -m benchmarks.nvml_tape` records one on real GPUs.
+A tape is JSON lines: a header, then a line for each call with its arguments and every answer that
+differs from the one before it, with the time of the answer. `python -m benchmarks.nvml_tape`
+records one on real GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from evener.devices.nvidia.nvml_library import Library
 from evener.devices.nvidia.source import address
 
 FORMAT = 1
-UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, so every call would be a new one
+UNKEYED = (
+    "nvmlDeviceGetProcessUtilization"  # its argument is a time, so every call would be a new one
+)
 Key = tuple[str, int | None, str]  # call or kind, GPU, arguments
 
 
@@ -43,7 +47,11 @@ class NvmlRecorder:
     def _call(self, name: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         handles = [self._gpus[address(each)] for each in arguments if address(each) in self._gpus]
         gpu = handles[0] if handles else None
-        numbers = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
+        numbers = [
+            each
+            for each in (*arguments, *keywords.values())
+            if isinstance(each, int) and name != UNKEYED
+        ]
         try:
             answer = call(*arguments, **keywords)
         except pynvml.NVMLError as error:
@@ -57,7 +65,10 @@ class NvmlRecorder:
             self._keep_metrics(arguments[0])
         elif name == "nvmlDeviceGetFieldValues":
             for asked, got in zip(arguments[1], answer, strict=True):
-                self._keep(("field", gpu, json.dumps(asked)), [got.nvmlReturn, got.valueType, got.value.ullVal])
+                self._keep(
+                    ("field", gpu, json.dumps(asked)),
+                    [got.nvmlReturn, got.valueType, got.value.ullVal],
+                )
         elif not name.startswith("nvmlGpmSample"):
             self._keep((name, gpu, json.dumps(numbers)), _plain(answer))
         return answer
@@ -65,7 +76,9 @@ class NvmlRecorder:
     def _keep_metrics(self, request: Any) -> None:
         gpu = self._sampled[address(request.sample1)]
         for metric in request.metrics[: request.numMetrics]:
-            self._keep(("gpm", gpu, str(metric.metricId)), [metric.nvmlReturn, round(metric.value, 4)])
+            self._keep(
+                ("gpm", gpu, str(metric.metricId)), [metric.nvmlReturn, round(metric.value, 4)]
+            )
 
     def _keep(self, key: Key, answer: Any) -> None:
         answers = self.answers.setdefault(key, [])
@@ -74,12 +87,19 @@ class NvmlRecorder:
 
     def lines(self, **header: Any) -> list[str]:
         """The tape."""
-        rows = ({"call": key[0], "gpu": key[1], "of": key[2], "answers": kept} for key, kept in self.answers.items())
-        return [json.dumps(row, separators=(",", ":")) for row in ({"nvml_tape": FORMAT, **header}, *rows)]
+        rows = (
+            {"call": key[0], "gpu": key[1], "of": key[2], "answers": kept}
+            for key, kept in self.answers.items()
+        )
+        return [
+            json.dumps(row, separators=(",", ":"))
+            for row in ({"nvml_tape": FORMAT, **header}, *rows)
+        ]
 
 
 class NvmlPlayer:
-    """A double of the module: each call is answered as it was at the tape's time `now`, which a test sets.
+    """A double of the module: each call is answered as it was at the tape's time `now`, which a
+    test sets.
 
     A question that is not on the tape raises KeyError: it needs another recording.
     """
@@ -118,7 +138,9 @@ class NvmlPlayer:
         """Each field by itself, so that calls may combine other fields than the recording did."""
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, asked in zip(values, fields, strict=True):
-            value.nvmlReturn, value.valueType, value.value.ullVal = self._at("field", handle.gpu, json.dumps(asked))
+            value.nvmlReturn, value.valueType, value.value.ullVal = self._at(
+                "field", handle.gpu, json.dumps(asked)
+            )
         return values
 
     def nvmlGpmSampleAlloc(self) -> Any:  # noqa: N802
@@ -143,7 +165,11 @@ class NvmlPlayer:
 
     def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         gpu = next((each.gpu for each in arguments if isinstance(each, _Handle)), None)
-        numbers = [each for each in (*arguments, *keywords.values()) if isinstance(each, int) and name != UNKEYED]
+        numbers = [
+            each
+            for each in (*arguments, *keywords.values())
+            if isinstance(each, int) and name != UNKEYED
+        ]
         key = name, gpu, json.dumps(numbers)
         if key not in self._answers:  # evener didn't call it when the tape was recorded
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -154,7 +180,9 @@ class NvmlPlayer:
 
     def _at(self, *key: Any) -> Any:
         answers = self._answers[key]
-        return answers[max(0, bisect.bisect_right(answers, self.now, key=lambda entry: entry[0]) - 1)][1]
+        return answers[
+            max(0, bisect.bisect_right(answers, self.now, key=lambda entry: entry[0]) - 1)
+        ][1]
 
 
 class _Handle:
@@ -179,7 +207,11 @@ def _plain(answer: Any) -> Any:
         return answer
     names = [name for name, *_ in getattr(answer, "_fields_", ())] or list(vars(answer))
     members = {name: getattr(answer, name) for name in names}
-    return {name: member for name, member in members.items() if member is None or isinstance(member, int | float | str)}
+    return {
+        name: member
+        for name, member in members.items()
+        if member is None or isinstance(member, int | float | str)
+    }
 
 
 def _thing(answer: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What tests of the app do with a pilot: wait for what a thread or a message brings about, and read a widget."""
+"""What tests of the app do with a pilot: wait for what a thread or a message brings about, and read
+a widget.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ async def open_form(pilot: Pilot[Any]) -> None:
 async def open_runs(pilot: Pilot[Any], count: int) -> RunPanel:
     """The screen of runs, with so many."""
     await pilot.press("3")
-    await until(pilot, lambda: [each.count for each in pilot.app.screen.query(RunPanel)] == [count], "the list")
+    await until(
+        pilot,
+        lambda: [each.count for each in pilot.app.screen.query(RunPanel)] == [count],
+        "the list",
+    )
     return pilot.app.screen.query_one(RunPanel)
 
 

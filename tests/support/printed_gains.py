@@ -1,4 +1,6 @@
-"""What a plan prints of gains, worked out again from the rates beside them: every fault as a sentence."""
+"""What a plan prints of gains, worked out again from the rates beside them: every fault as a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ COARSE = 0.02  # beyond which a gain has whole percents
 
 
 def find_faults(plan: Plan, verdict: str, labels: Sequence[str]) -> Iterator[str]:
-    """Gains that don't follow from two rates, that compare a layout with itself, or that hide another batch."""
+    """Gains that don't follow from two rates, that compare a layout with itself, or that hide
+    another batch.
+    """
     yield from _evidence_faults(plan, bool(KNOBS.search(verdict)))
     yield from find_summary_faults(plan, labels)
     for clause in CLAUSE.finditer(verdict):
         yield from _clause_faults(plan, clause, labels)
-    if _error(plan) > UNKNOWN and ("are too uncertain" not in verdict or re.search(rf"{FIGURE} samples/s", verdict)):
+    if _error(plan) > UNKNOWN and (
+        "are too uncertain" not in verdict or re.search(rf"{FIGURE} samples/s", verdict)
+    ):
         yield f"samples/s of ± {_error(plan):.0%} are said as if they were known: {verdict}"
 
 
@@ -58,7 +64,11 @@ def _what(layout: PlanLayout) -> tuple[object, ...]:
 def _evidence_faults(plan: Plan, with_knobs: bool) -> Iterator[str]:
     own, gains = plan.throughput.samples_per_second, dict[object, object]()
     for one in plan.evidence:
-        if _what(one.layout) == _what(plan.layout) and not with_knobs and (one.gain is not None or one.tie):
+        if (
+            _what(one.layout) == _what(plan.layout)
+            and not with_knobs
+            and (one.gain is not None or one.tie)
+        ):
             yield f"{one.name} is the plan, and is compared with it"
         if one.gain is not None and not one.paired:
             if abs(own / one.throughput.samples_per_second - 1 - one.gain) > 1e-9:
@@ -72,7 +82,10 @@ def _evidence_faults(plan: Plan, with_knobs: bool) -> Iterator[str]:
             and one.layout.kind == "split"
             and 2 * one.layout.global_batch < plan.layout.global_batch
         ):
-            yield f"{one.name}: compared at {one.layout.global_batch} of {plan.layout.global_batch} samples"
+            yield (
+                f"{one.name}: compared at {one.layout.global_batch} of {plan.layout.global_batch} "
+                f"samples"
+            )
 
 
 def _line_faults(plan: Plan, line: str) -> Iterator[str]:
@@ -94,7 +107,10 @@ def _digit_faults(plan: Plan, rival: str, printed: float, digits: str, line: str
     own = rate(plan.throughput.samples_per_second).replace(" ", "")
     true = 100 * (float(own) / float(rival.replace(" ", "")) - 1)
     decimals = len(digits.partition(".")[2])
-    if f"{true:.{decimals}f}".lstrip("-") != f"{printed:.{decimals}f}".lstrip("-") or true * printed < 0:
+    if (
+        f"{true:.{decimals}f}".lstrip("-") != f"{printed:.{decimals}f}".lstrip("-")
+        or true * printed < 0
+    ):
         yield f"the rates {own} and {rival} say {true:.3f} %: {line}"
 
 
@@ -102,7 +118,11 @@ def _clause_faults(plan: Plan, clause: re.Match[str], labels: Sequence[str]) -> 
     names = {f"{label} alone": (f"{SOLO_PREFIX}{label}", BEST_SINGLE) for label in labels}
     batch = int(clause["batch"] or plan.layout.global_batch)
     found = [one for one in plan.evidence if one.name in names.get(clause["name"], (EVEN_SPLIT,))]
-    found = [one for one in found if one.layout.global_batch == batch and _what(one.layout) != _what(plan.layout)]
+    found = [
+        one
+        for one in found
+        if one.layout.global_batch == batch and _what(one.layout) != _what(plan.layout)
+    ]
     if not found:
         yield f"no such layout at {batch} samples: {clause[0]}"
         return
@@ -112,7 +132,11 @@ def _clause_faults(plan: Plan, clause: re.Match[str], labels: Sequence[str]) -> 
         return
     printed = (1 if clause["verb"] == "faster" else -1) * float(clause["gain"])
     faults = [
-        list(_digit_faults(plan, rate(one.throughput.samples_per_second), printed, clause["gain"], clause[0]))
+        list(
+            _digit_faults(
+                plan, rate(one.throughput.samples_per_second), printed, clause["gain"], clause[0]
+            )
+        )
         for one in found
     ]
     if all(faults):

@@ -1,4 +1,6 @@
-"""The children of probes that run below a process: each is forked by a server, which is no probe's child itself."""
+"""The children of probes that run below a process: each is forked by a server, which is no probe's
+child itself.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,24 @@ def list_children() -> list[psutil.Process]:
 
 
 def list_probe_children(pid: int | None = None) -> list[psutil.Process]:
-    """Those of this process and of the servers that tests share, or of another process, that haven't ended."""
+    """Those of this process and of the servers that tests share, or of another process, that
+    haven't ended.
+    """
     found: list[psutil.Process] = []
     forked = [psutil.Process(each) for each in shared if pid is None and psutil.pid_exists(each)]
     for server in {each.pid: each for each in (*psutil.Process(pid).children(), *forked)}.values():
         with suppress(psutil.Error):
             if server.pid in shared or MODULE in server.cmdline():
-                found += [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
+                found += [
+                    child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE
+                ]
     return found
 
 
 def still_runs(process: psutil.Process) -> bool:
-    """False for one that has ended, also where nobody waits for it, as process 1 of many containers doesn't."""
+    """False for one that has ended, also where nobody waits for it, as process 1 of many containers
+    doesn't.
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,8 +1,9 @@
-"""Probes of half a second: for tests that disturb a search of real children, and read none of its figures.
+"""Probes of half a second: for tests that disturb a search of real children, and read none of its
+figures.
 
-The fixture `quick_probes` is for searches in the test's own process. `QUICK_EVENER` starts evener with such probes, but
-for a race as long as ever: a signal must find it at work. Not for tests that need a certain device in the race: noise
-may leave it out.
+The fixture `quick_probes` is for searches in the test's own process. `QUICK_EVENER` starts evener
+with such probes, but for a race as long as ever: a signal must find it at work. Not for tests that
+need a certain device in the race: noise may leave it out.
 """
 
 from __future__ import annotations

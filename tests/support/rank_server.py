@@ -1,9 +1,12 @@
-"""Ranks that are forked from one process, which imports their framework once; run as a script, it is that process.
+"""Ranks that are forked from one process, which imports their framework once; run as a script, it
+is that process.
 
-It imports what trains without computing anything, so a forked rank is as good as a new one and starts at once. It is no
-child of the tests' process: others of its tests count their children, or kill them. All workers of a test run share it.
+It imports what trains without computing anything, so a forked rank is as good as a new one and
+starts at once. It is no child of the tests' process: others of its tests count their children, or
+kill them. All workers of a test run share it.
 
-Ranks on GPUs are processes of their own, as CUDA may not be forked: the script with a function is one of them.
+Ranks on GPUs are processes of their own, as CUDA may not be forked: the script with a function is
+one of them.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ HANGING_SECONDS = 60  # after which one on a GPU says what it is at
 class RankServer:
     """Starts functions of modules as ranks, which have imported `module`; use it as a context.
 
-    Those with the same folder are one process, which ends with the process `owner`; without a folder it ends with the
-    context.
+    Those with the same folder are one process, which ends with the process `owner`; without a
+    folder it ends with the context.
     """
 
     def __init__(self, module: str, folder: Path | None = None, owner: int = 0) -> None:
@@ -67,15 +70,29 @@ class RankServer:
         return line
 
     def _start(self) -> None:
-        own = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+        }
         if self._owner != os.getpid():  # it outlives this worker, whose mark is the last
             own[MARK] = own[MARK].rpartition(",")[0]
         words = [self._module, str(self._address), str(self._owner)]
-        command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_server", "serve", *words]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.support.rank_server",
+            "serve",
+            *words,
+        ]
         root = Path(__file__).parents[2]
         with self._address.with_suffix(".txt").open("w") as log:
             quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            subprocess.run(command, env={**own, **rank_environment()}, cwd=root, check=True, **quiet)
+            subprocess.run(
+                command, env={**own, **rank_environment()}, cwd=root, check=True, **quiet
+            )
 
     def run(
         self,
@@ -86,19 +103,27 @@ class RankServer:
         seconds: int = SECONDS,
         imports: str = "",
     ) -> None:
-        """`module.function(folder, rank, *arguments)` in a process for each of the environments of `ranks`.
+        """`module.function(folder, rank, *arguments)` in a process for each of the environments of
+        `ranks`.
 
-        They are forked with the module `imports` imported, too. AssertionError if one fails, or takes more seconds. A
-        test that ends while it waits ends them.
+        They are forked with the module `imports` imported, too. AssertionError if one fails, or
+        takes more seconds. A test that ends while it waits ends them.
         """
         folder.mkdir(exist_ok=True)
-        request = {"function": function, "folder": str(folder), "arguments": arguments, "seconds": seconds}
+        request = {
+            "function": function,
+            "folder": str(folder),
+            "arguments": arguments,
+            "seconds": seconds,
+        }
         request["imports"] = imports
         own = [{"EVENER_LIVE_DIR": str(folder / "live"), **rank} for rank in ranks]
         with self._connect() as line:
             line.sendall((json.dumps({**request, "environments": own}) + "\n").encode())
             failed = json.loads(line.makefile().readline())
-        assert not failed, "\n".join((folder / f"rank{rank}.txt").read_text()[-4000:] for rank in failed)
+        assert not failed, "\n".join(
+            (folder / f"rank{rank}.txt").read_text()[-4000:] for rank in failed
+        )
 
 
 def place_ranks(world: int) -> list[dict[str, str]]:
@@ -106,7 +131,10 @@ def place_ranks(world: int) -> list[dict[str, str]]:
     common = {"MASTER_PORT": str(free_port())}
     if world == 1:
         return [common]
-    places = [{"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    places = [
+        {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(world)
+    ]
     return [{**common, **place} for place in places]
 
 
@@ -118,7 +146,9 @@ def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) ->
 
 
 def serve(module: str, address: str, owner: int) -> None:
-    """Answer each request in a process of its own, until the owner ends or one who connects has none."""
+    """Answer each request in a process of its own, until the owner ends or one who connects has
+    none.
+    """
     door = socket.socket(socket.AF_UNIX)
     door.bind(address)
     door.listen(64)
@@ -195,7 +225,9 @@ def fork_rank(request: dict[str, Any], rank: int) -> int:
 
 
 def wait_for(ranks: dict[int, tuple[int, int]], line: socket.socket) -> list[int]:
-    """The ranks that failed by themselves; once one has, or nobody waits for them, the others are ended."""
+    """The ranks that failed by themselves; once one has, or nobody waits for them, the others are
+    ended.
+    """
     left = dict(ranks)
     failed: list[int] = []
     while left and not failed:
@@ -219,4 +251,8 @@ if __name__ == "__main__":
         gc.freeze()
         called(Path(folder), int(rank), *json.loads(given))
         sys.stderr.flush()
-        os._exit(0)  # NCCL's watchdog of a group that nobody leaves may outlive the driver, and abort the process
+        os._exit(
+            0
+            # NCCL's watchdog of a group that nobody leaves may outlive the driver, and abort the
+            # process
+        )

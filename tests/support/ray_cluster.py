@@ -1,4 +1,6 @@
-"""A Ray cluster on loopback: two nodes, each with an address of its own, that nothing else joins."""
+"""A Ray cluster on loopback: two nodes, each with an address of its own, that nothing else
+joins.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 @contextlib.contextmanager
 def running_cluster(state: Path) -> Iterator[Any]:
-    """`ray.cluster_utils.Cluster` with two nodes; this process isn't connected to it yet. `state` is for locks."""
+    """`ray.cluster_utils.Cluster` with two nodes; this process isn't connected to it yet. `state`
+    is for locks.
+    """
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",
@@ -63,12 +67,16 @@ def kill_raylet(node: Any) -> None:
 
 def list_processes(word: str) -> list[psutil.Process]:
     """Every process with this in its command."""
-    processes = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    processes = [
+        (process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
     return [process for process, command in processes if any(word in part for part in command)]
 
 
 def list_children() -> list[psutil.Process]:
-    """The children of probes that the cluster's actors started; other tests may run some of their own meanwhile."""
+    """The children of probes that the cluster's actors started; other tests may run some of their
+    own meanwhile.
+    """
     actors = {process.pid for process in list_processes("ray::Servant")}
     found = []
     for actor in actors:

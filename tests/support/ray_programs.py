@@ -1,4 +1,6 @@
-"""What is trained over the hosts of a Ray cluster: scripts of users, and plans over loopback addresses."""
+"""What is trained over the hosts of a Ray cluster: scripts of users, and plans over loopback
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,19 @@ from evener.__main__ import main
 from evener.tui.launch import cluster
 cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS, cluster.OTHERS_SECONDS = 0.2, 0.6, 1.0
 main()
-"""  # `evener`, which waits for less time until it gives up a head, as Ray burns a core until then, or other hosts
+"""
+# `evener`, which waits for less time until it gives up a head, as Ray burns a core until then, or
+# other hosts
 
 
 def plan_over(*devices: tuple[str, str], engine: str = "") -> Plan:
     """A plan for these devices of hosts, with 1, 5, 2 and 2 rows."""
-    shares = tuple(Share(name, i, "EPYC", 0, 0.0, host=host) for i, (name, host) in enumerate(devices))
-    layout = make_layout("split" if len(shares) > 1 else "solo", shares, (1, 5, 2, 2)[: len(shares)])
+    shares = tuple(
+        Share(name, i, "EPYC", 0, 0.0, host=host) for i, (name, host) in enumerate(devices)
+    )
+    layout = make_layout(
+        "split" if len(shares) > 1 else "solo", shares, (1, 5, 2, 2)[: len(shares)]
+    )
     return Plan(
         created="2026-11-22T12:00:00Z",
         workload="torch_mnist",

@@ -1,4 +1,6 @@
-"""A training loop for Ray Train: in float64 by the plan, once from Ray's checkpoint; saves what each rank learned."""
+"""A training loop for Ray Train: in float64 by the plan, once from Ray's checkpoint; saves what
+each rank learned.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import ray.train
 import torch
 
 from evener.torch_split import Split
-from tests.support.torch_ranks import CASES, STEPS, TrainingCase, compute, data, finish, model, optimizer
+from tests.support.torch_ranks import (
+    CASES,
+    STEPS,
+    TrainingCase,
+    compute,
+    data,
+    finish,
+    model,
+    optimizer,
+)
 
 NAME = "clip adamw"
 SAVED, LOST = 7, 9  # steps: what was learned between them is learned again
@@ -23,7 +34,11 @@ def train_loop(config: dict[str, Any]) -> None:
     train(case, split, LOST)
     net, losses = train(case, split, STEPS)
     learned = {"weights": [weights.detach() for weights in net.parameters()], "losses": losses}
-    place = {"rows": split.shares[split.rank], "host": os.environ["EVENER_HOST"], "cores": os.sched_getaffinity(0)}
+    place = {
+        "rows": split.shares[split.rank],
+        "host": os.environ["EVENER_HOST"],
+        "cores": os.sched_getaffinity(0),
+    }
     torch.save({**learned, **place}, Path(config["folder"], f"{split.rank}.pt"))
 
 

@@ -1,8 +1,8 @@
 """Simulated machines made from the journals in tests/recorded, and a search on each.
 
-A device's step times are those of its solo probes in all journals of the same workload and limit, joined by straight
-lines, up to the largest batch measured. The synchronisation cost is what that journal's splits took longer than their
-slowest device.
+A device's step times are those of its solo probes in all journals of the same workload and limit,
+joined by straight lines, up to the largest batch measured. The synchronisation cost is what that
+journal's splits took longer than their slowest device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def records(folder: Path = RECORDED) -> dict[str, journal.Record]:
-    """The searches by name, without comparisons and without runs that shared the GPUs with other work."""
+    """The searches by name, without comparisons and without runs that shared the GPUs with other
+    work.
+    """
     found = {path.stem: journal.read(path) for path in sorted(folder.glob("*.jsonl"))}
     return {
         name: record
@@ -50,7 +52,9 @@ def records(folder: Path = RECORDED) -> dict[str, journal.Record]:
 
 
 def _shared(name: str, record: journal.Record) -> bool:
-    return name.endswith("-neighbour") or any(device.limit.memory_bytes for device in record.header.devices)
+    return name.endswith("-neighbour") or any(
+        device.limit.memory_bytes for device in record.header.devices
+    )
 
 
 def curves(recorded: Iterable[journal.Record]) -> dict[tuple[str, str], Curve]:
@@ -77,7 +81,10 @@ def machine(record: journal.Record, known: Mapping[tuple[str, str], Curve]) -> M
         }
         for device in record.header.devices
     ]
-    devices = tuple(_device(device.name, part) for device, part in zip(record.header.devices, parts, strict=True))
+    devices = tuple(
+        _device(device.name, part)
+        for device, part in zip(record.header.devices, parts, strict=True)
+    )
     return Machine(devices, Sync(1000 * _sync_seconds(record, devices)))
 
 
@@ -86,7 +93,9 @@ def search(record: journal.Record, made: Machine, seed: int) -> Found:
     batch, tolerance = record.header.request.global_batch, record.header.request.tolerance
     best = oracle.free(made, tolerance) if batch is None else oracle.fixed(made, batch)
     memory = tuple(made.usable_memory_bytes(i) for i in range(len(made.devices)))
-    problem = msgspec.structs.replace(record.header.job.problem, memory_bytes=memory, budget_seconds=None)
+    problem = msgspec.structs.replace(
+        record.header.job.problem, memory_bytes=memory, budget_seconds=None
+    )
     looking = Search(problem)
     watched = RecordingProber(made, seed)
     run_search(looking, watched.measure)
@@ -119,7 +128,8 @@ def _sync_seconds(record: journal.Record, devices: Sequence[SimulatedDevice]) ->
         seen = entry.seen
         if isinstance(seen, Timed) and seen.probe.layout.kind == "split":
             slowest = max(
-                device.seconds(share) for device, share in zip(devices, seen.probe.layout.shares, strict=True)
+                device.seconds(share)
+                for device, share in zip(devices, seen.probe.layout.shares, strict=True)
             )
             costs.append(seen.step_seconds - slowest)
     return max(0.0, statistics.median(costs)) if costs else 0.0

@@ -11,7 +11,9 @@ from evener.balancer.types import Observation, Probe
 from evener.devices.machine import Machine
 
 
-def run_search(search: Search, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
+def run_search(
+    search: Search, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]
+) -> Search:
     """Ask, measure, tell, until the search has no more questions."""
     while probes := search.ask():
         for seen in measure(probes):

@@ -1,4 +1,6 @@
-"""Losses, optimizers, schedules and models that shares don't change: `evener run` trains all of them by shares."""
+"""Losses, optimizers, schedules and models that shares don't change: `evener run` trains all of
+them by shares.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, DistributedSampler
 
-from tests.support.run_parts import ROWS, Programs, ddp, epochs, fit, load, mean, naming, net, points
+from tests.support.run_parts import (
+    ROWS,
+    Programs,
+    ddp,
+    epochs,
+    fit,
+    load,
+    mean,
+    naming,
+    net,
+    points,
+)
 
 PROGRAMS: Programs = {}
 program = naming(PROGRAMS)
@@ -41,7 +54,9 @@ def step_by(make: Any, schedule: Any = None, model: Any = None, each_epoch: bool
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD Nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
@@ -58,7 +73,9 @@ SCHEDULES: dict[str, Any] = {
 }
 PROGRAMS |= {name: partial(step_by, make) for name, make in OPTIMIZERS.items()}
 PROGRAMS |= {name: partial(step_by, OPTIMIZERS["SGD"], make) for name, make in SCHEDULES.items()}
-PROGRAMS["a step an epoch"] = lambda: step_by(OPTIMIZERS["SGD"], lambda o: schedules.StepLR(o, 1, 0.5), each_epoch=True)
+PROGRAMS["a step an epoch"] = lambda: step_by(
+    OPTIMIZERS["SGD"], lambda o: schedules.StepLR(o, 1, 0.5), each_epoch=True
+)
 
 
 def learn_by(loss: Any) -> Any:
@@ -81,15 +98,25 @@ LOSSES: dict[str, Any] = {
     "label smoothing": lambda m, x, y, _: F.cross_entropy(m(x), y, label_smoothing=0.1),
     "rows, then their mean": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="none").mean(),
     "a sum by size": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="sum") / x.size(0),
-    "a sum by shape": lambda m, x, y, _: F.nll_loss(m(x).log_softmax(-1), y, reduction="sum") / y.shape[0],
-    "two losses": lambda m, x, y, t: F.cross_entropy(found := m(x), y) + 0.3 * F.huber_loss(found[:, :2], t),
-    "several labels": lambda m, x, _, t: F.binary_cross_entropy_with_logits(m(x)[:, :2], (t > 0).double()),
+    "a sum by shape": lambda m, x, y, _: (
+        F.nll_loss(m(x).log_softmax(-1), y, reduction="sum") / y.shape[0]
+    ),
+    "two losses": lambda m, x, y, t: (
+        F.cross_entropy(found := m(x), y) + 0.3 * F.huber_loss(found[:, :2], t)
+    ),
+    "several labels": lambda m, x, _, t: F.binary_cross_entropy_with_logits(
+        m(x)[:, :2], (t > 0).double()
+    ),
     "times the ranks": lambda m, x, y, _: F.cross_entropy(m(x), y) * dist.get_world_size() / 2,
-    "Kullback-Leibler": lambda m, x, _, t: F.kl_div(m(x)[:, :2].log_softmax(1), t.softmax(1), reduction="batchmean"),
+    "Kullback-Leibler": lambda m, x, _, t: F.kl_div(
+        m(x)[:, :2].log_softmax(1), t.softmax(1), reduction="batchmean"
+    ),
     "a penalty on weights": lambda m, x, y, _: (
         F.cross_entropy(m(x), y) + 1e-2 * sum(each.square().sum() for each in m.parameters())
     ),
-    "pairs in a row": lambda m, x, y, _: F.cosine_embedding_loss(m(x), m(x.flip(1)), 2.0 * (y > 0) - 1),
+    "pairs in a row": lambda m, x, y, _: F.cosine_embedding_loss(
+        m(x), m(x.flip(1)), 2.0 * (y > 0) - 1
+    ),
     "a loss logged": lambda m, x, y, _: log(F.cross_entropy(m(x), y)),
 }
 PROGRAMS |= {name: partial(learn_by, loss) for name, loss in LOSSES.items()}
@@ -106,7 +133,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.inner, self.out = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9, bias=False)
+        self.words, self.inner, self.out = (
+            nn.Embedding(9, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 9, bias=False),
+        )
         self.out.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -142,7 +173,9 @@ def masks_normalized_by_row() -> Any:
     model = ddp(Tied())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in epochs(load(Tokens())):
-        each = F.cross_entropy(model(batch["tokens"]).transpose(1, 2), batch["tokens"].flip(1), reduction="none")
+        each = F.cross_entropy(
+            model(batch["tokens"]).transpose(1, 2), batch["tokens"].flip(1), reduction="none"
+        )
         weights = batch["mask"].double()
         optimizer.zero_grad()
         ((each * weights).sum(1) / weights.sum(1)).mean().backward()
@@ -155,7 +188,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.words, self.inner, self.out = nn.Embedding(9, 8), kind(8, 8, batch_first=True), nn.Linear(8, 3)
+        self.words, self.inner, self.out = (
+            nn.Embedding(9, 8),
+            kind(8, 8, batch_first=True),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         found, _ = self.inner(self.words(tokens))
@@ -201,7 +238,9 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = torch.tanh(self.first(x))
-        return self.out(checkpoint(lambda given: torch.tanh(self.inner(given)), found, use_reentrant=False))
+        return self.out(
+            checkpoint(lambda given: torch.tanh(self.inner(given)), found, use_reentrant=False)
+        )
 
 
 class Optional(nn.Module):
@@ -220,7 +259,9 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv1d(4, 4, 3), nn.Flatten())
+        self.layers = nn.Sequential(
+            nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv1d(4, 4, 3), nn.Flatten()
+        )
         self.out = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,12 +272,21 @@ PROGRAMS["activations computed again"] = lambda: fit(ddp(Checkpointed()), mean)
 PROGRAMS["unused parameters"] = lambda: fit(ddp(Optional(), find_unused_parameters=True), mean)
 PROGRAMS["convolutions"] = lambda: fit(ddp(Convolutions()), mean)
 PROGRAMS["normed weights"] = lambda: fit(
-    ddp(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3))), mean
+    ddp(
+        nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3)
+        )
+    ),
+    mean,
 )
 PROGRAMS["workers that stay"] = lambda: fit(ddp(), mean, num_workers=1, persistent_workers=True)
 PROGRAMS["no short batch"] = lambda: fit(ddp(), mean, drop_last=True)
-PROGRAMS["fewer rows for all"] = lambda: fit(ddp(), mean, sampler=DistributedSampler(points(), drop_last=True))
-PROGRAMS["in the data's order"] = lambda: fit(ddp(), mean, sampler=DistributedSampler(points(), shuffle=False))
+PROGRAMS["fewer rows for all"] = lambda: fit(
+    ddp(), mean, sampler=DistributedSampler(points(), drop_last=True)
+)
+PROGRAMS["in the data's order"] = lambda: fit(
+    ddp(), mean, sampler=DistributedSampler(points(), shuffle=False)
+)
 PROGRAMS["gradients halved by a hook"] = lambda: fit(halve(ddp()), mean)
 
 

@@ -1,4 +1,6 @@
-"""Loops that shares don't change, each written another way: `evener run` has to train all of them by shares."""
+"""Loops that shares don't change, each written another way: `evener run` has to train all of them
+by shares.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from tests.support.run_parts import ROWS, Programs, ddp, epochs, fit, load, mean, naming, net, points
+from tests.support.run_parts import (
+    ROWS,
+    Programs,
+    ddp,
+    epochs,
+    fit,
+    load,
+    mean,
+    naming,
+    net,
+    points,
+)
 
 PROGRAMS: Programs = {}
 program = naming(PROGRAMS)
@@ -77,7 +90,9 @@ def frozen_part() -> Any:
     model = net()
     model[0].requires_grad_(False)
     wrapped = ddp(model)
-    optimizer = torch.optim.SGD((each for each in wrapped.parameters() if each.requires_grad), lr=0.1)
+    optimizer = torch.optim.SGD(
+        (each for each in wrapped.parameters() if each.requires_grad), lr=0.1
+    )
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x), classes).backward()
@@ -88,7 +103,9 @@ def frozen_part() -> Any:
 @program
 def two_models() -> Any:
     encoder, head = ddp(net(out=5)), ddp(nn.Linear(5, 3))
-    optimizer = torch.optim.SGD([{"params": encoder.parameters()}, {"params": head.parameters(), "lr": 0.2}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": encoder.parameters()}, {"params": head.parameters(), "lr": 0.2}], lr=0.1
+    )
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         F.cross_entropy(head(encoder(x)), classes).backward()
@@ -214,7 +231,9 @@ def taught() -> Any:
         with torch.no_grad():
             soft = teacher(x).softmax(-1)
         found = model(x)
-        return F.cross_entropy(found, classes) + F.kl_div(found.log_softmax(-1), soft, reduction="batchmean")
+        return F.cross_entropy(found, classes) + F.kl_div(
+            found.log_softmax(-1), soft, reduction="batchmean"
+        )
 
     return fit(ddp(), loss)
 
@@ -233,7 +252,9 @@ def penalty_by_row() -> Any:
 @program
 def evaluated_between() -> Any:
     model, loader = ddp(), load()
-    held = DataLoader(points(20), batch_size=5, sampler=DistributedSampler(points(20), shuffle=False))
+    held = DataLoader(
+        points(20), batch_size=5, sampler=DistributedSampler(points(20), shuffle=False)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = schedules.ReduceLROnPlateau(optimizer, patience=0)
     for epoch in range(3):

@@ -30,7 +30,9 @@ def negatives(model: Any, x: Tensor, *_: Any) -> Tensor:
 def covariance(model: Any, x: Tensor, *_: Any) -> Tensor:
     found = model(x)
     centred = found - found.mean(0)
-    return (centred.T @ centred / max(1, len(x) - 1) - torch.eye(3)).square().sum() + found.square().mean()
+    return (
+        centred.T @ centred / max(1, len(x) - 1) - torch.eye(3)
+    ).square().sum() + found.square().mean()
 
 
 def dice(model: Any, x: Tensor, _: Tensor, targets: Tensor) -> Tensor:
@@ -39,7 +41,9 @@ def dice(model: Any, x: Tensor, _: Tensor, targets: Tensor) -> Tensor:
 
 
 def hardest(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), classes, reduction="none").topk(max(1, len(x) // 2)).values.mean()
+    return (
+        F.cross_entropy(model(x), classes, reduction="none").topk(max(1, len(x) // 2)).values.mean()
+    )
 
 
 def slope_of_batch(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
@@ -52,7 +56,9 @@ def slope_of_batch(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
 def mixed(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
     """Each row mixed with its neighbour in the batch."""
     wanted = F.one_hot(classes, 3).double()
-    return F.cross_entropy(model(0.7 * x + 0.3 * x.roll(1, 0)), 0.7 * wanted + 0.3 * wanted.roll(1, 0))
+    return F.cross_entropy(
+        model(0.7 * x + 0.3 * x.roll(1, 0)), 0.7 * wanted + 0.3 * wanted.roll(1, 0)
+    )
 
 
 def gathered(model: Any, x: Tensor, *_: Any) -> Tensor:
@@ -61,7 +67,9 @@ def gathered(model: Any, x: Tensor, *_: Any) -> Tensor:
     every = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(every, found.detach())
     every[dist.get_rank()] = found
-    return F.cross_entropy(found @ torch.cat(every).T, torch.arange(len(x)) + dist.get_rank() * len(x))
+    return F.cross_entropy(
+        found @ torch.cat(every).T, torch.arange(len(x)) + dist.get_rank() * len(x)
+    )
 
 
 def ranks_weighted(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
@@ -76,16 +84,23 @@ def fit_new(loss: Any) -> Any:
 LOSSES: dict[str, Any] = {
     "a sum": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="sum"),
     "a sum by the batch size": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="sum") / BATCH,
-    "class weights": lambda m, x, y, _: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 3.0, 9.0])),
+    "class weights": lambda m, x, y, _: F.cross_entropy(
+        m(x), y, weight=torch.tensor([1.0, 3.0, 9.0])
+    ),
     "ignored labels": lambda m, x, y, _: F.cross_entropy(m(x), y, ignore_index=1),
     "by positives": lambda m, x, _, t: (
-        F.binary_cross_entropy_with_logits(m(x)[:, :2], (t > 0).double(), reduction="sum") / (t > 0).sum().clamp(min=1)
+        F.binary_cross_entropy_with_logits(m(x)[:, :2], (t > 0).double(), reduction="sum")
+        / (t > 0).sum().clamp(min=1)
     ),
     "divided by len": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="sum") / len(x),
     "a root of squares": lambda m, x, _, t: F.mse_loss(m(x)[:, :2], t).sqrt(),
-    "spread of rows": lambda m, x, y, _: F.cross_entropy(m(x), y) - 0.1 * m(x).std(0, correction=0).mean(),
+    "spread of rows": lambda m, x, y, _: (
+        F.cross_entropy(m(x), y) - 0.1 * m(x).std(0, correction=0).mean()
+    ),
     "the largest row": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="none").max(),
-    "inputs normed by batch": lambda m, x, y, _: F.cross_entropy(m((x - x.mean(0)) / (x.std(0, correction=0) + 1)), y),
+    "inputs normed by batch": lambda m, x, y, _: F.cross_entropy(
+        m((x - x.mean(0)) / (x.std(0, correction=0) + 1)), y
+    ),
     "contrastive": nce,
     "negatives in the batch": negatives,
     "covariance": covariance,

@@ -1,4 +1,6 @@
-"""Programs that share rows out, exchange gradients or step in their own way: caught, or as under their own launcher."""
+"""Programs that share rows out, exchange gradients or step in their own way: caught, or as under
+their own launcher.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
 
-from tests.support.run_parts import BATCH, ROWS, Programs, ddp, epochs, fit, load, mean, naming, net, points
+from tests.support.run_parts import (
+    BATCH,
+    ROWS,
+    Programs,
+    ddp,
+    epochs,
+    fit,
+    load,
+    mean,
+    naming,
+    net,
+    points,
+)
 
 PROGRAMS: Programs = {}
 program = naming(PROGRAMS)
@@ -36,7 +58,11 @@ class OwnSampler(Sampler[int]):
         return ROWS // self.parts
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[self.part :: self.parts].tolist())
+        return iter(
+            torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[
+                self.part :: self.parts
+            ].tolist()
+        )
 
 
 class OwnBatches(Sampler[list[int]]):
@@ -81,17 +107,29 @@ def learn(model: Any, loader: Any, count: int = 2) -> Any:
 
 PROGRAMS |= {
     "a stream": lambda: learn(ddp(), DataLoader(Stream(), batch_size=BATCH)),
-    "own sampler": lambda: learn(ddp(), load(sampler=OwnSampler(dist.get_rank(), dist.get_world_size()))),
+    "own sampler": lambda: learn(
+        ddp(), load(sampler=OwnSampler(dist.get_rank(), dist.get_world_size()))
+    ),
     "own batches": lambda: learn(ddp(), DataLoader(points(), batch_sampler=OwnBatches())),
     "own sharding": lambda: learn(
-        ddp(), DataLoader(Subset(points(), range(dist.get_rank(), ROWS, 2)), batch_size=BATCH, shuffle=False)
+        ddp(),
+        DataLoader(
+            Subset(points(), range(dist.get_rank(), ROWS, 2)), batch_size=BATCH, shuffle=False
+        ),
     ),
-    "all rows on each rank": lambda: learn(ddp(), DataLoader(points(), batch_size=BATCH, shuffle=True)),
-    "ranks shuffle differently": lambda: learn(ddp(), load(sampler=DistributedSampler(points(), seed=dist.get_rank()))),
+    "all rows on each rank": lambda: learn(
+        ddp(), DataLoader(points(), batch_size=BATCH, shuffle=True)
+    ),
+    "ranks shuffle differently": lambda: learn(
+        ddp(), load(sampler=DistributedSampler(points(), seed=dist.get_rank()))
+    ),
     "a batch sampler around": lambda: learn(
-        ddp(), DataLoader(points(), batch_sampler=BatchSampler(DistributedSampler(points()), BATCH, True))
+        ddp(),
+        DataLoader(points(), batch_sampler=BatchSampler(DistributedSampler(points()), BATCH, True)),
     ),
-    "no batches": lambda: learn(ddp(), DataLoader(Singles(), batch_size=None, sampler=DistributedSampler(points()))),
+    "no batches": lambda: learn(
+        ddp(), DataLoader(Singles(), batch_size=None, sampler=DistributedSampler(points()))
+    ),
     "batches fetched early": lambda: learn(ddp(), Early(load())),
     "a communication hook": lambda: learn(hooked(ddp()), load()),
     "rows that count fetches": lambda: learn(ddp(), load(Counted())),
@@ -310,11 +348,15 @@ def labels_ignored_later() -> Any:
 
 @program
 def gradients_taken() -> Any:
-    """torch.autograd.grad in place of backward, then an exchange by hand, with a DDP model around."""
+    """torch.autograd.grad in place of backward, then an exchange by hand, with a DDP model
+    around.
+    """
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, classes, _ in epochs(load()):
-        found = torch.autograd.grad(F.cross_entropy(model.module(x), classes), list(model.parameters()))
+        found = torch.autograd.grad(
+            F.cross_entropy(model.module(x), classes), list(model.parameters())
+        )
         for each, gradient in zip(model.parameters(), found, strict=True):
             dist.all_reduce(gradient)
             each.grad = gradient / dist.get_world_size()

@@ -1,4 +1,6 @@
-"""What programs of tests.support.run_exact and run_other have in common, and how a rank runs one: bare, then hooked."""
+"""What programs of tests.support.run_exact and run_other have in common, and how a rank runs one:
+bare, then hooked.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import evener.torch_loss.guard
-import evener.torch_split.planned  # noqa: F401 - once, before ranks are forked: what evener.program hooks with
+
+# once, before ranks are forked: what evener.program hooks with
+import evener.torch_split.planned  # noqa: F401
 import tests.support.torch_imports  # noqa: F401 - before they are forked, too
 from evener.training import launched
 
@@ -93,7 +97,9 @@ def mean(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
 
 
 class Seen(msgspec.Struct):
-    """What became of a program on one rank: the weights after it, and evener's words; `broke` names an error."""
+    """What became of a program on one rank: the weights after it, and evener's words; `broke` names
+    an error.
+    """
 
     weights: list[list[float]] = []
     hooks: str = ""
@@ -102,7 +108,9 @@ class Seen(msgspec.Struct):
     warned: bool = False
 
 
-def run_twice(folder: Path, rank: int, module: str, name: str, port: int, noise: bool = False) -> None:
+def run_twice(
+    folder: Path, rank: int, module: str, name: str, port: int, noise: bool = False
+) -> None:
     """Run a program bare and then hooked, by shares of 3:1; leaves what was seen in the folder."""
     warnings.simplefilter("ignore")
     program = import_module(module).PROGRAMS[name]
@@ -113,7 +121,9 @@ def run_twice(folder: Path, rank: int, module: str, name: str, port: int, noise:
     (folder / f"{rank}.json").write_bytes(msgspec.json.encode([bare, hooked]))
 
 
-def _run_hooked(folder: Path, rank: int, name: str, program: Callable[[], Any], noise: bool) -> Seen:
+def _run_hooked(
+    folder: Path, rank: int, name: str, program: Callable[[], Any], noise: bool
+) -> Seen:
     from evener.program.install import install
     from evener.program.notes import ProgramSettings
 
@@ -128,11 +138,16 @@ def _run_hooked(folder: Path, rank: int, name: str, program: Callable[[], Any], 
     seen = _run(program)
     notebook = hooks.PROGRAM.notebook
     seen.warned = bool(notebook.warned)
-    seen.hooks, seen.why = notebook.hooks, notebook.why or ("" if notebook.hooks else notebook.last_words)
+    seen.hooks, seen.why = (
+        notebook.hooks,
+        notebook.why or ("" if notebook.hooks else notebook.last_words),
+    )
     return seen
 
 
-_kept: list[Any] = []  # models, so that their process group isn't taken down with them, which PyTorch can hang in
+_kept: list[
+    Any
+] = []  # models, so that their process group isn't taken down with them, which PyTorch can hang in
 
 
 def _run(program: Callable[[], Any]) -> Seen:
@@ -145,7 +160,11 @@ def _run(program: Callable[[], Any]) -> Seen:
         trained = program()
         _kept.append(trained)
         modules = trained if isinstance(trained, tuple) else (trained,)
-        seen.weights = [each.detach().double().flatten().tolist() for one in modules for each in one.parameters()]
+        seen.weights = [
+            each.detach().double().flatten().tolist()
+            for one in modules
+            for each in one.parameters()
+        ]
     except Exception as error:
         seen.broke = f"{type(error).__name__}: {error}"
     with suppress(Exception):
@@ -154,7 +173,9 @@ def _run(program: Callable[[], Any]) -> Seen:
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A program's two runs, compared: `kind` is "by shares", "even", "warned", "ended" or "DIFFERENT"."""
+    """A program's two runs, compared: `kind` is "by shares", "even", "warned", "ended" or
+    "DIFFERENT".
+    """
 
     kind: str
     difference: float  # in parts of the largest weight
@@ -163,7 +184,10 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def judge(folder: Path, near: float = 1e-9) -> Verdict:
     """What was seen on both ranks."""
-    ranks = [msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=list[Seen]) for rank in (0, 1)]
+    ranks = [
+        msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=list[Seen])
+        for rank in (0, 1)
+    ]
     (bare, hooked), broke = ranks[0], next((each[1].broke for each in ranks if each[1].broke), "")
     if any(each[0].broke for each in ranks):
         return Verdict("BROKEN", 0.0, next(each[0].broke for each in ranks if each[0].broke))
@@ -177,5 +201,7 @@ def judge(folder: Path, near: float = 1e-9) -> Verdict:
     difference = max(pair[0] for pair in pairs) / max(pair[1] for pair in pairs)
     by_shares = bool(hooked.hooks)
     if not difference <= (near if by_shares else 1e-12):
-        return Verdict("warned" if hooked.warned else "DIFFERENT", difference, hooked.hooks or hooked.why)
+        return Verdict(
+            "warned" if hooked.warned else "DIFFERENT", difference, hooked.hooks or hooked.why
+        )
     return Verdict("by shares" if by_shares else "even", difference, hooked.why)

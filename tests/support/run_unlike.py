@@ -1,4 +1,6 @@
-"""Programs that count rows, pad them, or take them from several loaders: trained by shares, or caught."""
+"""Programs that count rows, pad them, or take them from several loaders: trained by shares, or
+caught.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def two_loaders_zipped_later() -> Any:
 def larger_batches_later() -> Any:
     model, optimizer = start()
     for times in (1, 2, 1):
-        loader = DataLoader(points(), batch_size=times * BATCH, sampler=DistributedSampler(points(), seed=3))
+        loader = DataLoader(
+            points(), batch_size=times * BATCH, sampler=DistributedSampler(points(), seed=3)
+        )
         for x, classes, _ in epochs(loader, 1):
             step(optimizer, F.cross_entropy(model(x), classes))
     return model
@@ -130,7 +134,11 @@ def annealed_by_rows() -> Any:
     seen = 0
     for x, classes, targets in epochs(load()):
         found = model(x)
-        step(optimizer, F.cross_entropy(found, classes) + min(1.0, seen / 100) * F.mse_loss(found[:, :2], targets))
+        step(
+            optimizer,
+            F.cross_entropy(found, classes)
+            + min(1.0, seen / 100) * F.mse_loss(found[:, :2], targets),
+        )
         seen += len(x)
     return model
 
@@ -258,12 +266,16 @@ def padding_read_last() -> Any:
 
 @program
 def padding_by_a_number() -> Any:
-    """Right, but the length is read from the batch, so that it can't be computed again for another one."""
+    """Right, but the length is read from the batch, so that it can't be computed again for another
+    one.
+    """
     model, optimizer = start(ddp(net(out=6)))
     for x, lengths, _ in epochs(load(Texts(), collate_fn=pad)):
         rows, length, width = x.size()
         found = model(x).view(rows * length, width)
-        mask = (torch.arange(length)[None] < lengths[:, None]).view(-1, 1) / lengths.repeat_interleave(length)[:, None]
+        mask = (torch.arange(length)[None] < lengths[:, None]).view(
+            -1, 1
+        ) / lengths.repeat_interleave(length)[:, None]
         step(optimizer, ((found - x.view(rows * length, width)).square() * mask).sum() / rows)
     return model
 
@@ -298,7 +310,9 @@ class Weighted(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         drawn = torch.Generator().manual_seed(self.epoch)
-        rows = torch.multinomial(torch.arange(1.0, ROWS + 1), ROWS, replacement=True, generator=drawn)
+        rows = torch.multinomial(
+            torch.arange(1.0, ROWS + 1), ROWS, replacement=True, generator=drawn
+        )
         return iter(rows[self.rank :: self.num_replicas].tolist())
 
 
@@ -330,7 +344,9 @@ def figures_of_torchmetrics() -> Any:
     from torchmetrics import MeanMetric
 
     model, optimizer = start()
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=0.05
+    )
     for _ in range(4):
         metric = MeanMetric()
         for x, classes, _targets in epochs(load(), 1):

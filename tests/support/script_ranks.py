@@ -23,7 +23,8 @@ from evener.training import launched
 def run_script(_rank: int, script: str, *words: str) -> str:
     """What `python script words` prints in the script's folder.
 
-    A script that leaves the group of several gloo ranks while a model lives may hang in PyTorch: none of these does.
+    A script that leaves the group of several gloo ranks while a model lives may hang in PyTorch:
+    none of these does.
     """
     os.chdir(Path(script).parent)
     sys.argv = [script, *words]
@@ -44,7 +45,9 @@ def run_keras_in_float64(rank: int, script: str, *words: str) -> str:
 
 
 def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
-    """As `run_script`, in the environment that evener launch gives to the process of this rank's slice."""
+    """As `run_script`, in the environment that evener launch gives to the process of this rank's
+    slice.
+    """
     from tests.support.keras_twice import trace_faster
 
     trace_faster()
@@ -55,7 +58,8 @@ def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
 def run_saving_script(folder: Path, rank: int, script: str) -> None:
     """As `run_script`, with the rank's folder as its word, where it saves `0.pt`, `1.pt`.
 
-    The group ends with the process: PyTorch may hang where a script leaves it while its DistributedDataParallel lives.
+    The group ends with the process: PyTorch may hang where a script leaves it while its
+    DistributedDataParallel lives.
     """
     import torch.distributed as dist
 
@@ -72,7 +76,9 @@ def run_launched(_folder: Path, rank: int, script: str, *words: str) -> None:
 
 
 def run_evener(folder: Path, _rank: int, cwd: str, *words: str) -> None:
-    """`evener WORDS` in a folder; what it prints, its process and its exit code are files: see forked_evener.py."""
+    """`evener WORDS` in a folder; what it prints, its process and its exit code are files: see
+    forked_evener.py.
+    """
     os.chdir(cwd)
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
@@ -88,7 +94,9 @@ def run_evener(folder: Path, _rank: int, cwd: str, *words: str) -> None:
 
 
 def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
-    """As `run_saving_script`, in the environment and with the hooks of evener run; adds evener's words as "said"."""
+    """As `run_saving_script`, in the environment and with the hooks of evener run; adds evener's
+    words as "said".
+    """
     import msgspec
     import torch
 
@@ -105,7 +113,9 @@ def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) 
 
 
 def save_captured_trainer(folder: Path, rank: int, script: str) -> None:
-    """The class and the step of the trainer of a script that would save `0.pt` when it has trained."""
+    """The class and the step of the trainer of a script that would save `0.pt` when it has
+    trained.
+    """
     import torch
 
     from evener.program.trainers import build
@@ -116,13 +126,17 @@ def save_captured_trainer(folder: Path, rank: int, script: str) -> None:
 
 
 def save_step_alone(folder: Path, rank: int, strict: bool) -> None:
-    """What an optimizer's step without a process group raises under evener run, and what the first rank notes of it."""
+    """What an optimizer's step without a process group raises under evener run, and what the first
+    rank notes of it.
+    """
     import torch
 
     from evener.program.notes import ProgramSettings
     from evener.program.program import Program
 
-    os.environ[launched.PROGRAM] = msgspec.json.encode(ProgramSettings("", "train.py", strict)).decode()
+    os.environ[launched.PROGRAM] = msgspec.json.encode(
+        ProgramSettings("", "train.py", strict)
+    ).decode()
     program, raised = Program(), ""
     try:
         program.note_update(torch.optim.SGD([torch.zeros(1)]))
@@ -153,8 +167,12 @@ def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
     torch.save(run_script(rank, script, *words), folder / f"{rank}.pt")
 
 
-def save_printed_beside_launched(folder: Path, rank: int, printed: str, script: str, *words: str) -> None:
-    """As `save_printed`, of a script that starts itself by torchrun in two ranks, the first of which has `printed`."""
+def save_printed_beside_launched(
+    folder: Path, rank: int, printed: str, script: str, *words: str
+) -> None:
+    """As `save_printed`, of a script that starts itself by torchrun in two ranks, the first of
+    which has `printed`.
+    """
     import torch.distributed.run
 
     def launch(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -169,7 +187,9 @@ def save_printed_beside_launched(folder: Path, rank: int, printed: str, script: 
 
 
 def save_printed_by_plan(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
-    """As `save_printed_in_float64`, in the environment that evener launch gives to the process of this rank's slice."""
+    """As `save_printed_in_float64`, in the environment that evener launch gives to the process of
+    this rank's slice.
+    """
     os.environ |= {launched.PLAN: plan, launched.DEVICE: load_plan(plan).layout.active[rank].device}
     save_printed_in_float64(folder, rank, script, *words)
 

@@ -1,4 +1,6 @@
-"""A rule that changes shares after every window, for trainings that must learn the same whatever the shares."""
+"""A rule that changes shares after every window, for trainings that must learn the same whatever
+the shares.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from evener.training.rebalance import Change
 class RotatedShares:
     """In place of a Rebalancer: each rank takes over the rows of the next one."""
 
-    def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Any = ()) -> Change:
+    def observe(
+        self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Any = ()
+    ) -> Change:
         assert min(own_work_s) > 0  # of every rank
         shares = (*rows[1:], rows[0])
         return Change(shares, shares, f"a script, at step {step}", 0.1)

@@ -1,8 +1,9 @@
-"""Pairs of searches of which the second can't be worse, but by noise: the question is asked in another way.
+"""Pairs of searches of which the second can't be worse, but by noise: the question is asked in
+another way.
 
-Each law gives what the second lost: a fraction of the best, beyond what the first lost (negative: gained); None where
-it has no pair. How often that is more than `NOISE` by chance alone, a `control` shows: the first search again, with
-other draws of noise.
+Each law gives what the second lost: a fraction of the best, beyond what the first lost (negative:
+gained); None where it has no pair. How often that is more than `NOISE` by chance alone, a `control`
+shows: the first search again, with other draws of noise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ def permuted(case: Case) -> float:
     """The devices in the opposite order."""
     machine, last = case.machine, len(case.machine.devices) - 1
     events = tuple(msgspec.structs.replace(one, device=last - one.device) for one in machine.events)
-    return _loss(case, msgspec.structs.replace(machine, devices=machine.devices[::-1], events=events), case.ask)
+    return _loss(
+        case,
+        msgspec.structs.replace(machine, devices=machine.devices[::-1], events=events),
+        case.ask,
+    )
 
 
 def twice_as_fast(case: Case) -> float:
@@ -44,7 +49,9 @@ def twice_as_fast(case: Case) -> float:
 
 
 def with_a_useless_device(case: Case) -> float | None:
-    """One more device like the first, 60 times slower, if a step of one sample doesn't take a tenth of the budget."""
+    """One more device like the first, 60 times slower, if a step of one sample doesn't take a tenth
+    of the budget.
+    """
     if USELESS * case.machine.devices[0].seconds(1) > LONGEST_STEP * (case.ask.budget or 120):
         return None
     slow = msgspec.structs.replace(_at_speed(case.machine.devices[0], 1 / USELESS), name="useless")
@@ -55,11 +62,17 @@ def with_a_useless_device(case: Case) -> float | None:
 
 def with_more_time(case: Case) -> float:
     """Twice the budget."""
-    return _loss(case, case.machine, msgspec.structs.replace(case.ask, budget=(case.ask.budget or 120) * MORE_BUDGET))
+    return _loss(
+        case,
+        case.machine,
+        msgspec.structs.replace(case.ask, budget=(case.ask.budget or 120) * MORE_BUDGET),
+    )
 
 
 def with_more_tolerance(case: Case) -> float:
-    """Of a free batch: 5 % instead of 2 %. The batch isn't larger; what it is larger counts as a loss."""
+    """Of a free batch: 5 % instead of 2 %. The batch isn't larger; what it is larger counts as a
+    loss.
+    """
     ask = msgspec.structs.replace(case.ask, tolerance=MORE_TOLERANCE)
     second = trials.run(case.machine, ask, case.seed)
     return max(_lost(case, second), _larger(case, second))
@@ -92,8 +105,12 @@ LAWS: dict[str, Callable[[Case], float | None]] = {
 
 
 def control(case: Case, law: str) -> float:
-    """What other draws of noise make of the same question, judged as the law judges; each law has its own draws."""
-    second = trials.run(case.machine, case.ask, case.seed + OTHER_NOISE * (1 + list(LAWS).index(law)))
+    """What other draws of noise make of the same question, judged as the law judges; each law has
+    its own draws.
+    """
+    second = trials.run(
+        case.machine, case.ask, case.seed + OTHER_NOISE * (1 + list(LAWS).index(law))
+    )
     return max(_lost(case, second), _larger(case, second) if law == "more tolerance" else 0.0)
 
 

@@ -1,4 +1,6 @@
-"""Random devices of a test's own and a noiseless measurement of them: independent of `devices` and of the probes."""
+"""Random devices of a test's own and a noiseless measurement of them: independent of `devices` and
+of the probes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Probl
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """Devices as (fixed ms, ms a sample, samples up to which it is flat, most samples), and the cost of k >= 2.
+    """Devices as (fixed ms, ms a sample, samples up to which it is flat, most samples), and the
+    cost of k >= 2.
 
     `curves`, where given, are rising broken lines of (samples, ms) in place of the first three.
     """
@@ -39,8 +42,13 @@ class Bench(msgspec.Struct, frozen=True):
         return layout.global_batch / self.step(layout)
 
     def best(self) -> tuple[float, int]:
-        """The most samples/s of one or two devices and their global batch, by trying every finish time."""
-        times = [[self.own(i, share) for share in range(1, most + 1)] for i, (*_, most) in enumerate(self.devices)]
+        """The most samples/s of one or two devices and their global batch, by trying every finish
+        time.
+        """
+        times = [
+            [self.own(i, share) for share in range(1, most + 1)]
+            for i, (*_, most) in enumerate(self.devices)
+        ]
         found = [(share / t, share) for alone in times for share, t in enumerate(alone, 1)]
         for t in sorted({t for alone in times for t in alone}) if len(times) == 2 else ():
             shares = [bisect_right(alone, t) for alone in times]
@@ -58,13 +66,17 @@ class Bench(msgspec.Struct, frozen=True):
             return OutOfMemory(probe, short, "full", 1.0)
         step = self.step(layout) * scale
         shares = enumerate(layout.shares)
-        own = tuple(self.own(i, share, layout.passes(i)) * scale if share else None for i, share in shares)
+        own = tuple(
+            self.own(i, share, layout.passes(i)) * scale if share else None for i, share in shares
+        )
         memory = tuple(1000 + 10 * rows if rows else None for rows in layout.pass_rows)
         return Timed(probe, step, step * 0.999, step * 1.001, 20, memory, own, step, 1.0)
 
     def problem(self, known: bool = True, **options: object) -> Problem:
         memory = tuple(1000 + 10 * most if known else None for *_, most in self.devices)
-        return msgspec.convert({"devices": len(self.devices), "memory_bytes": memory, **options}, Problem)
+        return msgspec.convert(
+            {"devices": len(self.devices), "memory_bytes": memory, **options}, Problem
+        )
 
 
 def _along(curve: tuple[tuple[int, float], ...], share: float) -> float:
@@ -76,7 +88,10 @@ def _along(curve: tuple[tuple[int, float], ...], share: float) -> float:
 @st.composite
 def benches(draw: st.DrawFn, fewest: int = 1, most: int = 4) -> Bench:
     device = st.tuples(
-        st.floats(0.5, 50.0), st.floats(0.05, 2.0), st.sampled_from([0, 0, 40, 150]), st.integers(8, 2000)
+        st.floats(0.5, 50.0),
+        st.floats(0.05, 2.0),
+        st.sampled_from([0, 0, 40, 150]),
+        st.integers(8, 2000),
     )
     devices = draw(st.lists(device, min_size=fewest, max_size=most))
     return Bench(tuple(devices), draw(st.sampled_from([0.0, 0.002, 0.05])))
@@ -93,7 +108,9 @@ def searched(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]
     return search, seen
 
 
-def noisy(bench: Bench, deviation: float, seed: int, **options: Any) -> tuple[Search, list[Observation]]:
+def noisy(
+    bench: Bench, deviation: float, seed: int, **options: Any
+) -> tuple[Search, list[Observation]]:
     """A search in which every probe is off by as much noise as it says."""
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():
@@ -104,7 +121,15 @@ def noisy(bench: Bench, deviation: float, seed: int, **options: Any) -> tuple[Se
                 half = 2.36 * deviation * one.step_seconds
                 own = one.step_seconds
                 one = Timed(
-                    probe, own, own - half, own + half, 20, one.memory_bytes, one.device_seconds, own, probe.seconds + 1
+                    probe,
+                    own,
+                    own - half,
+                    own + half,
+                    20,
+                    one.memory_bytes,
+                    one.device_seconds,
+                    own,
+                    probe.seconds + 1,
                 )
             seen.append(one)
             search.tell(one)

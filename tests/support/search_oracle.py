@@ -1,8 +1,9 @@
 """The best that a machine can do, exactly, from its physics; shares no code with the search.
 
-Every finish time that any device can have for any whole batch is tried; at each, every device does as much as it can,
-in passes of any size, and for each set of hosts and each number of devices k on them the k that do most are taken. At a
-moment, lost devices are gone, memory that others hold is missing, and a throttled device's own part takes longer.
+Every finish time that any device can have for any whole batch is tried; at each, every device does
+as much as it can, in passes of any size, and for each set of hosts and each number of devices k on
+them the k that do most are taken. At a moment, lost devices are gone, memory that others hold is
+missing, and a throttled device's own part takes longer.
 """
 
 from __future__ import annotations
@@ -35,16 +36,23 @@ class Best(msgspec.Struct, frozen=True):
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """Alone: seconds of 1, 2, ... samples. Together: finish times and, in `done`, what each device does by then."""
+    """Alone: seconds of 1, 2, ... samples. Together: finish times and, in `done`, what each device
+    does by then.
+    """
 
     alone: tuple[Floats, ...]
     finish: Floats
     done: Whole
-    teams: tuple[tuple[Floats, Floats], ...]  # for each set of hosts, [k - 1]: the most samples of k devices, the cost
+    teams: tuple[
+        tuple[Floats, Floats], ...
+    ]  # for each set of hosts, [k - 1]: the most samples of k devices, the cost
 
 
-def free(machine: Machine, tolerance: float, quantum: int = 1, most: int | None = None, at: float = -1.0) -> Best:
-    """The best of every global batch whose shares fit at once; `at` is the moment, before any event unless given.
+def free(
+    machine: Machine, tolerance: float, quantum: int = 1, most: int | None = None, at: float = -1.0
+) -> Best:
+    """The best of every global batch whose shares fit at once; `at` is the moment, before any event
+    unless given.
 
     With a largest global batch, times that fall with larger shares make it an upper bound.
     """
@@ -52,29 +60,47 @@ def free(machine: Machine, tolerance: float, quantum: int = 1, most: int | None 
     return _free(now, tolerance, quantum, most) if kept else Best(0.0, 0)
 
 
-def fixed(machine: Machine, batch: int, micro: bool = True, quantum: int = 1, at: float = -1.0) -> Best:
+def fixed(
+    machine: Machine, batch: int, micro: bool = True, quantum: int = 1, at: float = -1.0
+) -> Best:
     """The best of one global batch."""
     now, kept = moment(machine, at)
     return Best(_fixed(now, batch, micro, quantum) if kept else 0.0, batch)
 
 
-def true_rate(machine: Machine, shares: Sequence[int], micro: Sequence[int] = (), at: float = -1.0) -> float:
-    """Samples/s of a layout at a moment; 0 if a device of it is lost or its memory is too small then."""
+def true_rate(
+    machine: Machine, shares: Sequence[int], micro: Sequence[int] = (), at: float = -1.0
+) -> float:
+    """Samples/s of a layout at a moment; 0 if a device of it is lost or its memory is too small
+    then.
+    """
     now, kept = moment(machine, at)
     rows = [(micro or shares)[i] for i in kept]
     if sum(shares[i] for i in kept) < sum(shares):
         return 0.0
-    if any(now.memory_bytes(i, most) > now.usable_memory_bytes(i) for i, most in enumerate(rows) if most):
+    if any(
+        now.memory_bytes(i, most) > now.usable_memory_bytes(i)
+        for i, most in enumerate(rows)
+        if most
+    ):
         return 0.0
     return samples_per_second(now, [shares[i] for i in kept], rows)
 
 
 def moment(machine: Machine, at: float) -> tuple[Machine, list[int]]:
-    """The machine as it is then, without events, and where its devices, less those that are lost, stood before."""
+    """The machine as it is then, without events, and where its devices, less those that are lost,
+    stood before.
+    """
     kept = [i for i in range(len(machine.devices)) if not machine.lost(i, at)]
     room = [machine.usable_memory_bytes(i) - machine.short_bytes(i, at) for i in kept]
-    limits = tuple(Limit(machine.limit(i).percent, max(1, left)) for i, left in zip(kept, room, strict=True))
-    return Machine(tuple(_slower(machine.devices[i], machine.slowed(i, at)) for i in kept), machine.sync, limits), kept
+    limits = tuple(
+        Limit(machine.limit(i).percent, max(1, left)) for i, left in zip(kept, room, strict=True)
+    )
+    return Machine(
+        tuple(_slower(machine.devices[i], machine.slowed(i, at)) for i in kept),
+        machine.sync,
+        limits,
+    ), kept
 
 
 def _slower(device: SimulatedDevice, slowed: float) -> SimulatedDevice:
@@ -88,16 +114,28 @@ def _slower(device: SimulatedDevice, slowed: float) -> SimulatedDevice:
 
 
 def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True) -> Floats:
-    """Seconds of one step alone for 1 ... `most` samples, in the passes of at most `wall` rows that take least time.
+    """Seconds of one step alone for 1 ... `most` samples, in the passes of at most `wall` rows that
+    take least time.
 
-    Time is linear in the number of passes as long as the rows of a pass stay between two points of the curve, so the
-    best number is the least that fits, or one whose passes end at a point. Without `micro` it is one pass.
+    Time is linear in the number of passes as long as the rows of a pass stay between two points of
+    the curve, so the best number is the least that fits, or one whose passes end at a point.
+    Without `micro` it is one pass.
     """
     batch = np.arange(1, most + 1)
     (left, low), (right, high) = device.curve[:2]
-    free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0  # by the line before the curve
-    sizes = [wall, 1, *(b for b in (free_rows, free_rows + 1, *(b for b, _ in device.curve)) if 0 < b <= wall)]
-    counts = (-(-batch // size) + more for size in dict.fromkeys(sizes) for more in (-1, 0, 1)) if micro else iter([1])
+    free_rows = (
+        int(left - low * (right - left) / (high - low)) if high > low else 0
+    )  # by the line before the curve
+    sizes = [
+        wall,
+        1,
+        *(b for b in (free_rows, free_rows + 1, *(b for b, _ in device.curve)) if 0 < b <= wall),
+    ]
+    counts = (
+        (-(-batch // size) + more for size in dict.fromkeys(sizes) for more in (-1, 0, 1))
+        if micro
+        else iter([1])
+    )
     milliseconds = np.full(most, np.inf)
     for count in counts:
         fits = np.clip(count, -(-batch // wall), batch if micro else 1)
@@ -120,7 +158,9 @@ def _along(device: SimulatedDevice, batch: Whole) -> Floats:
     times = np.array([t for _, t in device.curve], dtype=np.float64)
     right = np.clip(np.searchsorted(known, batch), 1, len(known) - 1)
     slope = (times[right] - times[right - 1]) / (known[right] - known[right - 1])
-    inside = np.where(slope < 0, np.clip(batch, known[right - 1], known[right]), batch)  # a falling line ends level
+    inside = np.where(
+        slope < 0, np.clip(batch, known[right - 1], known[right]), batch
+    )  # a falling line ends level
     return np.asarray(np.maximum(0.0, times[right - 1] + slope * (inside - known[right - 1])))
 
 
@@ -174,7 +214,9 @@ def _fixed(machine: Machine, batch: int, micro: bool, quantum: int) -> float:
 
 
 def _least_of_falling(machine: Machine, tables: Tables, batch: int, quantum: int) -> float:
-    """The shortest step where a larger share may take less time: of each set of devices, by bisection."""
+    """The shortest step where a larger share may take less time: of each set of devices, by
+    bisection.
+    """
     count, least = len(tables.alone), math.inf
     slower = [1 + device.contention for device in machine.devices]
     for k in range(2, min(count, batch) + 1):
@@ -217,20 +259,29 @@ def _adds_up(times: Sequence[Floats], finish: float, batch: int, quantum: int) -
 def _tables(machine: Machine, batch: int | None, micro: bool, quantum: int) -> Tables:
     walls = [largest(machine, i) for i in range(len(machine.devices))]
     slower = [1 + device.contention for device in machine.devices]
-    most = [wall if batch is None else batch if micro and wall else min(wall, batch) for wall in walls]
-    times = [step_times(device, wall, n, micro) for device, wall, n in zip(machine.devices, walls, most, strict=True)]
+    most = [
+        wall if batch is None else batch if micro and wall else min(wall, batch) for wall in walls
+    ]
+    times = [
+        step_times(device, wall, n, micro)
+        for device, wall, n in zip(machine.devices, walls, most, strict=True)
+    ]
     together = [t * slow for t, slow in zip(times, slower, strict=True)]
     finish = np.unique(np.concatenate(together)) if together else np.zeros(0)
     if len(finish) > MOST_TIMES:
         finish = finish[:: -(-len(finish) // MOST_TIMES)]
     allowed = [np.where(np.arange(1, len(t) + 1) % quantum, np.inf, t) for t in together]
-    least = [np.minimum.accumulate(t[::-1])[::-1] for t in allowed]  # of this batch and all larger ones
+    least = [
+        np.minimum.accumulate(t[::-1])[::-1] for t in allowed
+    ]  # of this batch and all larger ones
     done = np.stack([np.searchsorted(t, finish * (1 + 1e-12), side="right") for t in least])
     return Tables(tuple(times), finish, done, tuple(_teams(machine, done)))
 
 
 def _teams(machine: Machine, done: Whole) -> Iterator[tuple[Floats, Floats]]:
-    """For each set of hosts: the most samples of k of their devices at each finish time, and what syncing costs."""
+    """For each set of hosts: the most samples of k of their devices at each finish time, and what
+    syncing costs.
+    """
     hosts = sorted({device.host for device in machine.devices})
     for count in range(1, len(hosts) + 1):
         for chosen in combinations(hosts, count):

@@ -1,4 +1,6 @@
-"""Searches on random devices with noise, as far as their plans and verdicts: for what is printed of them."""
+"""Searches on random devices with noise, as far as their plans and verdicts: for what is printed of
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ def draw_outcome(chance: random.Random) -> tuple[Finished, tuple[str, ...]]:
     noise, seed = chance.choice(NOISE), chance.randrange(1 << 30)
     search, seen = noisy(bench, noise, seed, global_batch=batch, budget_seconds=budget)
     labels = tuple(f"SIM:{i}" for i in range(len(bench.devices)))
-    devices = tuple(Device(f"sim-{i}", i, "made up", "sim", None) for i in range(len(bench.devices)))
+    devices = tuple(
+        Device(f"sim-{i}", i, "made up", "sim", None) for i in range(len(bench.devices))
+    )
     request = Request(global_batch=batch)
-    header = Header("20260101-000000-aaaa", "2026-01-01T00:00:00Z", request, devices, "model", "none", "0")
+    header = Header(
+        "20260101-000000-aaaa", "2026-01-01T00:00:00Z", request, devices, "model", "none", "0"
+    )
     record = Record(header, tuple(ObservationEntry(one, 60.0) for one in seen), 0)
     found = build_outcome(record, search, RunEnd(search.why_stopped() or Stop.CUT_OFF.value, 60.0))
     assert found is not None
@@ -37,6 +43,13 @@ def draw_outcome(chance: random.Random) -> tuple[Finished, tuple[str, ...]]:
 def _draw_bench(chance: random.Random) -> Bench:
     def device() -> tuple[float, float, int, int]:
         fixed = chance.uniform(0.5, 50.0)
-        return fixed, chance.uniform(0.05, 2.0), chance.choice([0, 0, 40, 150]), chance.randrange(8, 2000)
+        return (
+            fixed,
+            chance.uniform(0.05, 2.0),
+            chance.choice([0, 0, 40, 150]),
+            chance.randrange(8, 2000),
+        )
 
-    return Bench(tuple(device() for _ in range(chance.randint(1, 4))), chance.choice([0.0, 0.002, 0.05]))
+    return Bench(
+        tuple(device() for _ in range(chance.randint(1, 4))), chance.choice([0.0, 0.002, 0.05])
+    )

@@ -1,4 +1,5 @@
-"""One search as a user runs it: with a budget, children that take time to start, and a machine that may change.
+"""One search as a user runs it: with a budget, children that take time to start, and a machine that
+may change.
 
 It is judged by the truth: the machine as it was when the last probe began.
 """
@@ -18,7 +19,16 @@ from evener.balancer.request import Job, Request
 from evener.balancer.result.outcome import RunEnd, build_outcome
 from evener.balancer.search.search import Search
 from evener.balancer.session import latest_end
-from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Problem, Stop, Timed
+from evener.balancer.types import (
+    Facts,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stop,
+    Timed,
+)
 from evener.devices.machine import Machine
 from evener.devices.simulated import load_machine
 from tests.support import search_oracle as oracle
@@ -52,7 +62,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """The options that differ from the command's own."""
-        own = (("--global-batch", self.batch), ("--max-global-batch", self.most), ("--multiple-of", self.quantum))
+        own = (
+            ("--global-batch", self.batch),
+            ("--max-global-batch", self.most),
+            ("--multiple-of", self.quantum),
+        )
         said = [f"{name} {value}" for name, value in own if value not in (None, 1)]
         said += [f"--budget {self.budget:g}s"] if self.budget not in (None, 120.0) else []
         said += [f"--tolerance {100 * self.tolerance:g}%"] if self.tolerance != 0.02 else []
@@ -71,7 +85,9 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What came of a search. `regret` is a fraction, beyond the tolerance where the batch is free."""
+    """What came of a search. `regret` is a fraction, beyond the tolerance where the batch is
+    free.
+    """
 
     regret: float
     out_of_memory: int  # most on one device
@@ -89,10 +105,17 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class StartingProber:
-    """The command's own prober, with children that take time to start: once for each group, again after a failure."""
+    """The command's own prober, with children that take time to start: once for each group, again
+    after a failure.
+    """
 
     def __init__(self, machine: Machine, seed: int, ask: Ask) -> None:
-        self._machine, self._seed, self._start, self._end = machine, seed, ask.start, latest_end(ask.budget)
+        self._machine, self._seed, self._start, self._end = (
+            machine,
+            seed,
+            ask.start,
+            latest_end(ask.budget),
+        )
         self._standing: set[tuple[object, ...]] = set()
         self.seconds, self.last_began = 0.0, 0.0
         self.seen: list[Observation] = []
@@ -105,7 +128,10 @@ class StartingProber:
             crew = (probe.layout.kind, probe.layout.active, probe.layout.processes)
             start = 0.0 if crew in self._standing else self._start
             prober = SimulatedProber(
-                self._machine, self._seed, start_seconds=self.last_began + start, end_seconds=self._end
+                self._machine,
+                self._seed,
+                start_seconds=self.last_began + start,
+                end_seconds=self._end,
             )
             others = tuple(one for one in probes if one != probe)
             for one in prober.measure((probe,), lambda _: None, threading.Event(), others):
@@ -142,12 +168,16 @@ def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
     header = Header("run", "", job.request, job.devices, job.workload, job.framework, "", None, ())
     seen = (ObservationEntry(one, 0.0) for one in prober.seen)
     record = Record(header, (FactsEntry(Facts(engine="simulated")), *seen), 0)
-    outcome = build_outcome(record, search, RunEnd(search.why_stopped() or Stop.LATE.value, prober.seconds))
+    outcome = build_outcome(
+        record, search, RunEnd(search.why_stopped() or Stop.LATE.value, prober.seconds)
+    )
     return _judge(machine, ask, search, prober, outcome.verdict if outcome else "")
 
 
 def finish(search: Search, prober: StartingProber) -> None:
-    """Measure what it asks until it asks no more, or the budget has ended while probes still ran."""
+    """Measure what it asks until it asks no more, or the budget has ended while probes still
+    ran.
+    """
     while probes := search.ask():
         found = prober.measure(probes)
         for one in found:
@@ -159,7 +189,9 @@ def finish(search: Search, prober: StartingProber) -> None:
             raise AssertionError(f"the search does not end, and asks for {last}")
 
 
-def _judge(machine: Machine, ask: Ask, search: Search, prober: StartingProber, verdict: str) -> Trial:
+def _judge(
+    machine: Machine, ask: Ask, search: Search, prober: StartingProber, verdict: str
+) -> Trial:
     at, found = prober.last_began, search.best()
     best = best_at(machine, ask, at)
     rate = true_rate(machine, found.layout, at) if found else 0.0
@@ -190,16 +222,28 @@ def best_at(machine: Machine, ask: Ask, at: float) -> float:
     """The samples/s that a plan must reach; of a free batch, less the tolerance."""
     if ask.batch is not None:
         return oracle.fixed(machine, ask.batch, ask.micro, ask.quantum, at).samples_per_second
-    return oracle.free(machine, ask.tolerance, ask.quantum, ask.most, at).samples_per_second * (1 - ask.tolerance)
+    return oracle.free(machine, ask.tolerance, ask.quantum, ask.most, at).samples_per_second * (
+        1 - ask.tolerance
+    )
 
 
 def load(path: Path) -> tuple[Machine, tuple[Ask, ...]]:
-    """A machine file, and what is asked of it: each comment at its top that is a command, `starts 5 s` behind it."""
+    """A machine file, and what is asked of it: each comment at its top that is a command, `starts 5
+    s` behind it.
+    """
     lines = path.read_text().partition("\n[")[0].splitlines()
-    return load_machine(path), tuple(_read_ask(line) for line in lines if line.startswith("# evener balance"))
+    return load_machine(path), tuple(
+        _read_ask(line) for line in lines if line.startswith("# evener balance")
+    )
 
 
 def _read_ask(command: str) -> Ask:
-    found = {key: re.search(rf"{key} (\d+)", command) for key in ("--global-batch", "--budget", "starts")}
+    found = {
+        key: re.search(rf"{key} (\d+)", command) for key in ("--global-batch", "--budget", "starts")
+    }
     number = {key: int(one[1]) for key, one in found.items() if one}
-    return Ask(batch=number.get("--global-batch"), budget=number.get("--budget", 120), start=number.get("starts", 0))
+    return Ask(
+        batch=number.get("--global-batch"),
+        budget=number.get("--budget", 120),
+        start=number.get("starts", 0),
+    )

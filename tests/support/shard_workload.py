@@ -1,6 +1,7 @@
 """A model of many small blocks, as a workload, and as trainings of it in shards.
 
-Memory is what evener's ledger counts, in place of the process's: a slice's cap is one of the ledger.
+Memory is what evener's ledger counts, in place of the process's: a slice's cap is one of the
+ledger.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class CappedLedger(Ledger):
 
     def check(self) -> None:
         if self.now.total() > self.cap:
-            raise torch.OutOfMemoryError(f"The ledger has {self.now.total()} of {self.cap:.0f} bytes.")
+            raise torch.OutOfMemoryError(
+                f"The ledger has {self.now.total()} of {self.cap:.0f} bytes."
+            )
 
 
 class Block(torch.nn.Module):
@@ -71,13 +74,17 @@ def data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(*torch.randn(2, 256, WIDTH, generator=generator))
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.nn.Module, torch.utils.data.Dataset[object]]:
+def make() -> tuple[
+    torch.nn.Module, torch.optim.Optimizer, torch.nn.Module, torch.utils.data.Dataset[object]
+]:
     model = Big()
     return model, torch.optim.AdamW(model.parameters()), torch.nn.MSELoss(), data()
 
 
 def build() -> Any:
-    """The workload, whose memory in a probe is that of the ledger, or of the whole model's state."""
+    """The workload, whose memory in a probe is that of the ledger, or of the whole model's
+    state.
+    """
     made = make()
     whole = 16 * sum(each.numel() for each in made[0].parameters())
 
@@ -91,7 +98,9 @@ def build() -> Any:
     def read(_: MemoryMeter) -> tuple[int | None, ...]:
         return (CappedLedger.last.peak if CappedLedger.last is not None else whole,)
 
-    for module in [each for each in list(sys.modules.values()) if hasattr(each, "cap_address_space")]:
+    for module in [
+        each for each in list(sys.modules.values()) if hasattr(each, "cap_address_space")
+    ]:
         module.__dict__["cap_address_space"] = cap  # the worker may be __main__
     vars(sharded)["Ledger"] = CappedLedger
     MemoryMeter.read = read  # type: ignore[method-assign, assignment]
@@ -99,7 +108,9 @@ def build() -> Any:
 
 
 def train(folder: Path, rank: int, plan: str) -> None:
-    """A rank of a training by a plan: whether its weights moved, and the bytes of its ledger beside the plan's."""
+    """A rank of a training by a plan: whether its weights moved, and the bytes of its ledger beside
+    the plan's.
+    """
     vars(sharded)["Ledger"] = CappedLedger
     split = Split(plan)
     assert split.plan is not None
@@ -114,13 +125,23 @@ def train(folder: Path, rank: int, plan: str) -> None:
         update.step()
         update.zero_grad()
     vars(sharded)["Ledger"] = Ledger
-    moved = all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True) if pair[0].numel())
-    figures = {"held": model.exchange.held.peak, "planned": own.held_bytes, "measured": own.peak_bytes}
+    moved = all(
+        not torch.equal(*pair)
+        for pair in zip(before, model.parameters(), strict=True)
+        if pair[0].numel()
+    )
+    figures = {
+        "held": model.exchange.held.peak,
+        "planned": own.held_bytes,
+        "measured": own.peak_bytes,
+    }
     torch.save({**figures, "moved": moved}, folder / f"{rank}.pt")
 
 
 def sweep(folder: Path, rank: int, caps: tuple[int, int]) -> None:
-    """The bytes of state of the largest model that trains within each rank's cap, its parts as a plan's and equal."""
+    """The bytes of state of the largest model that trains within each rank's cap, its parts as a
+    plan's and equal.
+    """
     split, found = Split(ratios=[3, 1], global_batch=4), dict[str, int]()
     first = 10
     for kind in ("equal", "planned"):  # the second begins with what the test asks for at least
@@ -133,9 +154,13 @@ def sweep(folder: Path, rank: int, caps: tuple[int, int]) -> None:
 
 
 def fit(split: Split, model: Big, caps: tuple[int, int], equal: bool) -> int:
-    """The bytes of a model's state; 0 if a rank's ledger has more than its cap in a training of two steps."""
+    """The bytes of a model's state; 0 if a rank's ledger has more than its cap in a training of two
+    steps.
+    """
     state = 16 * sum(each.numel() for each in model.parameters())
-    problem = Problem(2, caps, state=ModelState(state, count_gathered(model, choose_units(model, None), None)))
+    problem = Problem(
+        2, caps, state=ModelState(state, count_gathered(model, choose_units(model, None), None))
+    )
     needs = [Need(problem.state.gathered_bytes if problem.state else 0, 0.0, 1.0)] * 2
     parts = (0.5, 0.5) if equal else share_state(caps, needs, problem)
     if parts is None:

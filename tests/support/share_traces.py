@@ -1,6 +1,8 @@
-"""Simulated trainings on devices whose speed changes as a trace says: with fixed shares, by the rule, by an oracle.
+"""Simulated trainings on devices whose speed changes as a trace says: with fixed shares, by the
+rule, by an oracle.
 
-Time is simulated: a step takes as long as the slowest rank's own work, and what can't be hidden behind it.
+Time is simulated: a step takes as long as the slowest rank's own work, and what can't be hidden
+behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ Slowdown = Callable[[int, float], float]  # of a device at a time: 1.4 takes 40 
 
 
 class Machine(NamedTuple):
-    """Devices that train `batch` rows a step: `curves` as they are, `planned` as the plan has them."""
+    """Devices that train `batch` rows a step: `curves` as they are, `planned` as the plan has
+    them.
+    """
 
     batch: int
     curves: tuple[Curve, ...]
@@ -41,7 +45,8 @@ class Machine(NamedTuple):
     def without(self, device: int) -> Machine:
         """The other devices."""
         curves, planned = (
-            tuple(each for i, each in enumerate(some) if i != device) for some in (self.curves, self.planned)
+            tuple(each for i, each in enumerate(some) if i != device)
+            for some in (self.curves, self.planned)
         )
         return self._replace(curves=curves, planned=planned)
 
@@ -62,11 +67,15 @@ class Run(NamedTuple):
 
     samples: int
     steps: int
-    changes: tuple[tuple[int, tuple[int, ...], str], ...]  # the first step with the new shares, which, and why
+    changes: tuple[
+        tuple[int, tuple[int, ...], str], ...
+    ]  # the first step with the new shares, which, and why
 
 
 def machine(devices: int, seed: int, rows: int = 200, plan_error: float = 0.05) -> Machine:
-    """Devices up to four times as fast as each other, a step of 0.1 s; the plan's curves are off by so much."""
+    """Devices up to four times as fast as each other, a step of 0.1 s; the plan's curves are off by
+    so much.
+    """
     draw = random.Random(seed).uniform
     batch, fixed = devices * rows, draw(0.002, 0.03)
     speeds = [draw(1, 4) for _ in range(devices)]
@@ -143,7 +152,9 @@ class _Oracle(_Fixed):
 
         @cache
         def best(factors: tuple[float, ...]) -> tuple[int, ...]:
-            curves = [scale(curve, factor) for curve, factor in zip(machine.curves, factors, strict=True)]
+            curves = [
+                scale(curve, factor) for curve, factor in zip(machine.curves, factors, strict=True)
+            ]
             return solve_or_fail(curves, machine.batch)
 
         self._best = best
@@ -180,7 +191,11 @@ class _Ruled(_Fixed):
 
 
 def _both_parts(
-    machine: Machine, trace: Trace, begin: Callable[[Machine, tuple[int, ...]], _Fixed], seed: int, by_curves: bool
+    machine: Machine,
+    trace: Trace,
+    begin: Callable[[Machine, tuple[int, ...]], _Fixed],
+    seed: int,
+    by_curves: bool,
 ) -> Run:
     """The training up to a lost device, and without it after a restart."""
     numbers = random.Random(seed)
@@ -189,19 +204,29 @@ def _both_parts(
     if trace.dead_at >= trace.seconds:
         return first
     left = machine.without(0)
-    shares = solve_or_fail(left.planned, left.batch) if by_curves else apportion(left.batch, machine.shares[1:])
+    shares = (
+        solve_or_fail(left.planned, left.batch)
+        if by_curves
+        else apportion(left.batch, machine.shares[1:])
+    )
     later = trace._replace(slowdown=lambda device, at: trace.slowdown(device + 1, at))
     second = _train(left, later, begin(left, shares), end + RESTART_SECONDS, trace.seconds, numbers)
-    return Run(first.samples + second.samples, first.steps + second.steps, first.changes + second.changes)
+    return Run(
+        first.samples + second.samples, first.steps + second.steps, first.changes + second.changes
+    )
 
 
-def _train(machine: Machine, trace: Trace, policy: _Fixed, start: float, end: float, numbers: random.Random) -> Run:
+def _train(
+    machine: Machine, trace: Trace, policy: _Fixed, start: float, end: float, numbers: random.Random
+) -> Run:
     at, step, devices = start, 0, range(len(machine.curves))
     while at < end:
         factors = tuple(trace.slowdown(device, at) for device in devices)
         at += policy.before(step, factors)
         own = [
-            factors[i] * machine.curves[i].seconds(policy.shares[i]) * math.exp(numbers.gauss(0.0, trace.noise))
+            factors[i]
+            * machine.curves[i].seconds(policy.shares[i])
+            * math.exp(numbers.gauss(0.0, trace.noise))
             for i in devices
         ]
         if trace.stall_every and step % trace.stall_every == trace.stall_every - 1:

@@ -1,8 +1,9 @@
-"""Servers that outlive their sessions: those of this process that import the same framework share one.
+"""Servers that outlive their sessions: those of this process that import the same framework share
+one.
 
-Each is forked from the RankServer of its framework, which all workers share: PyTorch takes 1.5 s of CPU to import,
-TensorFlow 3 s. A session ends its children as ever; they are forked in its folder and with the variables that its
-server would have had, so that a test's own folders count.
+Each is forked from the RankServer of its framework, which all workers share: PyTorch takes 1.5 s of
+CPU to import, TensorFlow 3 s. A session ends its children as ever; they are forked in its folder
+and with the variables that its server would have had, so that a test's own folders count.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ shared: set[int] = set()  # the processes of servers that tests share
 
 
 class ForkedProgram:
-    """The fork server's program as a fork of a RankServer's process: what a ServerProcess uses of a Popen."""
+    """The fork server's program as a fork of a RankServer's process: what a ServerProcess uses of a
+    Popen.
+    """
 
-    def __init__(self, server: RankServer, folder: Path, descriptors: Sequence[int], start: dict[str, Any]) -> None:
+    def __init__(
+        self, server: RankServer, folder: Path, descriptors: Sequence[int], start: dict[str, Any]
+    ) -> None:
         words = "tests.support.shared_servers.serve", folder, str(folder / "door"), start
         folder.mkdir()
         with socket.socket(socket.AF_UNIX) as door:
@@ -76,7 +81,9 @@ class ForkedProgram:
 
 
 def serve(_folder: Path, _rank: int, door: str, start: dict[str, Any]) -> None:
-    """Be `python -m evener.balancer.probes.worker`, with the socket and the log that come through the door."""
+    """Be `python -m evener.balancer.probes.worker`, with the socket and the log that come through
+    the door.
+    """
     from evener.balancer.probes import worker
 
     signal.alarm(0)
@@ -104,17 +111,25 @@ class SharedServer(ServerProcess):
     def close(self) -> None:
         """Leave it to the others."""
 
-    def start(self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]) -> int:
-        """Fork a child with this test's variables, not those of the test that the server was started for."""
+    def start(
+        self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
+    ) -> int:
+        """Fork a child with this test's variables, not those of the test that the server was
+        started for.
+        """
         variables = _merge_variables(environment.variables)
-        return super().start(child, msgspec.structs.replace(environment, variables=variables), streams)
+        return super().start(
+            child, msgspec.structs.replace(environment, variables=variables), streams
+        )
 
 
 @contextmanager
 def running_servers(
     rank_server: Callable[[str], RankServer], folder: Path
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """A context in which the sessions of this process share servers; the servers end with the outer one."""
+    """A context in which the sessions of this process share servers; the servers end with the outer
+    one.
+    """
     servers: dict[tuple[frozenset[tuple[str, str]], tuple[str, ...]], SharedServer] = {}
     run = fork_server._run
 
@@ -122,7 +137,9 @@ def running_servers(
         for backend, module in RANK_SERVERS.items():
             if backend in imports[0]:
                 start = {"variables": _merge_variables(variables), "imports": imports}
-                return ForkedProgram(rank_server(module), folder / str(len(servers)), (channel, log), start)
+                return ForkedProgram(
+                    rank_server(module), folder / str(len(servers)), (channel, log), start
+                )
         return run(channel, log, variables, imports)
 
     def make(variables: Mapping[str, str], imports: Sequence[str]) -> SharedServer:
@@ -141,7 +158,9 @@ def running_servers(
         with mock.patch.object(hosts, "ServerProcess", find):
             yield
 
-    with ThreadPoolExecutor(1) as starter:  # the kernel ends a server with the thread that started it
+    with ThreadPoolExecutor(
+        1
+    ) as starter:  # the kernel ends a server with the thread that started it
         try:
             yield sharing
         finally:

@@ -1,4 +1,6 @@
-"""The repository's own files, each parsed once in a process: many rules of tests/arch read all of them."""
+"""The repository's own files, each parsed once in a process: many rules of tests/arch read all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ PACKAGES = ("evener", "devices", "workloads", "balancer", "tui")
 def files(folder: str, suffixes: tuple[str, ...] = (".py",)) -> Iterator[Path]:
     """The folder's own files, links not followed; "." has those of the repository's root alone."""
     for path, folders, names in os.walk(REPO / folder):
-        folders[:] = [] if folder == "." else sorted(name for name in folders if not name.startswith((".", "__pyc")))
+        folders[:] = (
+            []
+            if folder == "."
+            else sorted(name for name in folders if not name.startswith((".", "__pyc")))
+        )
         yield from (Path(path, name) for name in sorted(names) if name.endswith(suffixes))
 
 
@@ -53,19 +59,33 @@ def named(node: ast.AST) -> set[str]:
 def words(node: ast.AST | None) -> set[str]:
     """The strings that an operand consists of; none if it has anything else."""
     each = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
-    found = {one.value for one in each if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    found = {
+        one.value for one in each if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    }
     return found if len(found) == len(each) else set()
 
 
-LOOKS = {"startswith", "endswith", "removeprefix", "removesuffix", "get", "pop", "count", "index", "find", "__eq__"}
+LOOKS = {
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "get",
+    "pop",
+    "count",
+    "index",
+    "find",
+    "__eq__",
+}
 BUILTIN_LOOKS = {"getattr", "hasattr", "setattr", "eq"}
 
 
 def compared(tree: ast.AST) -> Iterator[tuple[int, set[str], set[str]]]:
-    """(line, strings, names of what they are compared with), in whatever way a program tells a string from another.
+    """(line, strings, names of what they are compared with), in whatever way a program tells a
+    string from another.
 
-    That is by comparisons and `in`, sets, match cases, dict keys and what is looked up by one, attributes by name, and
-    methods like startswith.
+    That is by comparisons and `in`, sets, match cases, dict keys and what is looked up by one,
+    attributes by name, and methods like startswith.
     """
     for node in nodes(tree):
         match node:
@@ -74,15 +94,22 @@ def compared(tree: ast.AST) -> Iterator[tuple[int, set[str], set[str]]]:
             case ast.BinOp(left=left, op=ast.BitAnd() | ast.Sub(), right=right):
                 pairs = [(left, (right,)), (right, (left,))]
             case ast.Match(subject=subject, cases=cases):
-                values = [one for case in cases for one in ast.walk(case.pattern) if isinstance(one, ast.MatchValue)]
+                values = [
+                    one
+                    for case in cases
+                    for one in ast.walk(case.pattern)
+                    if isinstance(one, ast.MatchValue)
+                ]
                 pairs = [(one.value, (subject,)) for one in values]
             case ast.Subscript(value=looked, slice=key):
                 pairs = [(key, (looked,))]
-            case ast.Call(func=ast.Attribute(attr=method, value=looked), args=[key, *_]) if method in LOOKS:
-                pairs = [(key, (looked,))]
-            case ast.Call(func=ast.Name(id=builtin) | ast.Attribute(attr=builtin), args=[looked, key, *_]) if (
-                builtin in BUILTIN_LOOKS
+            case ast.Call(func=ast.Attribute(attr=method, value=looked), args=[key, *_]) if (
+                method in LOOKS
             ):
+                pairs = [(key, (looked,))]
+            case ast.Call(
+                func=ast.Name(id=builtin) | ast.Attribute(attr=builtin), args=[looked, key, *_]
+            ) if builtin in BUILTIN_LOOKS:
                 pairs = [(key, (looked,))]
             case ast.Dict(keys=keys) if keys and all(map(words, keys)):
                 yield node.lineno, set().union(*map(words, keys)), set()
@@ -90,5 +117,7 @@ def compared(tree: ast.AST) -> Iterator[tuple[int, set[str], set[str]]]:
             case _:
                 continue
         yield from (
-            (one.lineno, found, set().union(*map(named, beside))) for one, beside in pairs if (found := words(one))
+            (one.lineno, found, set().union(*map(named, beside)))
+            for one, beside in pairs
+            if (found := words(one))
         )

@@ -1,4 +1,5 @@
-"""Run by evener launch: trains in float64 with checkpoints, loses its second device in the middle, and gets it back.
+"""Run by evener launch: trains in float64 with checkpoints, loses its second device in the middle,
+and gets it back.
 
 Nothing computes on that device while the file `dead` is there.
 """
@@ -33,7 +34,11 @@ def main(folder: Path) -> None:
     case, checkpoint = CASES[NAME], folder / "checkpoint.pt"
     split = Split("plan.toml", journal=True)
     net = model(case)
-    wrapped, update, loader = split.wrap(net), optimizer(case, net), split.loader(data(case), seed=2)
+    wrapped, update, loader = (
+        split.wrap(net),
+        optimizer(case, net),
+        split.loader(data(case), seed=2),
+    )
     losses: list[float] = []
     rows: list[torch.Tensor] = []  # of all ranks
     shares: list[tuple[int, ...]] = []
@@ -63,4 +68,8 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # a thread of gloo may abort a process while Python ends (github.com/pytorch/pytorch/issues/190489)
+    os._exit(
+        0
+        # a thread of gloo may abort a process while Python ends
+        # (github.com/pytorch/pytorch/issues/190489)
+    )

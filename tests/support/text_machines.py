@@ -1,4 +1,6 @@
-"""Devices whose passes cost what is written down, for searches over rows of unequal length: no devices, no probes."""
+"""Devices whose passes cost what is written down, for searches over rows of unequal length: no
+devices, no probes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BATCHES = 8  # that a measurement of random rows takes the mean of
 BASE_BYTES, TOKEN_BYTES = 1000, 10
 
 
-def lognormal(median: float = 64, sigma: float = 0.8, longest: int = 512, count: int = 256) -> tuple[int, ...]:
+def lognormal(
+    median: float = 64, sigma: float = 0.8, longest: int = 512, count: int = 256
+) -> tuple[int, ...]:
     """An even sample of lengths, rising."""
     normal = NormalDist(math.log(median), sigma)
     drawn = (math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count))
@@ -28,7 +32,9 @@ def lognormal(median: float = 64, sigma: float = 0.8, longest: int = 512, count:
 
 
 class TextMachine:
-    """`step_s` is what a step takes beside its passes; `walls` are the most padded tokens of a pass."""
+    """`step_s` is what a step takes beside its passes; `walls` are the most padded tokens of a
+    pass.
+    """
 
     def __init__(
         self,
@@ -54,7 +60,9 @@ class TextMachine:
         known = {"devices": len(self.costs), "memory_bytes": memory, "hosts": self.hosts}
         return msgspec.convert({**known, **options}, Problem)
 
-    def searched(self, options: LayoutOptions = BALANCE, **problem: object) -> tuple[Search, list[Observation]]:
+    def searched(
+        self, options: LayoutOptions = BALANCE, **problem: object
+    ) -> tuple[Search, list[Observation]]:
         """A whole search, and what it saw; the first children say how long the rows are."""
         search, seen = Search(self.problem(**problem), options), []
         while probes := search.ask():
@@ -70,8 +78,12 @@ class TextMachine:
         for probe in probes:
             yield self._one(probe)
 
-    def step_seconds(self, layout: Layout, ranks: Sequence[RankCost], batches: int = BATCHES) -> float:
-        """The mean step of a layout whose rows are dealt as these costs say, over the same batches in every call."""
+    def step_seconds(
+        self, layout: Layout, ranks: Sequence[RankCost], batches: int = BATCHES
+    ) -> float:
+        """The mean step of a layout whose rows are dealt as these costs say, over the same batches
+        in every call.
+        """
         before, self._random = self._random, random.Random(1)
         seconds = self._run(layout, ranks, batches)[0]
         self._random = before
@@ -79,7 +91,11 @@ class TextMachine:
 
     def _one(self, probe: Probe) -> Observation:
         layout, draws = probe.layout, self._random
-        ranks = [RankCost(cost, most) for cost, most in zip(layout.costs, layout.tokens, strict=True) if cost]
+        ranks = [
+            RankCost(cost, most)
+            for cost, most in zip(layout.costs, layout.tokens, strict=True)
+            if cost
+        ]
         seconds, own, works, largest = self._run(layout, ranks, 1 if layout.length else BATCHES)
         full = tuple(i for i in layout.active if largest[i] > self.walls[i])
         if full:
@@ -88,7 +104,9 @@ class TextMachine:
         memory = tuple(BASE_BYTES + TOKEN_BYTES * tokens if tokens else None for tokens in largest)
         step, parts = seconds * factor, tuple(part and part * factor for part in own)
         first = step if layout.costs or layout.length else step + 1.0  # the first of a child
-        return Timed(probe, step, step * 0.997, step * 1.003, 30, memory, parts, first, 2.0, work=works)
+        return Timed(
+            probe, step, step * 0.997, step * 1.003, 30, memory, parts, first, 2.0, work=works
+        )
 
     def _run(
         self, layout: Layout, ranks: Sequence[RankCost], batches: int
@@ -98,13 +116,20 @@ class TextMachine:
         largest = [0] * len(self.costs)
         for parts in dealt:
             own = {i: _work(passes) for i, passes in parts.items()}
-            steps.append(max(self.step_s + self.costs[i].seconds_for(work) for i, work in own.items()))
+            steps.append(
+                max(self.step_s + self.costs[i].seconds_for(work) for i, work in own.items())
+            )
             for i, work in own.items():
                 amounts = msgspec.structs.astuple(work)
-                sums[i] = [each + amount / batches for each, amount in zip(sums[i], amounts, strict=True)]
+                sums[i] = [
+                    each + amount / batches for each, amount in zip(sums[i], amounts, strict=True)
+                ]
                 largest[i] = max(largest[i], *(len(each) * max(each) for each in parts[i]))
         works = tuple(Work(*sums[i]) if layout.shares[i] else None for i in range(len(sums)))
-        parts_s = tuple(self.step_s + self.costs[i].seconds_for(work) if work else None for i, work in enumerate(works))
+        parts_s = tuple(
+            self.step_s + self.costs[i].seconds_for(work) if work else None
+            for i, work in enumerate(works)
+        )
         apart = len({self.hosts[i] for i in layout.active}) > 1 if self.hosts else False
         sync = (self.sync_s if len(layout.active) > 1 else 0.0) + (self.across_s if apart else 0.0)
         return sum(steps) / batches + sync, parts_s, works, largest
@@ -116,15 +141,31 @@ class TextMachine:
             return {i: [[layout.length] * layout.pass_rows[i]] * layout.passes(i)}
         batch = [self._random.choice(self.lengths) for _ in range(layout.global_batch)]
         if ranks:
-            passes = Dealer(tuple(ranks), tuple(float(layout.shares[i]) for i in layout.active)).deal(batch).passes
+            passes = (
+                Dealer(tuple(ranks), tuple(float(layout.shares[i]) for i in layout.active))
+                .deal(batch)
+                .passes
+            )
             dealt = zip(layout.active, passes, strict=True)
             return {i: [[batch[row] for row in each] for each in own] for i, own in dealt}
-        parts = {i: batch[start:stop] for i, (start, stop) in enumerate(bounds(layout.shares)) if stop > start}
+        parts = {
+            i: batch[start:stop]
+            for i, (start, stop) in enumerate(bounds(layout.shares))
+            if stop > start
+        }
         rows = layout.pass_rows
-        return {i: [own[at : at + rows[i]] for at in range(0, len(own), rows[i])] for i, own in parts.items()}
+        return {
+            i: [own[at : at + rows[i]] for at in range(0, len(own), rows[i])]
+            for i, own in parts.items()
+        }
 
 
 def _work(passes: Sequence[Sequence[int]]) -> Work:
     padded = [(len(each) * max(each), max(each)) for each in passes]
     tokens = sum(sum(each) for each in passes)
-    return Work(tokens, len(passes), sum(each for each, _ in padded), sum(each * longest for each, longest in padded))
+    return Work(
+        tokens,
+        len(passes),
+        sum(each for each, _ in padded),
+        sum(each * longest for each, longest in padded),
+    )

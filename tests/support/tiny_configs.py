@@ -1,4 +1,6 @@
-"""Tiny configurations of any of transformers' model classes: small widths, few layers and words, no dropout."""
+"""Tiny configurations of any of transformers' model classes: small widths, few layers and words, no
+dropout.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ _WHOLE = (  # (what a name matches, its value), the first that matches; a value 
     (r"^(num_labels)$", LABELS),
     (r"vocab_size", VOCABULARY),
     (r"^(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num)$", 2),
-    (r"kernel|stride|^(padding|pool_size|num_channels|in_chans|num_stages|num_beams|temporal_patch_size)$", None),
+    (
+        r"kernel|stride|^(padding|pool_size|num_channels|in_chans|num_stages|num_beams|temporal_patch_size)$",
+        None,
+    ),
     (r"(^|_)(num|n)_.*(heads?)(_.*)?$|attention_heads$|^(n_head|n_heads|num_heads|nhead)$", 4),
     (
         r"index_topk|layer.*(offset|period)|every|first_k_dense|num_mem_blocks|ngram|num_hash|buckets|^(conv_depth)$",
         None,
     ),
-    (r"max_source_positions|max_target_positions|max_speech_positions|max_position|num_frames$|max_length$", None),
+    (
+        r"max_source_positions|max_target_positions|max_speech_positions|max_position|num_frames$|max_length$",
+        None,
+    ),
     (r"extract_layers|conv_layers", None),
     (r"^(num|n)_.*layers?$|_layers$|^(n_layer|depth|n_layers|num_layers|num_blocks)$", 2),
     (r"rotary_dim", 4),
@@ -28,7 +36,10 @@ _WHOLE = (  # (what a name matches, its value), the first that matches; a value 
     (r"n_group|topk_group", 1),
     (r"experts", 4),
     (r"^(qk_head_dim)$", 16),
-    (r"(head_dim|d_head|head_size|d_kv|lora_rank|kv_channels|rope_head_dim|headdim|attention_head_size)$", 8),
+    (
+        r"(head_dim|d_head|head_size|d_kv|lora_rank|kv_channels|rope_head_dim|headdim|attention_head_size)$",
+        8,
+    ),
     (r"^patch_size$", 8),
     (r"^(image_size|input_size|img_size)$", 32),
     (r"conv_pos_embeddings$", 4),
@@ -37,11 +48,22 @@ _WHOLE = (  # (what a name matches, its value), the first that matches; a value 
     (r"state_size|^(ssm_state_size|mamba_d_state|d_state)$", 4),
     (r"chunk_size|chunk_length|block_size|window", None),
     (r"queries|query_tokens|detection_tokens|num_latents|prompts?$|codebooks$", 5),
-    (r"intermediate|ffn|feed_forward|^(mlp_dim|d_ff|inner_dim|d_inner|n_inner|mlp_hidden_size)$", 32),
+    (
+        r"intermediate|ffn|feed_forward|^(mlp_dim|d_ff|inner_dim|d_inner|n_inner|mlp_hidden_size)$",
+        32,
+    ),
     (r"position_embeddings$", 64),
     (r"hidden|d_model|embed|dim$|width|channels|filters|dim_|_size$|^(n_embd|scale|d_.*)$", 32),
 )
-_NONE = {"layer_types", "mlp_layer_types", "stage_names", "out_features", "out_indices", "id2label", "label2id"}
+_NONE = {
+    "layer_types",
+    "mlp_layer_types",
+    "stage_names",
+    "out_features",
+    "out_indices",
+    "id2label",
+    "label2id",
+}
 _ZERO = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|layerdrop|pdrop|noise_std")
 _MORE = {
     "apply_spec_augment": False,
@@ -53,7 +75,12 @@ _MORE = {
 }
 
 
-_MISSING = {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": VOCABULARY, "prediction_length": 4}  # if None
+_MISSING = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "prediction_length": 4,
+}  # if None
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _OWN: dict[str, dict[str, Any]] = {
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
@@ -64,7 +91,10 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "ZambaConfig": {"layers_block_type": ["linear_attention", "hybrid"]},
     "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
-    **{f"{name}TextConfig": {"rope_parameters": _SECTIONS} for name in ("Glm4v", "GlmOcr", "GlmImage", "Glm46V")},
+    **{
+        f"{name}TextConfig": {"rope_parameters": _SECTIONS}
+        for name in ("Glm4v", "GlmOcr", "GlmImage", "Glm46V")
+    },
     "EsmConfig": {"pad_token_id": 0, "mask_token_id": 4},
 }
 
@@ -102,7 +132,10 @@ def shrink(config: Any) -> dict[str, Any]:
         elif (small := _shrink_value(name, value)) != value:
             made[name] = small
     own = vars(config)
-    if made.get("num_key_value_heads") and own.get("num_attention_heads") == own["num_key_value_heads"]:
+    if (
+        made.get("num_key_value_heads")
+        and own.get("num_attention_heads") == own["num_key_value_heads"]
+    ):
         made["num_key_value_heads"] = made["num_attention_heads"]
     more = {name: value for name, value in _MORE.items() if hasattr(config, name)}
     return {**made, **_special_tokens(config), **more, **_OWN.get(type(config).__name__, {})}
@@ -138,7 +171,10 @@ def shrink_whole(name: str, value: int) -> int:
 
 def _shrink_list(name: str, values: list[int]) -> list[int]:
     """Depths to 1, sizes by a common factor."""
-    if re.search(r"depths|num_blocks|layers|blocks_per_stage|numb_of_layers", name) and max(values) < 64:
+    if (
+        re.search(r"depths|num_blocks|layers|blocks_per_stage|numb_of_layers", name)
+        and max(values) < 64
+    ):
         return [min(each, 1) for each in values]
     if re.search(r"kernel|stride|index|indices|indexes|ratio|scale|shape|token", name):
         return values
@@ -154,7 +190,10 @@ def _shrink_list(name: str, values: list[int]) -> list[int]:
 
 def _shrink_rope(values: dict[str, Any]) -> dict[str, Any]:
     """Sections and factors for the positions of a head: 4 of them, or a part of that."""
-    made = {name: _shrink_rope(each) if isinstance(each, dict) else each for name, each in values.items()}
+    made = {
+        name: _shrink_rope(each) if isinstance(each, dict) else each
+        for name, each in values.items()
+    }
     count = int(4 * values.get("partial_rotary_factor", 1.0))
     if values.get("mrope_section"):
         made["mrope_section"] = [count - 2 * (count // 3), count // 3, count // 3]
@@ -166,7 +205,13 @@ def _shrink_rope(values: dict[str, Any]) -> dict[str, Any]:
 
 def _special_tokens(config: Any) -> dict[str, int]:
     """Words of their own for whatever has one beyond the vocabulary."""
-    small = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "cls_token_id": 3}
+    small = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "cls_token_id": 3,
+    }
     small |= {"sep_token_id": 4, "unk_token_id": 3, "mask_token_id": 4}
     made, free = {}, FIRST_SPECIAL
     for name, value in vars(config).items():

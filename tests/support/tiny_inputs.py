@@ -1,4 +1,6 @@
-"""What a tiny row of one of transformers' model classes has as its input, by the names of the class's forward."""
+"""What a tiny row of one of transformers' model classes has as its input, by the names of the
+class's forward.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.random)
 
     def words(self, count: int) -> torch.Tensor:
-        return self.whole(count, low=FIRST_WORD, high=min(self.find("vocab_size", FIRST_SPECIAL), FIRST_SPECIAL))
+        return self.whole(
+            count, low=FIRST_WORD, high=min(self.find("vocab_size", FIRST_SPECIAL), FIRST_SPECIAL)
+        )
 
     def real(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random, dtype=torch.float64).to(self.dtype)
@@ -90,7 +94,10 @@ def image(draw: Draw, size: int = 0) -> Row:
 
 def video(draw: Draw) -> Row:
     """Pixels of a few pictures."""
-    size, frames = draw.find("image_size", 32), draw.find("num_frames", 0) or draw.find("frames_per_clip", 4)
+    size, frames = (
+        draw.find("image_size", 32),
+        draw.find("num_frames", 0) or draw.find("frames_per_clip", 4),
+    )
     return {"pixel_values": draw.real(frames, draw.find("num_channels", 3), size, size)}
 
 
@@ -107,10 +114,18 @@ def sound(draw: Draw) -> Row:
     return {**made, "attention_mask": torch.ones(size, dtype=torch.long)} if masked else made
 
 
-def spectrum(draw: Draw, frames: int = 0, turned: bool = False, name: str = "input_features") -> Row:
+def spectrum(
+    draw: Draw, frames: int = 0, turned: bool = False, name: str = "input_features"
+) -> Row:
     """Frames of a spectrum."""
-    bands = next((draw.find(each, 0) for each in ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels")
-                  if draw.find(each, 0)), 16)  # fmt: skip
+    bands = next(
+        (
+            draw.find(each, 0)
+            for each in ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels")
+            if draw.find(each, 0)
+        ),
+        16,
+    )
     masked = "attention_mask" in draw.names and not frames
     count = frames or 40 + 2 * (draw.length if masked else 5)
     made: Row = {name: draw.real(bands, count) if turned else draw.real(count, bands)}
@@ -176,7 +191,9 @@ def input_kinds(model: Any) -> list[str]:
     if {"input_ids", "pixel_values"} <= names and ("return_loss" in names or "Retrieval" in name):
         found.append("text and image")
     if "pixel_values" in names and (main == "pixel_values" or "input_ids" not in names):
-        video_first = ["video", "image"] if "Video" in name or "TimeSformer" in name else ["image", "video"]
+        video_first = (
+            ["video", "image"] if "Video" in name or "TimeSformer" in name else ["image", "video"]
+        )
         found += [*video_first, "image 64", "image 128", "image 224"]
     if "pixel_values_videos" in names and main == "pixel_values_videos":
         found.append("video by name")

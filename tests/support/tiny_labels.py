@@ -1,4 +1,6 @@
-"""What a tiny row of one of transformers' model classes has as its label: every kind that such a class takes."""
+"""What a tiny row of one of transformers' model classes has as its label: every kind that such a
+class takes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _token_classes(draw: Draw, row: Row) -> Row:
 
 def _boxes(draw: Draw, row: Row) -> Row:
     count, size = 1 + draw.row % 3, row["pixel_values"].shape[-1]
-    boxes = 0.3 + 0.2 * torch.rand(count, 4, generator=draw.random, dtype=torch.float64).to(draw.dtype)
+    boxes = 0.3 + 0.2 * torch.rand(count, 4, generator=draw.random, dtype=torch.float64).to(
+        draw.dtype
+    )
     made: Row = {"class_labels": draw.whole(count), "boxes": boxes}
     masks = (draw.real(count, size, size) > 0).to(draw.dtype)
     return {"labels": {**made, "masks": masks, "image_id": torch.tensor([draw.row])}}
@@ -44,7 +48,10 @@ def _boxes(draw: Draw, row: Row) -> Row:
 
 def _masks(draw: Draw, row: Row) -> Row:
     count, size = 1 + draw.row % 2, row["pixel_values"].shape[-1]
-    return {"mask_labels": (draw.real(count, size, size) > 0).to(draw.dtype), "class_labels": draw.whole(count)}
+    return {
+        "mask_labels": (draw.real(count, size, size) > 0).to(draw.dtype),
+        "class_labels": draw.whole(count),
+    }
 
 
 def _span(draw: Draw, row: Row) -> Row:
@@ -67,8 +74,14 @@ LABEL_KINDS: dict[str, Callable[[Draw, Row], Row]] = {
     "token classes": _token_classes,
     "target": lambda draw, _: {"labels": draw.words(3 + draw.row % 4)},
     "span": _span,
-    "next sentence": lambda draw, row: {**_masked(draw, row), "next_sentence_label": draw.whole(high=2)},
-    "sentence order": lambda draw, row: {**_masked(draw, row), "sentence_order_label": draw.whole(high=2)},
+    "next sentence": lambda draw, row: {
+        **_masked(draw, row),
+        "next_sentence_label": draw.whole(high=2),
+    },
+    "sentence order": lambda draw, row: {
+        **_masked(draw, row),
+        "sentence_order_label": draw.whole(high=2),
+    },
     "map": lambda draw, row: {"labels": draw.whole(*_size(row))},
     "depth": lambda draw, row: {"labels": draw.real(*_size(row)).abs() + 0.1},
     "boxes": _boxes,
@@ -92,14 +105,33 @@ _BY_NAME = (  # the likeliest labels of a class
     (r"Depth", ("depth",)),
     (r"Detection", ("boxes",)),
     (r"CausalLM", ("tokens",)),
-    (r"Classification|Retrieval|XVector", ("class", "target class", "two classes", "several classes")),
+    (
+        r"Classification|Retrieval|XVector",
+        ("class", "target class", "two classes", "several classes"),
+    ),
     (r"Regression", ("target figure", "figure")),
     (r"ConditionalGeneration|Seq2Seq|2Seq|Text2Text|SpeechTo", ("target", "tokens")),
 )
-_OTHERWISE = ("return_loss", "tokens", "target", "masked tokens", "class", "figure", "none", "picture", "map", "mask")
+_OTHERWISE = (
+    "return_loss",
+    "tokens",
+    "target",
+    "masked tokens",
+    "class",
+    "figure",
+    "none",
+    "picture",
+    "map",
+    "mask",
+)
 
 
 def label_kinds(model: Any) -> list[str]:
     """What may be the labels of a model, the likeliest first."""
-    named = [kind for pattern, kinds in _BY_NAME if re.search(pattern, type(model).__name__) for kind in kinds]
+    named = [
+        kind
+        for pattern, kinds in _BY_NAME
+        if re.search(pattern, type(model).__name__)
+        for kind in kinds
+    ]
     return list(dict.fromkeys((*named, *_OTHERWISE)))

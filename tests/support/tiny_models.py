@@ -34,7 +34,10 @@ class NotTinyError(Exception):
 def has_loss(kind: Any) -> bool:
     """Whether its forward takes labels, or computes a loss by itself."""
     names = inspect.signature(kind.forward).parameters
-    return any(name in TAUGHT or name.endswith(("_labels", "_label")) for name in names) or "For" in kind.__name__
+    return (
+        any(name in TAUGHT or name.endswith(("_labels", "_label")) for name in names)
+        or "For" in kind.__name__
+    )
 
 
 def classes_with_loss() -> Iterator[str]:
@@ -75,9 +78,14 @@ def make_model(name: str, dtype: str = "float64") -> Any:
 
 def _build(name: str) -> Any:
     kind = getattr(transformers, name)
-    labels = 2 if name.endswith("ForQuestionAnswering") else LABELS  # where an answer begins, and where it ends
+    labels = (
+        2 if name.endswith("ForQuestionAnswering") else LABELS
+    )  # where an answer begins, and where it ends
     config = tiny_config(kind.config_class, labels)
-    for each in (config, *(each for each in vars(config).values() if isinstance(each, PreTrainedConfig))):
+    for each in (
+        config,
+        *(each for each in vars(config).values() if isinstance(each, PreTrainedConfig)),
+    ):
         each._experts_implementation = "eager"  # others compute in float32 or less
     return kind(config)
 
@@ -85,11 +93,16 @@ def _build(name: str) -> Any:
 class Wide(TorchFunctionMode):
     """Computes in float64 where the code says float32."""
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         wide = [torch.float64 if each is torch.float32 else each for each in arguments]
-        given = {name: torch.float64 if each is torch.float32 else each for name, each in (keywords or {}).items()}
+        given = {
+            name: torch.float64 if each is torch.float32 else each
+            for name, each in (keywords or {}).items()
+        }
         return function(*wide, **given)
 
 
@@ -107,7 +120,9 @@ def widen(model: Any) -> Any:
 
 
 def try_recipe(model: Any, recipe: Recipe, rows: int = 5) -> None:
-    """Raises LookupError where these rows give the model no loss to learn from; or whatever the model raises."""
+    """Raises LookupError where these rows give the model no loss to learn from; or whatever the
+    model raises.
+    """
     outputs = model(**collate(Rows(model, recipe, rows).rows))
     loss: Any = outputs.get("loss")
     if loss is None or loss.ndim or not math.isfinite(loss):

@@ -12,7 +12,10 @@ from torch.utils.data import Dataset
 from tests.support.tiny_inputs import Draw, Row, by_kind
 from tests.support.tiny_labels import IGNORED, LABEL_KINDS
 
-PADDED = {"labels": IGNORED, "mc_labels": IGNORED}  # what stands behind a row's end, where it isn't 0
+PADDED = {
+    "labels": IGNORED,
+    "mc_labels": IGNORED,
+}  # what stands behind a row's end, where it isn't 0
 CONSTANT = {"return_loss", "interpolate_pos_encoding"}
 
 
@@ -42,7 +45,9 @@ class Rows(Dataset[Row]):
             draw = Draw(model, number, dtype, recipe.even)
             row = by_kind(recipe.inputs)(draw)
             row |= LABEL_KINDS[recipe.labels](draw, row)
-            if not set(row) <= names | {"return_loss"} or ("return_loss" in row and "return_loss" not in names):
+            if not set(row) <= names | {"return_loss"} or (
+                "return_loss" in row and "return_loss" not in names
+            ):
                 raise UnfitError
             self.rows.append(row)
 

@@ -1,4 +1,6 @@
-"""Losses, loaders and batches as users take them, with which ranks learn what one process learns."""
+"""Losses, loaders and batches as users take them, with which ranks learn what one process
+learns.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def contrastive(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tens
             self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
 
         def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return F.normalize(self.left(inputs)), F.normalize(self.right(inputs.cos())), self.scale.exp()
+            return (
+                F.normalize(self.left(inputs)),
+                F.normalize(self.right(inputs.cos())),
+                self.scale.exp(),
+            )
 
     split = split_by(shares)
     model = split.wrap(Towers())
@@ -49,7 +55,9 @@ def contrastive(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tens
 
 @exact
 def contrastive_by_own_rows(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    """Each rank compares its own rows with all, beside a mean over its rows; by either way of weighing."""
+    """Each rank compares its own rows with all, beside a mean over its rows; by either way of
+    weighing.
+    """
     ended = []
     for weigh in ("gradients", "loss"):
         split = split_by(shares, weigh=weigh)
@@ -75,7 +83,11 @@ def triplets(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]
         found, kinds = split.gather(model(inputs)), split.gather(labels)
         far = torch.cdist(found, found)
         same = kinds[:, None] == kinds
-        loss = (far.masked_fill(~same, 0).amax(1) - far.masked_fill(same, 9.0).amin(1) + 0.5).relu().mean()
+        loss = (
+            (far.masked_fill(~same, 0).amax(1) - far.masked_fill(same, 9.0).amin(1) + 0.5)
+            .relu()
+            .mean()
+        )
         update(optimizer, loss)
     return weights(model)
 
@@ -86,13 +98,19 @@ def two_loaders(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tens
     split = split_by(shares)
     model = split.wrap(network())
     optimizer = sgd(model)
-    for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(rows, seed=1), strict=True):
-        update(optimizer, F.cross_entropy(model(inputs), labels) + model(others * 2).square().mean())
+    for (inputs, labels), (others, _) in zip(
+        split.loader(rows), split.loader(rows, seed=1), strict=True
+    ):
+        update(
+            optimizer, F.cross_entropy(model(inputs), labels) + model(others * 2).square().mean()
+        )
     return weights(model)
 
 
 @exact
-def two_loaders_a_backward_pass_each(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def two_loaders_a_backward_pass_each(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """One is longer than the other."""
     split = split_by(shares)
     model = split.wrap(network())
@@ -107,7 +125,9 @@ def two_loaders_a_backward_pass_each(shares: tuple[int, ...], rows: TensorDatase
 
 
 @exact
-def two_batches_before_their_backward_passes(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def two_batches_before_their_backward_passes(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """Of two models, whose batches weigh differently at the end of an epoch."""
     split = split_by(shares)
     models = split.wrap(network()), split.wrap(network())
@@ -115,7 +135,8 @@ def two_batches_before_their_backward_passes(shares: tuple[int, ...], rows: Tens
     loaders = split.loader(rows), split.loader(Subset(rows, range(19)))
     for batches in zip(*loaders, strict=False):
         losses = [
-            F.cross_entropy(model(inputs), labels) for model, (inputs, labels) in zip(models, batches, strict=True)
+            F.cross_entropy(model(inputs), labels)
+            for model, (inputs, labels) in zip(models, batches, strict=True)
         ]
         optimizer.zero_grad()
         for loss in losses:
@@ -191,13 +212,17 @@ def predictions_after_the_loop(shares: tuple[int, ...], rows: TensorDataset) -> 
     model, loader = split.wrap(network()), split.loader(rows)
     train(model, loader)
     model.eval()
-    right = sum(int((model(inputs).argmax(1) == labels)[: split.rows].sum()) for inputs, labels in loader)
+    right = sum(
+        int((model(inputs).argmax(1) == labels)[: split.rows].sum()) for inputs, labels in loader
+    )
     return [model(rows.tensors[0]).detach(), torch.tensor(split.total(right))]
 
 
 @exact
 def metrics(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    """Rows are counted once, without a cut in validation, by gather in training; a confusion matrix by total."""
+    """Rows are counted once, without a cut in validation, by gather in training; a confusion matrix
+    by total.
+    """
     split = split_by(shares)
     model = split.wrap(network())
     matrix, counted = torch.zeros(CLASSES, CLASSES, dtype=torch.int64), 0

@@ -40,7 +40,9 @@ def plain(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
 
 @exact
 def gan(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    """The generator's noise is a function of the rows, as one process and several can't draw the same."""
+    """The generator's noise is a function of the rows, as one process and several can't draw the
+    same.
+    """
     split = split_by(shares)
     generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
     first, second = sgd(generator), sgd(critic)
@@ -51,8 +53,12 @@ def gan(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     return weights(generator, critic)
 
 
-def play_in_passes(shares: tuple[int, ...], rows: TensorDataset, detached: bool) -> list[torch.Tensor]:
-    """The same by parts; the critic's turn has the generator compute without gradients, or only cuts them off."""
+def play_in_passes(
+    shares: tuple[int, ...], rows: TensorDataset, detached: bool
+) -> list[torch.Tensor]:
+    """The same by parts; the critic's turn has the generator compute without gradients, or only
+    cuts them off.
+    """
     split = split_in_passes(shares)
     generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
     first, second = sgd(generator), sgd(critic)
@@ -60,7 +66,9 @@ def play_in_passes(shares: tuple[int, ...], rows: TensorDataset, detached: bool)
         for part in split.parts(batch):
             with nullcontext() if detached else torch.no_grad():
                 fake = generator(part.batch[0].sin()).detach()
-            part.backward(F.softplus(-critic(part.batch[0])).mean() + F.softplus(critic(fake)).mean())
+            part.backward(
+                F.softplus(-critic(part.batch[0])).mean() + F.softplus(critic(fake)).mean()
+            )
         second.step()
         first.zero_grad()
         for part in split.parts(batch):
@@ -76,11 +84,15 @@ def gan_in_passes(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Te
 
 
 @exact
-def gan_in_passes_whose_gradients_are_only_cut_off(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def gan_in_passes_whose_gradients_are_only_cut_off(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return play_in_passes(shares, rows, detached=True)
 
 
-def search(shares: tuple[int, ...], rows: TensorDataset, mean: bool, **options: Any) -> list[torch.Tensor]:
+def search(
+    shares: tuple[int, ...], rows: TensorDataset, mean: bool, **options: Any
+) -> list[torch.Tensor]:
     """By LBFGS, whose closure returns the whole batch's loss, or the rank's own."""
     split = split_by(shares)
     model = split.wrap(network())
@@ -103,7 +115,9 @@ def lbfgs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
 
 
 @exact
-def lbfgs_that_searches_by_a_ranks_own_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def lbfgs_that_searches_by_a_ranks_own_loss(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return search(shares, rows, mean=False, line_search_fn="strong_wolfe")
 
 
@@ -118,17 +132,25 @@ def compiled(
 
 @exact
 def compiled_after_wrap(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return compiled(shares, rows, lambda split, net: torch.compile(split.wrap(net), backend="eager"))
+    return compiled(
+        shares, rows, lambda split, net: torch.compile(split.wrap(net), backend="eager")
+    )
 
 
 @exact
 def compiled_before_wrap(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return compiled(shares, rows, lambda split, net: split.wrap(torch.compile(net, backend="eager")))
+    return compiled(
+        shares, rows, lambda split, net: split.wrap(torch.compile(net, backend="eager"))
+    )
 
 
 @exact
 def wrap_of_a_compiled_ddp(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return compiled(shares, rows, lambda split, net: split.wrap(torch.compile(own_ddp(split, net), backend="eager")))
+    return compiled(
+        shares,
+        rows,
+        lambda split, net: split.wrap(torch.compile(own_ddp(split, net), backend="eager")),
+    )
 
 
 @exact
@@ -245,7 +267,9 @@ def wrapped_again_and_again(shares: tuple[int, ...], rows: TensorDataset) -> lis
 
 @exact
 def a_batch_that_grows(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    """Another Split with another global batch: of the same module, and of what the first one wrapped."""
+    """Another Split with another global batch: of the same module, and of what the first one
+    wrapped.
+    """
     net = network()
     for times in (1, 2):
         split = split_by(shares, times)

@@ -1,4 +1,6 @@
-"""Models and loops that make gradients come late, twice, not at all or elsewhere than where they were."""
+"""Models and loops that make gradients come late, twice, not at all or elsewhere than where they
+were.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from tests.support.torch_program_parts import CLASSES, WIDTH, exact, network, refused, split_by, update, weights
+from tests.support.torch_program_parts import (
+    CLASSES,
+    WIDTH,
+    exact,
+    network,
+    refused,
+    split_by,
+    update,
+    weights,
+)
 
 Step = Callable[[Any, torch.optim.Optimizer, torch.Tensor, torch.Tensor], None]
 
@@ -22,7 +33,9 @@ def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.3)
 
 
-def fit(shares: tuple[int, ...], rows: TensorDataset, net: nn.Module, step: Step, **options: Any) -> list[torch.Tensor]:
+def fit(
+    shares: tuple[int, ...], rows: TensorDataset, net: nn.Module, step: Step, **options: Any
+) -> list[torch.Tensor]:
     """Two epochs by a step of the program's own."""
     split = split_by(shares)
     model = split.wrap(net.double(), **options)
@@ -34,7 +47,9 @@ def fit(shares: tuple[int, ...], rows: TensorDataset, net: nn.Module, step: Step
     return weights(model)
 
 
-def plain(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def plain(
+    model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+) -> None:
     update(optimizer, F.cross_entropy(model(inputs), labels))
 
 
@@ -45,7 +60,11 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.way = way
-        self.first, self.shared, self.last = nn.Linear(WIDTH, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+        self.first, self.shared, self.last = (
+            nn.Linear(WIDTH, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, CLASSES),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(inputs))
@@ -66,22 +85,30 @@ def a_shared_layer(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.T
 
 
 @exact
-def a_shared_layer_in_reentrant_checkpoints(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_shared_layer_in_reentrant_checkpoints(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """Its gradient comes in two parts, in backward passes within the backward pass."""
     return fit(shares, rows, Block("reentrant"), plain, bucket_cap_mb=0.0001)
 
 
 @exact
-def a_shared_layer_in_checkpoints(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_shared_layer_in_checkpoints(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Block("new"), plain, bucket_cap_mb=0.0001)
 
 
 @refused("second gradient in one backward pass")
-def a_shared_layer_in_reentrant_checkpoints_later(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_shared_layer_in_reentrant_checkpoints_later(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """Buckets go early by then: it comes when part of its gradient is on its way."""
     block, seen = Block(""), []
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         seen.append(inputs)
         block.way = "reentrant" if len(seen) > 2 else ""
         plain(model, optimizer, inputs, labels)
@@ -90,11 +117,21 @@ def a_shared_layer_in_reentrant_checkpoints_later(shares: tuple[int, ...], rows:
 
 
 class Drifting(nn.Module):
-    """Some steps change buffers, otherwise on each rank: the first rank's count from the next step on."""
+    """Some steps change buffers, otherwise on each rank: the first rank's count from the next step
+    on.
+    """
 
-    def __init__(self, steps: range, change: Callable[[Any, int], None], first: bool = True) -> None:
+    def __init__(
+        self, steps: range, change: Callable[[Any, int], None], first: bool = True
+    ) -> None:
         super().__init__()
-        self.net, self.steps, self.change, self.step, self.first = network(), steps, change, 0, first
+        self.net, self.steps, self.change, self.step, self.first = (
+            network(),
+            steps,
+            change,
+            0,
+            first,
+        )
         self.held = nn.Module().eval()
         self.held.register_buffer("factor", torch.ones(()))
         self.held.register_buffer("count", torch.zeros(3, dtype=torch.int64))
@@ -104,7 +141,9 @@ class Drifting(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         held = self.held
-        scores: torch.Tensor = self.net(inputs) * held.factor.clone() + held.count * 0.1 + held.even[0]
+        scores: torch.Tensor = (
+            self.net(inputs) * held.factor.clone() + held.count * 0.1 + held.even[0]
+        )
         scores = scores + sum(each.shift for each in held.children())
         self.step += 1
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -144,22 +183,30 @@ def _turn_unseen(held: Any, by: int) -> None:
 
 
 @exact
-def a_buffer_that_some_steps_change(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_buffer_that_some_steps_change(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Drifting(range(3, 9, 2), _add), plain)
 
 
 @exact
-def a_buffer_that_pytorch_does_not_see_change(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_buffer_that_pytorch_does_not_see_change(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Drifting(range(1, 99), _add_unseen), plain)
 
 
 @exact
-def a_buffer_that_changes_unseen_later(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_buffer_that_changes_unseen_later(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Drifting(range(3, 4), _add_unseen), plain)
 
 
 @exact
-def a_buffer_that_other_ranks_change_unseen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_buffer_that_other_ranks_change_unseen(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Drifting(range(3, 4), _add_unseen, first=False), plain)
 
 
@@ -174,7 +221,9 @@ def a_buffer_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> li
 
 
 @exact
-def a_module_of_buffers_that_is_added_later(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_module_of_buffers_that_is_added_later(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Drifting(range(3, 4), _add_module), plain)
 
 
@@ -182,7 +231,9 @@ def a_module_of_buffers_that_is_added_later(shares: tuple[int, ...], rows: Tenso
 def weights_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     """The loop replaces `weight.data`, also by memory in another order."""
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         plain(model, optimizer, inputs, labels)
         for each in model.parameters():
             each.data = (each.data * 0.9).T.contiguous().T if each.ndim == 2 else each.data * 0.9
@@ -191,7 +242,9 @@ def weights_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> lis
 
 
 @exact
-def whole_numbers_that_change_unseen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def whole_numbers_that_change_unseen(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Drifting(range(3, 4), _count_unseen), plain)
 
 
@@ -201,10 +254,14 @@ def truths_that_change_unseen(shares: tuple[int, ...], rows: TensorDataset) -> l
 
 
 @exact
-def a_buffer_of_a_graph_that_is_kept(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_buffer_of_a_graph_that_is_kept(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """A sum between two backward passes of one forward pass leaves it as it is."""
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         optimizer.zero_grad()
         outputs = model(inputs)
         outputs.square().mean().backward(retain_graph=True)
@@ -242,7 +299,9 @@ class Experts(nn.Module):
 
 
 @exact
-def experts_that_not_every_rank_uses(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def experts_that_not_every_rank_uses(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return fit(shares, rows, Experts(), plain, bucket_cap_mb=0.0001)
 
 
@@ -252,7 +311,9 @@ def experts_in_one_bucket(shares: tuple[int, ...], rows: TensorDataset) -> list[
 
 
 @exact
-def two_models_of_experts_in_one_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def two_models_of_experts_in_one_loss(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     models = [split.wrap(Experts().double(), bucket_cap_mb=0.0001) for _ in range(2)]
     optimizer = torch.optim.AdamW([each for model in models for each in model.parameters()], 0.05)
@@ -262,8 +323,12 @@ def two_models_of_experts_in_one_loss(shares: tuple[int, ...], rows: TensorDatas
 
 
 @exact
-def zero_grad_between_forward_and_backward(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def zero_grad_between_forward_and_backward(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         loss = F.cross_entropy(model(inputs), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -274,7 +339,9 @@ def zero_grad_between_forward_and_backward(shares: tuple[int, ...], rows: Tensor
 
 @exact
 def gradients_set_to_zero(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         optimizer.zero_grad(set_to_none=False)
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
@@ -283,8 +350,12 @@ def gradients_set_to_zero(shares: tuple[int, ...], rows: TensorDataset) -> list[
 
 
 @exact
-def gradients_that_are_never_dropped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def gradients_that_are_never_dropped(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
 
@@ -295,7 +366,9 @@ def gradients_that_are_never_dropped(shares: tuple[int, ...], rows: TensorDatase
 def gradients_of_ones_own(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     """Set to new tensors before the backward pass, as some optimizers do."""
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         for each in model.parameters():
             each.grad = torch.zeros_like(each)
         F.cross_entropy(model(inputs), labels).backward()
@@ -321,8 +394,12 @@ def a_window_that_is_dropped(shares: tuple[int, ...], rows: TensorDataset) -> li
 
 
 @exact
-def two_backward_passes_of_one_forward_pass(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def two_backward_passes_of_one_forward_pass(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         optimizer.zero_grad()
         outputs = model(inputs)
         F.cross_entropy(outputs, labels).backward(retain_graph=True)
@@ -349,8 +426,12 @@ class Hiding(nn.Module):
 
 
 @exact
-def outputs_that_hide_their_tensors(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def outputs_that_hide_their_tensors(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         update(optimizer, F.cross_entropy(model(inputs).scores, labels))
 
     return fit(shares, rows, Hiding(), step)
@@ -362,7 +443,10 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.frozen = nn.Linear(WIDTH, 6).double(), nn.Linear(6, 6).double().requires_grad_(False)
+        self.first, self.frozen = (
+            nn.Linear(WIDTH, 6).double(),
+            nn.Linear(6, 6).double().requires_grad_(False),
+        )
         self.scale = nn.Parameter(torch.ones(6, dtype=torch.complex128))
         self.last = nn.Linear(6, CLASSES).double()
 
@@ -383,7 +467,9 @@ def parameters_of_two_types(shares: tuple[int, ...], rows: TensorDataset) -> lis
 
 
 @exact
-def images_whose_channels_come_last(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def images_whose_channels_come_last(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     class Images(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -406,7 +492,9 @@ def a_group_of_the_users_own(shares: tuple[int, ...], rows: TensorDataset) -> li
 
 
 @exact
-def the_model_itself_is_not_exchanged_between_steps(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def the_model_itself_is_not_exchanged_between_steps(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """A backward pass through the bare model is the loop's own, in the middle of a training too."""
     split, net = split_by(shares), network()
     model = split.wrap(net)
@@ -420,7 +508,9 @@ def the_model_itself_is_not_exchanged_between_steps(shares: tuple[int, ...], row
 
 
 @exact
-def hooks_of_a_model_in_the_users_own_wrapper(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def hooks_of_a_model_in_the_users_own_wrapper(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """Its output goes through the hooks that the loop registered on the model itself."""
     split, net = split_by(shares), network().double()
     net.register_forward_hook(lambda _module, _inputs, output: 3 * output)
@@ -433,15 +523,21 @@ def hooks_of_a_model_in_the_users_own_wrapper(shares: tuple[int, ...], rows: Ten
 
 @refused("a gradient is sparse".capitalize())
 def sparse_gradients(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         model(labels).square().mean().backward()
 
     return fit(shares, rows, nn.Embedding(CLASSES, 2, sparse=True), step)
 
 
 @refused("create_graph=True")
-def gradients_that_are_differentiated_again(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def gradients_that_are_differentiated_again(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         F.cross_entropy(model(inputs), labels).backward(create_graph=True)
 
     return fit(shares, rows, network(), step)

@@ -1,4 +1,5 @@
-"""What PyTorch imports at an optimizer's first step, as it compiles, and as an agent starts: ranks are forked from it.
+"""What PyTorch imports at an optimizer's first step, as it compiles, and as an agent starts: ranks
+are forked from it.
 
 Each of them would import it for itself, 1 to 2 s of CPU.
 """
@@ -14,7 +15,8 @@ import torch.export._trace
 import torch.nn.attention.flex_attention
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-# an agent looks through the source of all modules for the name of each record: seconds where many are imported
+# an agent looks through the source of all modules for the name of each record: seconds where many
+# are imported
 dynamic_rendezvous.get_method_name = lambda *_: "no_method_name"
 
 # what the compiler makes as it compiles for the first time

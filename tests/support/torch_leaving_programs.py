@@ -61,7 +61,9 @@ def train(how: str) -> None:
     """A loop that the second rank leaves."""
     split = Split(ratios=[1, 1], global_batch=16)
     model = split.wrap(Net())
-    for number, (rows,) in enumerate(split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))), 1):
+    for number, (rows,) in enumerate(
+        split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))), 1
+    ):
         if split.rank and number == (BATCHES if how == "leaves out the last" else ENDS_IN):
             end(how, model.module)
             if how in ("breaks", "leaves out the last"):
@@ -89,13 +91,19 @@ def train_in_lightning(how: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(strategy=split.strategy(), use_distributed_sampler=False, max_epochs=1, devices=2, **quiet)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = L.Trainer(
+        strategy=split.strategy(), use_distributed_sampler=False, max_epochs=1, devices=2, **quiet
+    )
     trainer.fit(Module(), split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))))
 
 
 def wait_for(folder: Path, rank: int, how: str) -> None:
-    """What the first rank ends with as it waits for one that has left, or goes on without it; gloo plays NCCL."""
+    """What the first rank ends with as it waits for one that has left, or goes on without it; gloo
+    plays NCCL.
+    """
     torch.set_num_threads(1)
     split, said = Split(ratios=[1, 1], global_batch=4), list[str]()
     known = others.Others.newest

@@ -1,4 +1,6 @@
-"""Training programs on rows of unequal length, dealt by cost or by ratios, which learn what a plain loop learns."""
+"""Training programs on rows of unequal length, dealt by cost or by ratios, which learn what a plain
+loop learns.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Texts(Dataset[Any]):
     def __init__(self, rows: int, sigma: float = 1.0) -> None:
         drawn = torch.Generator().manual_seed(rows)
         lengths = (6 * torch.exp(sigma * torch.randn(rows, generator=drawn))).int() + 2
-        self.words = [torch.randint(0, WORDS, (int(length),), generator=drawn) for length in lengths]
+        self.words = [
+            torch.randint(0, WORDS, (int(length),), generator=drawn) for length in lengths
+        ]
         self.lengths = [len(words) for words in self.words]
 
     def __len__(self) -> int:
@@ -40,8 +44,14 @@ class Texts(Dataset[Any]):
 def collate(rows: list[tuple[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Padded to the longest of these rows; the labels are the next words."""
     words = nn.utils.rnn.pad_sequence([words for _, words in rows], batch_first=True)
-    labels = nn.utils.rnn.pad_sequence([words[1:] for _, words in rows], batch_first=True, padding_value=IGNORED)
-    return {"rows": torch.tensor([row for row, _ in rows]), "words": words[:, :-1], "labels": labels}
+    labels = nn.utils.rnn.pad_sequence(
+        [words[1:] for _, words in rows], batch_first=True, padding_value=IGNORED
+    )
+    return {
+        "rows": torch.tensor([row for row, _ in rows]),
+        "words": words[:, :-1],
+        "labels": labels,
+    }
 
 
 class Decoder(nn.Module):
@@ -49,7 +59,11 @@ class Decoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.hidden, self.next = nn.Embedding(WORDS, 5), nn.Linear(5, 7), nn.Linear(7, WORDS)
+        self.words, self.hidden, self.next = (
+            nn.Embedding(WORDS, 5),
+            nn.Linear(5, 7),
+            nn.Linear(7, WORDS),
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         found = self.words(words).cumsum(1) / torch.arange(1, words.shape[1] + 1)[:, None]
@@ -62,7 +76,9 @@ def decoder() -> nn.Module:
     return Decoder().double()
 
 
-def cost_split(shares: tuple[int, ...], weigh: Any = "gradients", tokens: int = 0, times: int = 2) -> Split:
+def cost_split(
+    shares: tuple[int, ...], weigh: Any = "gradients", tokens: int = 0, times: int = 2
+) -> Split:
     """By a plan whose devices are as fast as `shares` say, of several times their rows."""
     plan, total = example_plan(shares), sum(shares)
     costs = (Cost(20 / share, 1 / share, 0.01 / share) for share in shares)
@@ -70,7 +86,10 @@ def cost_split(shares: tuple[int, ...], weigh: Any = "gradients", tokens: int = 
         msgspec.structs.replace(share, cost=cost, tokens=tokens)
         for share, cost in zip(plan.layout.share, costs, strict=True)
     )
-    batches, ratios = tuple(times * share for share in shares), tuple(share / total for share in shares)
+    batches, ratios = (
+        tuple(times * share for share in shares),
+        tuple(share / total for share in shares),
+    )
     layout = make_layout(plan.layout.kind, devices, batches, ratios=ratios)
     return Split(msgspec.structs.replace(plan, layout=layout), weigh=weigh)
 
@@ -107,7 +126,13 @@ def plain_epoch(model: Any, optimizer: Any, loader: Any, accumulate: int) -> lis
 
 
 def dealt_epoch(
-    split: Split, model: Any, optimizer: Any, loader: Any, seen: torch.Tensor, steps: int = 99, accumulate: int = 1
+    split: Split,
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    seen: torch.Tensor,
+    steps: int = 99,
+    accumulate: int = 1,
 ) -> list[float]:
     """The same by parts; `seen` counts how often each row is computed."""
     losses: list[float] = []
@@ -126,8 +151,12 @@ def dealt_epoch(
     return losses
 
 
-def trained(split: Split, rows: int, resume: tuple[int, ...] = (), accumulate: int = 1) -> list[torch.Tensor]:
-    """Weights and losses after some epochs, and how often each row was computed; `resume` in mid-epoch by others."""
+def trained(
+    split: Split, rows: int, resume: tuple[int, ...] = (), accumulate: int = 1
+) -> list[torch.Tensor]:
+    """Weights and losses after some epochs, and how often each row was computed; `resume` in
+    mid-epoch by others.
+    """
     texts, losses, seen = Texts(rows), [], torch.zeros(rows, dtype=torch.int64)
     bare = decoder()
     model, optimizer = split.wrap(bare), optimizer_of(bare)
@@ -161,17 +190,23 @@ def texts_by_cost_accumulated(shares: tuple[int, ...], rows: TensorDataset) -> l
 
 
 @exact
-def texts_by_cost_within_memory_and_by_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def texts_by_cost_within_memory_and_by_loss(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return trained(cost_split(shares, "loss", tokens=150), len(rows))
 
 
 @exact
-def texts_resumed_under_other_shares(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def texts_resumed_under_other_shares(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     return trained(cost_split(shares), len(rows), resume=shares[::-1])
 
 
 @exact
-def texts_by_ratios_without_parts(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def texts_by_ratios_without_parts(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """One pass on each rank, and the loss over all ranks' tokens; two batches are accumulated."""
     split, texts = split_by(shares), Texts(len(rows))
     model = split.wrap(decoder())
@@ -212,9 +247,13 @@ def a_text_that_fits_nowhere(shares: tuple[int, ...], rows: TensorDataset) -> li
 
 
 @refused("different lengths")
-def lengths_that_ranks_have_apart(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def lengths_that_ranks_have_apart(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split, texts = cost_split(shares), Texts(len(rows))
-    loader = split.loader(texts, lengths=[length + split.rank for length in texts.lengths], collate_fn=collate)
+    loader = split.loader(
+        texts, lengths=[length + split.rank for length in texts.lengths], collate_fn=collate
+    )
     if split.world == 1:
         return []
     next(iter(loader))
@@ -222,7 +261,9 @@ def lengths_that_ranks_have_apart(shares: tuple[int, ...], rows: TensorDataset) 
 
 
 @refused("SyncBatchNorm exchanges statistics in each pass")
-def texts_by_cost_with_statistics_of_all_ranks(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def texts_by_cost_with_statistics_of_all_ranks(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split, texts = cost_split(shares, "loss"), Texts(len(rows))
     for batch in split.loader(texts, lengths=texts.lengths, collate_fn=collate):
         next(split.parts(batch, models=[nn.SyncBatchNorm(WORDS)]))  # a CPU can't wrap it

@@ -1,4 +1,6 @@
-"""Real ranks whose loops do what made-up trainings do: slow data, pauses, an exchange, and a rank that hangs."""
+"""Real ranks whose loops do what made-up trainings do: slow data, pauses, an exchange, and a rank
+that hangs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class _SlowRows(torch.utils.data.Dataset):
 
 
 def paused(folder: Path, rank: int) -> None:
-    """Rank 1 pauses in each step: for data, at its own work, before the optimizer's step, after it."""
+    """Rank 1 pauses in each step: for data, at its own work, before the optimizer's step, after
+    it.
+    """
     torch.set_num_threads(1)
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
     found = {where: _train(where if rank else "") for where in ("input", "own", "before", "after")}
@@ -62,9 +66,16 @@ def _end(split: Split) -> Any:
 
 
 def held(folder: Path, rank: int) -> None:
-    """Rank 1 stays in its own work, between two steps, then stopped; what rank 0 sees of both then."""
+    """Rank 1 stays in its own work, between two steps, then stopped; what rank 0 sees of both
+    then.
+    """
     torch.set_num_threads(1)
-    live.INTERVAL_SECONDS, live.COST_LIMIT, live.WATCH_SECONDS, live.LATE_SECONDS = 0.0, 1.0, 0.05, 0.3
+    live.INTERVAL_SECONDS, live.COST_LIMIT, live.WATCH_SECONDS, live.LATE_SECONDS = (
+        0.0,
+        1.0,
+        0.05,
+        0.3,
+    )
     seen = {where: _hold(folder, rank, where) for where in ("own work", "between steps", "stopped")}
     torch.save(seen, folder / f"{rank}.pt")
 
@@ -99,7 +110,9 @@ def _stay(folder: Path, where: str, here: bool) -> None:
 
 
 def _watch(path: Path, where: str) -> int:
-    """A process that writes what live files say of both ranks once the other waits, and lets a stopped rank go on."""
+    """A process that writes what live files say of both ranks once the other waits, and lets a
+    stopped rank go on.
+    """
     if child := os.fork():
         return child
     code = 1
@@ -108,7 +121,10 @@ def _watch(path: Path, where: str) -> int:
         while code and time.monotonic() < deadline:
             ranks = {each.rank: each for each in read_trainings() if each.world == 2}
             told = {rank: each.doing for rank, each in ranks.items()}
-            if told == {0: "sum", 1: "" if where == "stopped" else where} and ranks[1].late_seconds(time.time()) > 1:
+            if (
+                told == {0: "sum", 1: "" if where == "stopped" else where}
+                and ranks[1].late_seconds(time.time()) > 1
+            ):
                 path.with_suffix(".tmp").write_bytes(msgspec.json.encode([ranks[0], ranks[1]]))
                 path.with_suffix(".tmp").rename(path)
                 code = 0

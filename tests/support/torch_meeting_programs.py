@@ -1,4 +1,6 @@
-"""Losses that meet other ranks themselves, on two ranks of which the second one runs out of memory."""
+"""Losses that meet other ranks themselves, on two ranks of which the second one runs out of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ class Net(nn.Module):
     def __init__(self, fuse: Fuse, meets: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last, self.fuse, self.meets = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), fuse, meets
+        self.first, self.last, self.fuse, self.meets = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 1),
+            fuse,
+            meets,
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.fuse.begin()
@@ -63,7 +70,9 @@ def train(folder: Path, rank: int, name: str) -> None:
     """What a rank ends with, and the steps that it took."""
     torch.set_num_threads(1)
     layered, sharded = name.endswith("layer"), name == "sharded"
-    split = Split(ratios=[1, 1], global_batch=16, weigh="loss" if layered or sharded else "gradients")
+    split = Split(
+        ratios=[1, 1], global_batch=16, weigh="loss" if layered or sharded else "gradients"
+    )
     fuse = Fuse()
     model: Any = Net(fuse, layered).double()
     if sharded:
@@ -73,7 +82,9 @@ def train(folder: Path, rank: int, name: str) -> None:
     model = split.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fuse.at = [(*CASES[name], 0)] if rank == 1 else []
-    data = TensorDataset(torch.randn(16 * STEPS, WIDTH, generator=torch.Generator().manual_seed(1)).double())
+    data = TensorDataset(
+        torch.randn(16 * STEPS, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    )
     steps = 0
 
     def compute(part: Any) -> Any:
@@ -113,7 +124,9 @@ def train_noted(folder: Path, rank: int, state: str) -> None:
 
 
 def leave(folder: Path, rank: int, who: int, how: str) -> None:
-    """What a rank says as another one ends in the second step: by an error of its own, or without a word."""
+    """What a rank says as another one ends in the second step: by an error of its own, or without a
+    word.
+    """
     torch.set_num_threads(1)
     split, said = Split(ratios=[1, 1], global_batch=16), ""
     model = split.wrap(Net(Fuse(), False).double())

@@ -1,4 +1,6 @@
-"""Trainings whose noise scale is known from the gradient of each row; rank_server.py runs `measured` and `exact`."""
+"""Trainings whose noise scale is known from the gradient of each row; rank_server.py runs
+`measured` and `exact`.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +67,17 @@ class Sparse(nn.Module):
         self.embedding, self.last = nn.Embedding(40, 8, sparse=True), nn.Linear(8, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.last(self.embedding((inputs.abs() * 10).long().clamp(max=39)).mean(1))
+        found: torch.Tensor = self.last(
+            self.embedding((inputs.abs() * 10).long().clamp(max=39)).mean(1)
+        )
         return found
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {"dense": lambda: network(), "sparse": Sparse, "complex": Complex}
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: network(),
+    "sparse": Sparse,
+    "complex": Complex,
+}
 
 
 def data() -> TensorDataset:
@@ -110,7 +118,9 @@ def make_split(shares: tuple[int, ...], micros: tuple[int, ...] = (), **options:
         return Split(msgspec.structs.replace(plan, layout=layout), **options)
 
 
-def measure(case: dict[str, Any], every: int = 1, steps: int = STEPS, window: NoiseWindow | None = None) -> Any:
+def measure(
+    case: dict[str, Any], every: int = 1, steps: int = STEPS, window: NoiseWindow | None = None
+) -> Any:
     """The noise scale at weights that stay."""
     case = dict(case)
     accumulate, changes = case.pop("accumulate", 1), case.pop("changes", False)
@@ -150,8 +160,13 @@ def measured(folder: Path, rank: int) -> None:
 def exact(folder: Path, rank: int) -> None:
     """The weights after 20 steps without noise and with it, and the sentences that refuse it."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {name: [learn(case, noise) for noise in (False, True)] for name, case in CASES.items()}
-    torch.save({"weights": found, "refused": [refusal(sharded=True), refusal(sharded=False)]}, folder / f"{rank}.pt")
+    found: dict[str, Any] = {
+        name: [learn(case, noise) for noise in (False, True)] for name, case in CASES.items()
+    }
+    torch.save(
+        {"weights": found, "refused": [refusal(sharded=True), refusal(sharded=False)]},
+        folder / f"{rank}.pt",
+    )
 
 
 class Recorder(NoiseWindow):
@@ -172,7 +187,11 @@ def options_of(case: dict[str, Any]) -> dict[str, Any]:
 def compare_samples(case: dict[str, Any]) -> list[tuple[Sample, Sample]]:
     """The samples of some steps of one process beside those of each pass's own gradient."""
     torch.manual_seed(0)
-    split, expected, recorder = make_split(**options_of(case), noise=True), list[Sample](), Recorder()
+    split, expected, recorder = (
+        make_split(**options_of(case), noise=True),
+        list[Sample](),
+        Recorder(),
+    )
     noise, model, count = split.noise, KINDS[case.get("kind", "dense")](), case.get("accumulate", 1)
     assert noise is not None
     noise.window, noise.every = recorder, 1
@@ -188,7 +207,9 @@ def compare_samples(case: dict[str, Any]) -> list[tuple[Sample, Sample]]:
             taken, rows = [size for size, _ in parts], sum(size for size, _ in parts)
             weighted = sum(size * float(each.abs().square().sum()) for size, each in parts)
             whole = sum(size / rows * each for size, each in parts)
-            expected.append(separate(taken, weighted * count**2, float(whole.abs().square().sum()) * count**2))
+            expected.append(
+                separate(taken, weighted * count**2, float(whole.abs().square().sum()) * count**2)
+            )
             parts.clear()
             optimizer.step()
             optimizer.zero_grad(set_to_none=case.get("set_to_none", True))
@@ -200,7 +221,10 @@ def own_gradient(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -
     """The gradient of the mean loss of these rows."""
     model.zero_grad()
     F.cross_entropy(model(inputs), labels).backward()
-    found = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in model.parameters()]
+    found = [
+        torch.zeros_like(each) if each.grad is None else each.grad.to_dense()
+        for each in model.parameters()
+    ]
     return torch.cat([each.flatten() for each in found]).to(torch.complex128)
 
 

@@ -1,8 +1,9 @@
-"""Trainings of several ranks in which passes run out of memory, and one process that takes the same passes without.
+"""Trainings of several ranks in which passes run out of memory, and one process that takes the same
+passes without.
 
-A Bomb raises at a layer of a pass, forward or backward, and in some trainings before the optimizer's first step. The
-reference has nothing of the adapter: it adds up the gradients of all ranks' passes, each from the random state and the
-buffers that the rank had.
+A Bomb raises at a layer of a pass, forward or backward, and in some trainings before the
+optimizer's first step. The reference has nothing of the adapter: it adds up the gradients of all
+ranks' passes, each from the random state and the buffers that the rank had.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Fuse:
-    """Where the next bomb is: forward or backward, at a layer or after all, in a pass counted from now."""
+    """Where the next bomb is: forward or backward, at a layer or after all, in a pass counted from
+    now.
+    """
 
     def __init__(self) -> None:
         self.at: list[tuple[str, int, int]] = []
@@ -79,14 +82,20 @@ class Net(nn.Module):
     def __init__(self, case: Case, fuse: Fuse) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=not case.normalize) for _ in range(LAYERS))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) if case.normalize else nn.Identity() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=not case.normalize) for _ in range(LAYERS)
+        )
+        self.norms = nn.ModuleList(
+            nn.BatchNorm1d(WIDTH) if case.normalize else nn.Identity() for _ in range(LAYERS)
+        )
         self.last, self.dropout, self.fuse = nn.Linear(WIDTH, CLASSES), case.dropout, fuse
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.fuse.begin()
         for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
-            rows = F.dropout(torch.tanh(norm(layer(Bomb.apply(rows, self.fuse, number)))), self.dropout)
+            rows = F.dropout(
+                torch.tanh(norm(layer(Bomb.apply(rows, self.fuse, number)))), self.dropout
+            )
         made: torch.Tensor = self.last(rows)
         return made
 
@@ -95,14 +104,18 @@ def data(case: Case, shares: Sequence[int]) -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(case.seed)
     rows = case.steps * sum(shares)
     inputs = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
-    return torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (rows,), generator=generator))
+    return torch.utils.data.TensorDataset(
+        inputs, torch.randint(0, CLASSES, (rows,), generator=generator)
+    )
 
 
 def make_split(case: Case, shares: Sequence[int]) -> Split:
     plan = example_plan(tuple(shares))
     micros = tuple(-(-share // case.passes) for share in shares)
     return Split(
-        msgspec.structs.replace(plan, layout=make_layout("split", plan.layout.share, tuple(shares), micros=micros))
+        msgspec.structs.replace(
+            plan, layout=make_layout("split", plan.layout.share, tuple(shares), micros=micros)
+        )
     )
 
 
@@ -111,7 +124,11 @@ def place_bombs(case: Case, numbers: random.Random) -> list[tuple[str, int, int]
         return []
     count = numbers.choice((1, 1, 2))
     return [
-        (numbers.choice(("forward", "backward")), numbers.randint(1, LAYERS), numbers.randrange(2 * case.passes))
+        (
+            numbers.choice(("forward", "backward")),
+            numbers.randint(1, LAYERS),
+            numbers.randrange(2 * case.passes),
+        )
         for _ in range(count)
     ]
 
@@ -148,7 +165,9 @@ def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def no_room_once(fuse: Fuse, wanted: bool) -> Iterator[None]:
-    """A context in which the first tensor like another one, such as an optimizer's state, doesn't fit if `wanted`."""
+    """A context in which the first tensor like another one, such as an optimizer's state, doesn't
+    fit if `wanted`.
+    """
     made = torch.empty_like
     fuse.at = [("optimizer", 0, 0)] if wanted else []
     fuse.passes = 0
@@ -190,9 +209,15 @@ def take_step(case: Case, split: Split, model: Any, batch: Any) -> tuple[list[in
 
 
 def reference(
-    case: Case, shares: Sequence[int], kept: Sequence[Sequence[Sequence[int]]], device: str = "cpu", factor: float = 1.0
+    case: Case,
+    shares: Sequence[int],
+    kept: Sequence[Sequence[Sequence[int]]],
+    device: str = "cpu",
+    factor: float = 1.0,
 ) -> dict[str, Any]:
-    """What one process learns that takes these passes, `kept` of each rank and step; gradients are times `factor`."""
+    """What one process learns that takes these passes, `kept` of each rank and step; gradients are
+    times `factor`.
+    """
     net = Net(case, Fuse()).to(device, torch.float64)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     inputs, labels = (each.to(device) for each in data(case, shares).tensors)
@@ -208,7 +233,10 @@ def reference(
             for rows in kept[rank][step]:
                 own = labels[first : first + rows]
                 loss = F.cross_entropy(
-                    net(inputs[first : first + rows]), own, ignore_index=1 if case.counted else -100, reduction="sum"
+                    net(inputs[first : first + rows]),
+                    own,
+                    ignore_index=1 if case.counted else -100,
+                    reduction="sum",
                 )
                 loss = loss / ((whole != 1).sum() if case.counted else len(whole))
                 (loss * factor).backward()
@@ -221,7 +249,10 @@ def reference(
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return {"state": [each.detach().cpu() for each in (*net.parameters(), *net.buffers())], "losses": losses}
+    return {
+        "state": [each.detach().cpu() for each in (*net.parameters(), *net.buffers())],
+        "losses": losses,
+    }
 
 
 def put_back(net: nn.Module, values: Sequence[torch.Tensor]) -> None:
@@ -244,5 +275,11 @@ CASES = {
 def train_all(folder: Path, rank: int, shares: Sequence[int], seeds: Sequence[int]) -> None:
     """One rank: every case with each seed."""
     torch.set_num_threads(1)
-    cases = {(name, each): msgspec.structs.replace(case, seed=each) for name, case in CASES.items() for each in seeds}
-    torch.save({key: train(case, tuple(shares)) for key, case in cases.items()}, folder / f"{rank}.pt")
+    cases = {
+        (name, each): msgspec.structs.replace(case, seed=each)
+        for name, case in CASES.items()
+        for each in seeds
+    }
+    torch.save(
+        {key: train(case, tuple(shares)) for key, case in cases.items()}, folder / f"{rank}.pt"
+    )

@@ -1,4 +1,6 @@
-"""What training programs of tests are made of: data, a network, loops, and the lists of what is exact and refused."""
+"""What training programs of tests are made of: data, a network, loops, and the lists of what is
+exact and refused.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.support.torch_ranks import example_plan
 
 WIDTH, CLASSES = 5, 3
 SHORT_TAIL, TAIL = 25, 29  # rows of data, of which a last batch of 8 has 1 and 5
-BY_ROWS = re.compile("plain|rows|batch|length|texts|passes|accumul|gan|gather|loader|sampler|validation")
+BY_ROWS = re.compile(
+    "plain|rows|batch|length|texts|passes|accumul|gan|gather|loader|sampler|validation"
+)
 Program = Callable[[tuple[int, ...], TensorDataset], list[torch.Tensor]]
 EXACT: dict[str, Program] = {}
 REFUSED: dict[str, tuple[str, Program]] = {}
@@ -40,7 +44,9 @@ def refused(words: str) -> Callable[[Program], Program]:
 
 
 def rows_for(name: str) -> tuple[int, ...]:
-    """The sizes of a program's data sets: both if it does something with rows, else the one with a tail of one row."""
+    """The sizes of a program's data sets: both if it does something with rows, else the one with a
+    tail of one row.
+    """
     return (SHORT_TAIL, TAIL) if name in EXACT and BY_ROWS.search(name) else (SHORT_TAIL,)
 
 
@@ -62,12 +68,16 @@ def split_by(shares: tuple[int, ...], times: int = 1, **options: Any) -> Split:
 def split_in_passes(shares: tuple[int, ...]) -> Split:
     """Of two rows at most; ranks then take different numbers of them."""
     plan = example_plan(shares)
-    layout = make_layout(plan.layout.kind, plan.layout.share, shares, micros=tuple(min(2, each) for each in shares))
+    layout = make_layout(
+        plan.layout.kind, plan.layout.share, shares, micros=tuple(min(2, each) for each in shares)
+    )
     return Split(msgspec.structs.replace(plan, layout=layout))
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.2, momentum=0.9)
+    return torch.optim.SGD(
+        [each for each in model.parameters() if each.requires_grad], 0.2, momentum=0.9
+    )
 
 
 def weights(*models: Any) -> list[torch.Tensor]:
@@ -80,7 +90,9 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.step()
 
 
-def train(model: Any, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+def train(
+    model: Any, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None = None
+) -> None:
     optimizer = optimizer or sgd(model)
     for inputs, labels in batches:
         update(optimizer, F.cross_entropy(model(inputs), labels))
@@ -90,7 +102,9 @@ def own_ddp(split: Split, net: nn.Module) -> nn.Module:
     return DistributedDataParallel(net) if split.world > 1 else net
 
 
-def early(batches: Iterable[Any], change: Callable[[Any], Any] = lambda each: each) -> Iterator[Any]:
+def early(
+    batches: Iterable[Any], change: Callable[[Any], Any] = lambda each: each
+) -> Iterator[Any]:
     """Each batch once the next one is there."""
     source = iter(batches)
     ready = change(next(source))

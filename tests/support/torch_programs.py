@@ -1,7 +1,9 @@
-"""Training programs as users write them, each run by one process and by several ranks of a RankServer.
+"""Training programs as users write them, each run by one process and by several ranks of a
+RankServer.
 
-A program returns tensors that must be the same in both, or is refused with a sentence. A rank takes the shares as
-ratios for the programs, and then trains the cases of torch_ranks.py by a plan of them.
+A program returns tensors that must be the same in both, or is refused with a sentence. A rank takes
+the shares as ratios for the programs, and then trains the cases of torch_ranks.py by a plan of
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from tests.support import (
     torch_refused_programs,
     torch_unlike_programs,
 )
-from tests.support.torch_program_parts import EXACT, REFUSED, SHORT_TAIL, TAIL, data, network, rows_for, run, weights
+from tests.support.torch_program_parts import (
+    EXACT,
+    REFUSED,
+    SHORT_TAIL,
+    TAIL,
+    data,
+    network,
+    rows_for,
+    run,
+    weights,
+)
 
 __all__ = [
     "EXACT",
@@ -46,7 +58,11 @@ def run_all(folder: Path, rank: int, shares: Sequence[int], rows: int, cases: bo
     torch.set_num_threads(1)
     wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}}
     ratios = tuple(filter(None, shares))
-    ended = {(name, rows): run(program, ratios, rows) for name, program in wanted.items() if rows in rows_for(name)}
+    ended = {
+        (name, rows): run(program, ratios, rows)
+        for name, program in wanted.items()
+        if rows in rows_for(name)
+    }
     trained = torch_ranks.train_cases(folder, rank, shares) if cases else {}
     torch.save((ended, trained), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Trainings that one process and several ranks must end with the same weights.
 
-Ranks of a RankServer train every case by the adapter; `reference` trains it in a plain loop, with nothing of the
-adapter but the order of rows.
+Ranks of a RankServer train every case by the adapter; `reference` trains it in a plain loop, with
+nothing of the adapter but the order of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tests.support.launched_plan import make_plan
 
 STEPS = 14  # of a training that is launched, and goes on after losses
 OVER_AN_EPOCH = 6  # steps of every other one, most of which have 4 an epoch
-CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class weighs; the second is ignored
+CLASSES = torch.tensor(
+    [1.0, 0.0, 5.0], dtype=torch.float64
+)  # what each class weighs; the second is ignored
 WIDTH = 7
 
 
@@ -40,7 +42,9 @@ class TrainingCase(msgspec.Struct, frozen=True):
     normalize: bool = False  # over the global batch: on GPUs only
     ignore: bool = False  # one class, and weigh the others
     validate: bool = False  # within each step
-    passes: tuple[int, ...] = ()  # of each rank: by split.parts, under a plan of five times the shares
+    passes: tuple[
+        int, ...
+    ] = ()  # of each rank: by split.parts, under a plan of five times the shares
 
     def global_batch(self, planned: int) -> int:
         """Rows of a step, where the plan is for so many."""
@@ -61,28 +65,47 @@ CASES = {
     "accumulate": TrainingCase("momentum", accumulate=3),
     "accumulate adamw, short tail, clip": TrainingCase("adamw", rows=27, accumulate=3, clip=0.05),
     "accumulate with sync": TrainingCase("momentum", accumulate=3, no_sync=False),
-    "accumulate, bucket view": TrainingCase("momentum", accumulate=3, options={"gradient_as_bucket_view": True}),
+    "accumulate, bucket view": TrainingCase(
+        "momentum", accumulate=3, options={"gradient_as_bucket_view": True}
+    ),
     "small buckets": TrainingCase("adam", options={"bucket_cap_mb": 0.0001}),
     "static graph": TrainingCase("momentum", options={"static_graph": True}),
     "auxiliary": TrainingCase("momentum", auxiliary=True),
     "loss": TrainingCase("momentum", weigh="loss"),
     "ignored and weighted classes": TrainingCase("momentum", rows=27, ignore=True),
-    "the same, by loss, accumulated": TrainingCase("adam", rows=27, ignore=True, weigh="loss", accumulate=2),
+    "the same, by loss, accumulated": TrainingCase(
+        "adam", rows=27, ignore=True, weigh="loss", accumulate=2
+    ),
     "validation in each step": TrainingCase("momentum", validate=True),
     "the same, by loss": TrainingCase("momentum", validate=True, weigh="loss"),
     "loss, accumulate, penalty": TrainingCase("adamw", accumulate=3, weigh="loss", penalty=1e-2),
     "passes 3:1:2": TrainingCase("momentum", rows=97, passes=(3, 1, 2)),
-    "passes 2:5:1, clip, fewer rows than ranks": TrainingCase("adamw", rows=82, passes=(2, 5, 1), clip=0.05),
+    "passes 2:5:1, clip, fewer rows than ranks": TrainingCase(
+        "adamw", rows=82, passes=(2, 5, 1), clip=0.05
+    ),
     "passes 1:1:1, validation": TrainingCase("adam", rows=97, passes=(1, 1, 1), validate=True),
-    "passes, counted, accumulated": TrainingCase("adam", rows=91, passes=(3, 1, 2), ignore=True, accumulate=2),
-    "passes, by loss": TrainingCase("momentum", rows=97, passes=(2, 5, 1), weigh="loss", penalty=1e-2, ignore=True),
+    "passes, counted, accumulated": TrainingCase(
+        "adam", rows=91, passes=(3, 1, 2), ignore=True, accumulate=2
+    ),
+    "passes, by loss": TrainingCase(
+        "momentum", rows=97, passes=(2, 5, 1), weigh="loss", penalty=1e-2, ignore=True
+    ),
     "passes, accumulated with sync": TrainingCase(
-        "momentum", rows=97, passes=(2, 5, 1), accumulate=3, no_sync=False, options={"gradient_as_bucket_view": True}
+        "momentum",
+        rows=97,
+        passes=(2, 5, 1),
+        accumulate=3,
+        no_sync=False,
+        options={"gradient_as_bucket_view": True},
     ),
 }
-GPU_CASES = {  # a row that only keeps step would count in the statistics: every rank has rows of its own in each step
+# a row that only keeps step would count in the statistics: every rank has rows of its own in each
+# step
+GPU_CASES = {
     "synchronized normalization": TrainingCase("momentum", rows=24, weigh="loss", normalize=True),
-    "the same, short tail": TrainingCase("momentum", rows=27, weigh="loss", normalize=True, accumulate=2),
+    "the same, short tail": TrainingCase(
+        "momentum", rows=27, weigh="loss", normalize=True, accumulate=2
+    ),
 }
 
 
@@ -105,7 +128,9 @@ class Net(torch.nn.Module):
 def data(case: TrainingCase) -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(case.rows, WIDTH, generator=generator, dtype=torch.float64)
-    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (case.rows,), generator=generator))
+    return torch.utils.data.TensorDataset(
+        inputs, torch.randint(0, 3, (case.rows,), generator=generator)
+    )
 
 
 def model(case: TrainingCase) -> Net:
@@ -149,7 +174,9 @@ def batches(case: TrainingCase, global_batch: int) -> Iterator[tuple[torch.Tenso
             yield inputs[rows], labels[rows]
 
 
-def reference(case: TrainingCase, global_batch: int, steps: int = STEPS) -> tuple[list[torch.Tensor], list[float]]:
+def reference(
+    case: TrainingCase, global_batch: int, steps: int = STEPS
+) -> tuple[list[torch.Tensor], list[float]]:
     """Final weights and losses of one process that knows no split."""
     net = model(case)
     update = optimizer(case, net)
@@ -162,7 +189,9 @@ def reference(case: TrainingCase, global_batch: int, steps: int = STEPS) -> tupl
     return [weights.detach() for weights in net.parameters()], losses
 
 
-def finish(case: TrainingCase, step: int, net: torch.nn.Module, update: torch.optim.Optimizer) -> None:
+def finish(
+    case: TrainingCase, step: int, net: torch.nn.Module, update: torch.optim.Optimizer
+) -> None:
     if (step + 1) % case.accumulate == 0:
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
@@ -173,7 +202,9 @@ def finish(case: TrainingCase, step: int, net: torch.nn.Module, update: torch.op
 def example_plan(batches: tuple[int, ...], device: str = "sim-{}") -> Plan:
     """A plan for devices that aren't here, so that any will do."""
     devices = tuple(Share(device.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
-    return make_plan(make_layout("split" if sum(map(bool, batches)) > 1 else "solo", devices, batches))
+    return make_plan(
+        make_layout("split" if sum(map(bool, batches)) > 1 else "solo", devices, batches)
+    )
 
 
 def plan_for(case: TrainingCase, path: str) -> Plan:
@@ -200,7 +231,9 @@ def compute(case: TrainingCase, split: Split, net: Any, batch: Any) -> float:
         return mean
     classes = CLASSES.to(split.device)
     total = 0.0
-    for part in split.parts(batch, (lambda part: classes[part.batch[1]].sum()) if case.ignore else None):
+    for part in split.parts(
+        batch, (lambda part: classes[part.batch[1]].sum()) if case.ignore else None
+    ):
         inputs, labels = part.batch
         total += part.backward(objective(case, bare, net(inputs), labels) / case.accumulate)
     return split.mean(total) * case.accumulate
@@ -221,7 +254,9 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
                 for _ in split.loader(data(case), training=False):
                     pass
             with nullcontext() if last or not case.no_sync else split.no_sync(net):
-                losses.append(compute(case, split, net, (rows.to(split.device), classes.to(split.device))))
+                losses.append(
+                    compute(case, split, net, (rows.to(split.device), classes.to(split.device)))
+                )
             finish(case, step, net, update)
             if len(losses) == OVER_AN_EPOCH:
                 break

@@ -1,4 +1,6 @@
-"""What real ranks do for tests of own work and of shares that change; each function is one rank of a RankServer."""
+"""What real ranks do for tests of own work and of shares that change; each function is one rank of
+a RankServer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from tests.support.torch_program_parts import data, network
 SLEEP_SECONDS = 0.1
 CLOCK_HERTZ = 1.7e9  # about a GPU's
 
-_held_up: list[tuple[Any, Any, Any]] = []  # in each backward pass of rank 1: the clock, and its marks
+_held_up: list[
+    tuple[Any, Any, Any]
+] = []  # in each backward pass of rank 1: the clock, and its marks
 
 
 def _hold_up(on_gpu: bool) -> None:
@@ -62,7 +66,9 @@ class SlowBackward(torch.nn.Module):
 
 
 def slow_backward(folder: Path, rank: int) -> None:
-    """Train by hooks and by the loss; leave what live files say of each, and the seconds that rank 1 was held up."""
+    """Train by hooks and by the loss; leave what live files say of each, and the seconds that rank
+    1 was held up.
+    """
     torch.set_num_threads(1)
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
     found = {
@@ -76,7 +82,9 @@ def slow_backward(folder: Path, rank: int) -> None:
 
 
 def _live_record(split: Split, by_mean: bool = False) -> tuple[dict[str, Any], float]:
-    """Of a training whose rank 1 sleeps in each step: in its backward pass, or before ranks meet in `split.mean`."""
+    """Of a training whose rank 1 sleeps in each step: in its backward pass, or before ranks meet in
+    `split.mean`.
+    """
     _held_up.clear()
     model = split.wrap(network() if by_mean else SlowBackward())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -121,7 +129,9 @@ class TurnedClock:
 
 
 class RebalancedCase(msgspec.Struct, frozen=True):
-    """A training whose shares change; in `slow` steps, rank 1 takes four times as long for a row."""
+    """A training whose shares change; in `slow` steps, rank 1 takes four times as long for a
+    row.
+    """
 
     rows: int = 97  # the last batch has a single row
     steps: int = 120
@@ -150,7 +160,9 @@ class ScriptedRule:
         self._micros = micros
         self._left = iter(SHARES[1:] * 100)
 
-    def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Any = ()) -> Change:
+    def observe(
+        self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Any = ()
+    ) -> Change:
         assert min(own_work_s) > 0
         shares = next(self._left)
         micros = tuple(map(min, shares, self._micros)) if self._micros else shares
@@ -172,14 +184,19 @@ def reference(case: RebalancedCase) -> list[torch.Tensor]:
     """The weights of one process that knows no split."""
     net, seen = network(), 0
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    samplers = [UnevenBatchSampler(case.rows, [GLOBAL_BATCH], 0, seed=seed) for seed in range(case.loaders)]
+    samplers = [
+        UnevenBatchSampler(case.rows, [GLOBAL_BATCH], 0, seed=seed) for seed in range(case.loaders)
+    ]
     inputs, labels = data(case.rows).tensors
     for epoch in range(case.steps):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         for batches in zip(*samplers, strict=True):
             for rows in batches:
-                (torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]) / case.accumulate).backward()
+                (
+                    torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows])
+                    / case.accumulate
+                ).backward()
             seen += 1
             _update(case, seen, net, optimizer)
             if seen == case.steps:
@@ -187,7 +204,9 @@ def reference(case: RebalancedCase) -> list[torch.Tensor]:
     raise AssertionError
 
 
-def _update(case: RebalancedCase, seen: int, net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _update(
+    case: RebalancedCase, seen: int, net: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     if seen % case.accumulate == 0:
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
         optimizer.step()
@@ -210,7 +229,8 @@ class _Training:
         state: dict[str, Any] | None = None
         while self._seen < self._case.steps:
             state = self._run_until(
-                self._case.resume if state is None and self._case.resume else self._case.steps, state
+                self._case.resume if state is None and self._case.resume else self._case.steps,
+                state,
             )
 
     def _run_until(self, last: int, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -223,7 +243,10 @@ class _Training:
             split.load_state_dict(state)
         model = split.wrap(self.net.to(split.device))
         datasets = [numbered(case.rows) for _ in range(case.loaders)]
-        loaders = [split.loader(each, seed=seed, prefetch=case.prefetch) for seed, each in enumerate(datasets)]
+        loaders = [
+            split.loader(each, seed=seed, prefetch=case.prefetch)
+            for seed, each in enumerate(datasets)
+        ]
         while True:
             if state is None or self._seen != case.resume:
                 self.rows.append([])
@@ -245,12 +268,17 @@ class _Training:
         self._seen += 1
         _update(case, self._seen, self.net, self._optimizer)
 
-    def _compute(self, split: Split, model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def _compute(
+        self, split: Split, model: Any, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         case = self._case
         if case.micros:
             self._clock.now += 0.001
             for part in split.parts((inputs, labels)):
-                part.backward(torch.nn.functional.cross_entropy(model(part.batch[0]), part.batch[1]) / case.accumulate)
+                part.backward(
+                    torch.nn.functional.cross_entropy(model(part.batch[0]), part.batch[1])
+                    / case.accumulate
+                )
             return
         slow = case.slow is not None and self._rank and case.slow[0] <= self._seen < case.slow[1]
         self._clock.now += len(inputs) * (0.004 if slow else 0.001)

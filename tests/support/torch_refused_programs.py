@@ -37,7 +37,9 @@ def a_ddp_that_nothing_weighs(shares: tuple[int, ...], rows: TensorDataset) -> l
 
 
 @refused("no shares to rebalance")
-def rows_dealt_by_length_that_rebalance(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def rows_dealt_by_length_that_rebalance(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split_by(shares, rebalance=True).loader(rows, lengths=list(range(len(rows))))
     return []
 
@@ -61,35 +63,49 @@ def other_ratios_on_one_rank(shares: tuple[int, ...], rows: TensorDataset) -> li
 
 
 @refused("so none has times of its own to rebalance by")
-def a_sharded_model_that_rebalances(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_sharded_model_that_rebalances(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares, rebalance=True, weigh="loss")
     return weights(split.wrap(shard(split, network())))
 
 
 @refused("by FSDP or SyncBatchNorm")
-def a_model_normalized_over_ranks_that_rebalances(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_model_normalized_over_ranks_that_rebalances(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares, rebalance=True, weigh="loss")
     return weights(split.wrap(nn.SyncBatchNorm(4)))
 
 
 @refused("One backward pass mixes two batches")
-def two_loaders_in_one_backward_pass_that_rebalance(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def two_loaders_in_one_backward_pass_that_rebalance(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """Their shares may change at different steps."""
     split = split_by(shares, rebalance=True)
     model = split.wrap(network())
     optimizer = sgd(model)
-    for (inputs, labels), (others, more) in zip(split.loader(rows), split.loader(rows, seed=1), strict=True):
-        update(optimizer, F.cross_entropy(model(inputs), labels) + F.cross_entropy(model(others), more))
+    for (inputs, labels), (others, more) in zip(
+        split.loader(rows), split.loader(rows, seed=1), strict=True
+    ):
+        update(
+            optimizer, F.cross_entropy(model(inputs), labels) + F.cross_entropy(model(others), more)
+        )
     return weights(model)
 
 
 @refused("split.begin")
-def a_loader_that_was_sharded_again(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_loader_that_was_sharded_again(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """accelerator.prepare of a DataLoader made from the loader's parts."""
     split = split_by(shares)
     loader = split.loader(rows)
     model = split.wrap(network())
-    train(model, DataLoader(rows, batch_sampler=list(loader.batch_sampler)[split.rank :: split.world]))
+    train(
+        model, DataLoader(rows, batch_sampler=list(loader.batch_sampler)[split.rank :: split.world])
+    )
     return weights(model)
 
 
@@ -120,7 +136,9 @@ def never_wrapped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Te
 
 
 @refused("another DistributedDataParallel")
-def a_ddp_around_the_wrapped_model(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_ddp_around_the_wrapped_model(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """accelerator.prepare(split.wrap(model))."""
     split = split_by(shares)
     model = DistributedDataParallel(split.wrap(network()))
@@ -129,9 +147,13 @@ def a_ddp_around_the_wrapped_model(shares: tuple[int, ...], rows: TensorDataset)
 
 
 @refused("exchanged twice")
-def a_ddp_within_the_wrapped_model(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_ddp_within_the_wrapped_model(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
-    model = split.wrap(nn.Sequential(DistributedDataParallel(network()), nn.Linear(CLASSES, CLASSES).double()))
+    model = split.wrap(
+        nn.Sequential(DistributedDataParallel(network()), nn.Linear(CLASSES, CLASSES).double())
+    )
     return weights(model)
 
 
@@ -154,7 +176,9 @@ def a_trainer_with_closures(shares: tuple[int, ...], rows: TensorDataset) -> lis
 
 
 @refused("weigh='loss'")
-def sharded_parameters_that_nothing_weighs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def sharded_parameters_that_nothing_weighs(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     model = shard(split, network())
     train(model, split.loader(rows))
@@ -162,7 +186,9 @@ def sharded_parameters_that_nothing_weighs(shares: tuple[int, ...], rows: Tensor
 
 
 @refused("FSDP")
-def sharded_parameters_weighed_by_gradients(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def sharded_parameters_weighed_by_gradients(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     return weights(split.wrap(shard(split, network())))
 
@@ -176,7 +202,9 @@ def scale_forgotten(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.
 
 
 @refused("split.scale(loss)")
-def scale_forgotten_for_one_of_two_models(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def scale_forgotten_for_one_of_two_models(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares, weigh="loss")
     first, second = split.wrap(network()), split.wrap(network())
     for inputs, labels in split.loader(rows):
@@ -186,7 +214,9 @@ def scale_forgotten_for_one_of_two_models(shares: tuple[int, ...], rows: TensorD
 
 
 @refused("split.scale(loss)")
-def scale_forgotten_with_sharded_parameters(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def scale_forgotten_with_sharded_parameters(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares, weigh="loss")
     model = split.wrap(shard(split, network()))
     train(model, split.loader(rows))
@@ -228,7 +258,9 @@ def layers_added(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Ten
 
 
 @refused("weren't in the model when split.wrap")
-def a_parameter_in_another_ones_place(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_parameter_in_another_ones_place(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     """The optimizer has as many as before."""
     split = split_by(shares)
     net = network()
@@ -250,11 +282,15 @@ def the_model_inside(shares: tuple[int, ...], rows: TensorDataset) -> list[torch
 
 
 @refused("One backward pass mixes two batches")
-def two_loaders_of_other_lengths(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def two_loaders_of_other_lengths(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(network())
     optimizer = sgd(model)
-    for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(Subset(rows, range(19))), strict=False):
+    for (inputs, labels), (others, _) in zip(
+        split.loader(rows), split.loader(Subset(rows, range(19))), strict=False
+    ):
         update(optimizer, F.cross_entropy(model(inputs), labels) + model(others).square().mean())
     return weights(model)
 
@@ -263,12 +299,17 @@ def two_loaders_of_other_lengths(shares: tuple[int, ...], rows: TensorDataset) -
 def losses_summed_over_batches(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(network())
-    update(sgd(model), sum(F.cross_entropy(model(inputs), labels) for inputs, labels in split.loader(rows)))
+    update(
+        sgd(model),
+        sum(F.cross_entropy(model(inputs), labels) for inputs, labels in split.loader(rows)),
+    )
     return weights(model)
 
 
 @refused("isn't clear which")
-def the_next_batch_early_and_changed(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def the_next_batch_early_and_changed(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(network())
     train(model, early(split.loader(rows), lambda batch: (batch[0] * 2, batch[1] + 0)))
@@ -310,7 +351,9 @@ def gather_of_other_shapes(shares: tuple[int, ...], rows: TensorDataset) -> list
 
 
 @refused("different orders")
-def an_order_that_ranks_draw_apart(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def an_order_that_ranks_draw_apart(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     next(iter(split.loader(rows, order=DistributedSampler(rows))))
     return []

@@ -1,4 +1,6 @@
-"""Trainings of sharded models, and the same in one process: state 1:2:5 on ranks that compute rows 5:2:1."""
+"""Trainings of sharded models, and the same in one process: state 1:2:5 on ranks that compute rows
+5:2:1.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class Block(torch.nn.Module):
         self.shared: Any = torch.nn.Identity()
         self.low = self.high = None
         if case.adapters:
-            self.low, self.high = torch.nn.Linear(WIDTH, 2, bias=False), torch.nn.Linear(2, WIDTH, bias=False)
+            self.low, self.high = (
+                torch.nn.Linear(WIDTH, 2, bias=False),
+                torch.nn.Linear(2, WIDTH, bias=False),
+            )
 
     def forward(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         hidden = self.down(torch.nn.functional.gelu(self.up(self.normal(rows))))
@@ -118,7 +123,9 @@ class ShardCase(msgspec.Struct, frozen=True):
     order: tuple[int, ...] = (0, 1, 2)  # in which blocks compute
     shared: bool = False  # a layer that all blocks have
     hides: bool = False  # blocks return a namespace, and a dataclass in a tuple
-    late: bool = False  # the optimizer is made after a forward pass, and gradients are cleared after each
+    late: bool = (
+        False  # the optimizer is made after a forward pass, and gradients are cleared after each
+    )
     fails: bool = False  # a backward pass in between ends with an error
     checkpoint: bool | None = None  # of activations, reentrant or not
     mapping: bool = False
@@ -157,17 +164,35 @@ CASES = {
     "layers beside blocks": ShardCase(units="layers", clip=0.1),
     "state, clipped": ShardCase(level="state", clip=0.1, groups=True, validate=True),
     "state, passes, accumulated, tied": ShardCase(
-        "momentum", level="state", micros=(2, 1, 1, 1), accumulate=2, window=True, tied=True, mapping=True
+        "momentum",
+        level="state",
+        micros=(2, 1, 1, 1),
+        accumulate=2,
+        window=True,
+        tied=True,
+        mapping=True,
     ),
     "state, accumulated, unused, validated": ShardCase(
-        level="state", accumulate=2, window=True, unused=True, tied_blocks=True, validate=True, clip=0.1
+        level="state",
+        accumulate=2,
+        window=True,
+        unused=True,
+        tied_blocks=True,
+        validate=True,
+        clip=0.1,
     ),
     "state, frozen, a penalty": ShardCase(
         level="state", frozen=("words", "blocks.1.up"), penalty=1e-2, accumulate=2, window=True
     ),
-    "state, checkpointed, reentrant": ShardCase("momentum", level="state", checkpoint=True, order=(0, 1, 2, 1)),
-    "state, cleared late, weighted by loss": ShardCase("momentum", level="state", late=True, by_loss=True, clip=0.1),
-    "state, a failed pass": ShardCase(level="state", fails=True, shared=True, inner=True, window=True, accumulate=2),
+    "state, checkpointed, reentrant": ShardCase(
+        "momentum", level="state", checkpoint=True, order=(0, 1, 2, 1)
+    ),
+    "state, cleared late, weighted by loss": ShardCase(
+        "momentum", level="state", late=True, by_loss=True, clip=0.1
+    ),
+    "state, a failed pass": ShardCase(
+        level="state", fails=True, shared=True, inner=True, window=True, accumulate=2
+    ),
 }
 
 
@@ -175,7 +200,9 @@ def make_model(case: ShardCase) -> Model:
     torch.manual_seed(3)
     model: Model = Model(case).double()
     for name, each in model.named_parameters():
-        each.requires_grad_(not name.startswith(case.frozen or ("-",)) or "low" in name or "high" in name)
+        each.requires_grad_(
+            not name.startswith(case.frozen or ("-",)) or "low" in name or "high" in name
+        )
     return model
 
 
@@ -197,7 +224,9 @@ def data() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(5)
     words = torch.randint(0, WORDS, (ROWS, 5), generator=generator)
     words[10:13] = 0
-    return torch.utils.data.TensorDataset(words, torch.randint(0, WORDS, (ROWS,), generator=generator))
+    return torch.utils.data.TensorDataset(
+        words, torch.randint(0, WORDS, (ROWS,), generator=generator)
+    )
 
 
 def objective(case: ShardCase, model: Any, inputs: Any, labels: Any) -> Any:
@@ -207,7 +236,9 @@ def objective(case: ShardCase, model: Any, inputs: Any, labels: Any) -> Any:
     if case.inner:
         loss = loss + model.inner
     if case.penalty:
-        loss = loss + case.penalty * sum((each**2).sum() for each in model.parameters() if each.requires_grad)
+        loss = loss + case.penalty * sum(
+            (each**2).sum() for each in model.parameters() if each.requires_grad
+        )
     if case.late:
         model.zero_grad()
     return loss
@@ -260,11 +291,16 @@ def make_split(case: ShardCase, shares: Sequence[int]) -> Split:
 
 def start(case: ShardCase, world: int) -> tuple[Split, Any]:
     split = make_split(case, SHARES[world])
-    units: Any = {"linear": torch.nn.Linear, "layers": (Block, torch.nn.Embedding, torch.nn.Linear)}.get(case.units)
+    units: Any = {
+        "linear": torch.nn.Linear,
+        "layers": (Block, torch.nn.Embedding, torch.nn.Linear),
+    }.get(case.units)
     model = make_model(case)
     if case.units == "size":
         model.blocks = torch.nn.Sequential(*model.blocks)
-    return split, split.shard(model, shard=case.level, units=units, state=None if case.planned else PARTS[world])
+    return split, split.shard(
+        model, shard=case.level, units=units, state=None if case.planned else PARTS[world]
+    )
 
 
 def train(case: ShardCase, world: int) -> dict[str, Any]:
@@ -279,7 +315,11 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
         for batch in loader:
             if case.fails and len(norms) in (0, 2):
                 fail(case, model, batch)
-            with split.no_sync(model) if case.window and (len(norms) + 1) % case.accumulate else nullcontext():
+            with (
+                split.no_sync(model)
+                if case.window and (len(norms) + 1) % case.accumulate
+                else nullcontext()
+            ):
                 compute(case, split, model, batch)
             if case.validate and case.window:
                 validate(split, model)
@@ -289,7 +329,13 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
             if len(norms) == STEPS:
                 break
     held = model.exchange.held
-    return {"weights": whole(model), "norms": norms, "now": dict(held.now), "most": dict(held.most), "peak": held.peak}
+    return {
+        "weights": whole(model),
+        "norms": norms,
+        "now": dict(held.now),
+        "most": dict(held.most),
+        "peak": held.peak,
+    }
 
 
 def fail(case: ShardCase, model: Any, batch: Any) -> None:
@@ -298,7 +344,9 @@ def fail(case: ShardCase, model: Any, batch: Any) -> None:
     def end(_: Any) -> None:
         raise FloatingPointError
 
-    hook = model.blocks[0].register_forward_hook(lambda _, __, rows: rows.register_hook(end) and None)
+    hook = model.blocks[0].register_forward_hook(
+        lambda _, __, rows: rows.register_hook(end) and None
+    )
     try:
         objective(case, model, *batch).backward()
     except FloatingPointError:
@@ -338,11 +386,16 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-SAVED, SAVED_AT = ShardCase(clip=0.1, groups=True, tied=True, unused=True, shared=True, frozen=("blocks.0.up",)), 2
+SAVED, SAVED_AT = (
+    ShardCase(clip=0.1, groups=True, tied=True, unused=True, shared=True, frozen=("blocks.0.up",)),
+    2,
+)
 
 
 def train_and_save(world: int, path: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, and the rest of the training; what a plain PyTorch takes on from there."""
+    """Two steps, a checkpoint, and the rest of the training; what a plain PyTorch takes on from
+    there.
+    """
     split, model = start(SAVED, world)
     update = make_optimizer(SAVED, model)
     taken: dict[str, Any] = {}
@@ -354,7 +407,10 @@ def train_and_save(world: int, path: str) -> dict[str, Any]:
             steps += 1
             if steps == SAVED_AT:
                 split.save(path, model, update, {"loop": split.state_dict()})
-                taken = {"model": split.model_state(model), "optimizer": split.optimizer_state(update)}
+                taken = {
+                    "model": split.model_state(model),
+                    "optimizer": split.optimizer_state(update),
+                }
             if steps == STEPS:
                 break
     return {"weights": whole(model), **taken}
@@ -362,7 +418,9 @@ def train_and_save(world: int, path: str) -> dict[str, Any]:
 
 def train_on(world: int, path: str) -> dict[str, torch.Tensor]:
     """The rest of the training, under other shares; on two ranks each has the parameters whole."""
-    split, model = start(msgspec.structs.replace(SAVED, level="state" if world == 2 else "all"), world)
+    split, model = start(
+        msgspec.structs.replace(SAVED, level="state" if world == 2 else "all"), world
+    )
     update = make_optimizer(SAVED, model)
     for group in update.param_groups:
         group["lr"] = 99.0  # the checkpoint says

@@ -71,7 +71,9 @@ HALF = ShardCase("momentum")
 
 
 def train_in_half(world: int) -> dict[str, Any]:
-    """In bfloat16 on float32 shards: weights, the types of shards and of what computes, and bytes at most."""
+    """In bfloat16 on float32 shards: weights, the types of shards and of what computes, and bytes
+    at most.
+    """
     case = HALF
     split, model, seen = make_split(case, SHARES[world]), make_model(case).float(), set[Any]()
     beside = count_gathered(model, choose_units(model, None), torch.bfloat16)
@@ -84,11 +86,18 @@ def train_in_half(world: int) -> dict[str, Any]:
         compute(case, split, model, batch)
         finish(case, step, model, update)
     types = {each.dtype for each in model.parameters()}, seen
-    return {"weights": split.model_state(model), "types": types, "peak": model.exchange.held.peak, "beside": beside}
+    return {
+        "weights": split.model_state(model),
+        "types": types,
+        "peak": model.exchange.held.peak,
+        "beside": beside,
+    }
 
 
 def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
-    """What is said of checkpoints that can't be read, or written, and whether the weights are what they were."""
+    """What is said of checkpoints that can't be read, or written, and whether the weights are what
+    they were.
+    """
     split, model = start(SAVED, world)
     update = make_optimizer(SAVED, model)
     said: dict[str, tuple[str, bool]] = {}
@@ -104,7 +113,10 @@ def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
         before = [each.detach().clone() for each in model.parameters()]
         use = partial(split.save if name == "other" else split.load, folder, model, update)
         said[name] = last_sentence(use), all(map(torch.equal, before, model.parameters()))
-    library, checkpoint_module._safetensors = checkpoint_module._safetensors, lambda: SimpleNamespace(safe_open=BadDisk)
+    library, checkpoint_module._safetensors = (
+        checkpoint_module._safetensors,
+        lambda: SimpleNamespace(safe_open=BadDisk),
+    )
     said["bad disk"] = last_sentence(partial(split.load, path, model, update)), not update.state
     checkpoint_module._safetensors = library
     return said
@@ -135,7 +147,9 @@ def step_with_two_kinds(world: int) -> dict[str, Any]:
 
 
 def see_buffers(rank: int, world: int) -> list[int]:
-    """A buffer that differs over ranks, and is another tensor in each pass, when the model is sharded, and after."""
+    """A buffer that differs over ranks, and is another tensor in each pass, when the model is
+    sharded, and after.
+    """
     split, model = make_split(ShardCase(), SHARES[world]), make_model(ShardCase())
     model.seen = torch.tensor(5 + rank)
     model = split.shard(model)
@@ -167,6 +181,10 @@ def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: s
         trained["norm in half"] = clip_in_half(world)
         trained["late"] = train_with_late_copies(world)
         trained["half"] = train_in_half(world)
-        trained["full disk"] = refuse(lambda split, model: split.save("/dev/full/there", split.shard(model)), world)
-        trained["refused"] = {name: refuse(program, world) for name, (_, program) in REFUSED.items()}
+        trained["full disk"] = refuse(
+            lambda split, model: split.save("/dev/full/there", split.shard(model)), world
+        )
+        trained["refused"] = {
+            name: refuse(program, world) for name, (_, program) in REFUSED.items()
+        }
     torch.save(trained, folder / f"{rank}.pt")

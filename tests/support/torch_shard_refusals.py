@@ -61,7 +61,9 @@ def with_input_penalty(split: Split, model: Any) -> None:
     model.words.register_forward_hook(lambda _, __, rows: kept.append(rows))
     model = split.shard(model)
     for inputs, labels in split.loader(data()):
-        torch.autograd.grad(objective(model.case, model, inputs, labels), kept[-1], create_graph=True)
+        torch.autograd.grad(
+            objective(model.case, model, inputs, labels), kept[-1], create_graph=True
+        )
 
 
 class Opaque:
@@ -142,7 +144,9 @@ def with_state_and_units(split: Split, model: Any) -> None:
 
 
 def without_a_sum(split: Split, model: Any, clears: bool = False) -> None:
-    """A step right after a batch that was accumulated, or another batch once its gradients were cleared."""
+    """A step right after a batch that was accumulated, or another batch once its gradients were
+    cleared.
+    """
     model = split.shard(model, shard="state")
     update = torch.optim.SGD(model.parameters(), 0.1)
     step_once(split, model, update)
@@ -170,11 +174,17 @@ def out_of_memory(split: Split, model: Any) -> None:
 
 REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
     "an optimizer from before": ("Make the optimizer after split.shard", with_old_optimizer),
-    "an optimizer of whole parameters": ("Adafactor looks at whole parameters", with_whole_optimizer),
+    "an optimizer of whole parameters": (
+        "Adafactor looks at whole parameters",
+        with_whole_optimizer,
+    ),
     "an optimizer with a step of its own": ("CentredSGD looks at whole parameters", with_own_step),
     "gradients of gradients": ("Leave create_graph out", with_second_gradients),
     "a penalty on gradients": ("Leave create_graph out", with_input_penalty),
-    "outputs in an object": ("blocks.1 returns a Opaque, whose tensors can't be seen", with_opaque_outputs),
+    "outputs in an object": (
+        "blocks.1 returns a Opaque, whose tensors can't be seen",
+        with_opaque_outputs,
+    ),
     "norm 0": ("Clip by another norm", counted),
     "frozen later": ("Do that before split.shard", with_late_freeze),
     "a copy": ("can't be copied", with_copy),
@@ -185,8 +195,14 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
     "a rank without state": ("Give each rank a part above 0", with_wrong_parts),
     "units of no module": ("Give classes of its blocks", with_no_unit),
     "units of the state alone": ("units go with 'all'", with_state_and_units),
-    "a step without a sum": ("Leave the last backward pass before each step out of no_sync", without_a_sum),
-    "cleared before a sum": ("Call zero_grad() after the optimizer's step alone", cleared_before_a_sum),
+    "a step without a sum": (
+        "Leave the last backward pass before each step out of no_sync",
+        without_a_sum,
+    ),
+    "cleared before a sum": (
+        "Call zero_grad() after the optimizer's step alone",
+        cleared_before_a_sum,
+    ),
     "torch.compile": ("can't be compiled", compiled),
     "a check of the loss": ("Leave split.check out", checked),
     "rows by length": ("Leave lengths out", by_length),
@@ -196,7 +212,9 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
 
 def refuse(program: Callable[[Split, Any], None], world: int) -> str:
     """The sentence with which a program ends."""
-    return last_sentence(lambda: program(make_split(ShardCase(), SHARES[world]), make_model(ShardCase())))
+    return last_sentence(
+        lambda: program(make_split(ShardCase(), SHARES[world]), make_model(ShardCase()))
+    )
 
 
 def leave(folder: Path, rank: int) -> None:

@@ -36,6 +36,9 @@ def watched(folder: Path, rank: int, sleep_seconds: float) -> None:
     if rank == 0:
         with closing(open_source(discover("cpu/2"))) as source:
             snapshot = source.sample()
-        said = {"json": json_text(snapshot_document(snapshot)), "snapshot": msgspec.json.encode(snapshot)}
+        said = {
+            "json": json_text(snapshot_document(snapshot)),
+            "snapshot": msgspec.json.encode(snapshot),
+        }
     dist.barrier()
     torch.save(said, folder / f"{rank}.pt")

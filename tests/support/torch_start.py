@@ -16,7 +16,9 @@ SECONDS = 240.0  # no rank takes so long, so it hangs
 
 
 def free_port() -> int:
-    """A port that nothing listens at, of those that no system hands out: nobody gets it before it is used."""
+    """A port that nothing listens at, of those that no system hands out: nobody gets it before it
+    is used.
+    """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)  # Ray's workers listen below
         with suppress(OSError), socket.socket() as probe:
@@ -32,12 +34,23 @@ def rank_environment(gpus: bool = False) -> dict[str, str]:
     return common if gpus else {**common, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_ranks(script: Path, world: int, arguments: Callable[[int], Sequence[str]], folder: Path) -> None:
+def run_ranks(
+    script: Path, world: int, arguments: Callable[[int], Sequence[str]], folder: Path
+) -> None:
     """Run `script` in `world` processes that see the GPUs; AssertionError once one fails."""
-    places = {"WORLD_SIZE": str(world), "MASTER_PORT": str(free_port()), "EVENER_LIVE_DIR": str(folder / "live")}
+    places = {
+        "WORLD_SIZE": str(world),
+        "MASTER_PORT": str(free_port()),
+        "EVENER_LIVE_DIR": str(folder / "live"),
+    }
     children, logs = [], [folder / f"rank{rank}.txt" for rank in range(world)]
     for rank, log in enumerate(logs):
-        place = {**rank_environment(gpus=True), **places, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        place = {
+            **rank_environment(gpus=True),
+            **places,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
         command = [sys.executable, "-W", "ignore", str(script), *arguments(rank)]
         with log.open("w") as stream:
             children.append(subprocess.Popen(command, env={**os.environ, **place}, stderr=stream))

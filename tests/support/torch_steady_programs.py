@@ -38,14 +38,18 @@ NOISE = 0.02  # relative standard deviation of a step's own work
 CASES = {
     "slower by 40 %": SteadyCase(slower=100),
     "a stall, evaluations": SteadyCase(stall=133, evaluation=50),
-    "an input stall, checkpoints of unequal length, logged norms": SteadyCase(input_stall=103, checkpoint=40, norms=10),
+    "an input stall, checkpoints of unequal length, logged norms": SteadyCase(
+        input_stall=103, checkpoint=40, norms=10
+    ),
 }
 
 
 def steady(folder: Path, rank: int) -> None:
     """Train every case; leave the changes of shares."""
     torch.set_num_threads(1)
-    torch.save({name: _Training(case, rank).run() for name, case in CASES.items()}, folder / f"{rank}.pt")
+    torch.save(
+        {name: _Training(case, rank).run() for name, case in CASES.items()}, folder / f"{rank}.pt"
+    )
 
 
 class _LateRows(TensorDataset):

@@ -1,4 +1,6 @@
-"""Loops that take gradients apart from the usual way: exact, or refused where ranks would learn something else."""
+"""Loops that take gradients apart from the usual way: exact, or refused where ranks would learn
+something else.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from tests.support.torch_program_parts import (
 Shares = tuple[int, ...]
 
 
-def accumulate(shares: Shares, rows: TensorDataset, net: nn.Module, loss: Any, window: int = 2) -> list[torch.Tensor]:
+def accumulate(
+    shares: Shares, rows: TensorDataset, net: nn.Module, loss: Any, window: int = 2
+) -> list[torch.Tensor]:
     """Windows of batches; what an epoch leaves over is applied too."""
     split = split_by(shares)
     model, loader = split.wrap(net.double()), split.loader(rows)
@@ -66,13 +70,20 @@ class Scaled(nn.Module):
 @exact
 def a_parameter_among_the_outputs(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
     return accumulate(
-        shares, rows, Scaled(), lambda made, labels: F.cross_entropy(made["scores"] * made["scale"], labels)
+        shares,
+        rows,
+        Scaled(),
+        lambda made, labels: F.cross_entropy(made["scores"] * made["scale"], labels),
     )
 
 
 @exact
-def hidden_outputs_in_windows_of_unequal_batches(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    return accumulate(shares, rows, Hiding(), lambda made, labels: F.cross_entropy(made.scores, labels))
+def hidden_outputs_in_windows_of_unequal_batches(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
+    return accumulate(
+        shares, rows, Hiding(), lambda made, labels: F.cross_entropy(made.scores, labels)
+    )
 
 
 @exact
@@ -89,7 +100,9 @@ def complex_weights_in_windows(shares: Shares, rows: TensorDataset) -> list[torc
             return self
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.last(torch.tanh(self.first(inputs.to(torch.complex128))).abs())
+            made: torch.Tensor = self.last(
+                torch.tanh(self.first(inputs.to(torch.complex128))).abs()
+            )
             return made
 
     return accumulate(shares, rows, Waves(), F.cross_entropy, window=4)
@@ -104,7 +117,9 @@ def a_layer_that_trains_for_a_while(shares: Shares, rows: TensorDataset) -> list
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             self.step += 1
-            made: torch.Tensor = self.net(inputs) + (self.extra(inputs) if 4 <= self.step < 8 else 0)
+            made: torch.Tensor = self.net(inputs) + (
+                self.extra(inputs) if 4 <= self.step < 8 else 0
+            )
             return made
 
     torch.manual_seed(4)
@@ -112,7 +127,9 @@ def a_layer_that_trains_for_a_while(shares: Shares, rows: TensorDataset) -> list
 
 
 @exact
-def a_gan_in_one_module_whose_halves_are_frozen_in_turn(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_gan_in_one_module_whose_halves_are_frozen_in_turn(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     """As Lightning's toggle_optimizer does, from before the first sum on."""
 
     class Gan(nn.Module):
@@ -124,7 +141,9 @@ def a_gan_in_one_module_whose_halves_are_frozen_in_turn(shares: Shares, rows: Te
             made: torch.Tensor = self.critic(self.generator(inputs.sin()))
             return made
 
-    def train_half(frozen: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, sign: float) -> None:
+    def train_half(
+        frozen: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, sign: float
+    ) -> None:
         frozen.requires_grad_(False)
         update(optimizer, F.softplus(sign * model(inputs)).mean())
         frozen.requires_grad_(True)
@@ -146,7 +165,9 @@ def parametrized_layers(shares: Shares, rows: TensorDataset) -> list[torch.Tenso
 
 
 @exact
-def averages_of_a_model_that_was_taken_over(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def averages_of_a_model_that_was_taken_over(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(own_ddp(split, network()))
     optimizer, teacher = sgd(model), copy.deepcopy(model)
@@ -165,7 +186,9 @@ def by_step(step: Step) -> Callable[[Shares, TensorDataset], list[torch.Tensor]]
 
 @exact
 def sharpness_aware(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         parameters = list(model.parameters())
@@ -181,8 +204,12 @@ def sharpness_aware(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
 
 
 @exact
-def penalties_with_backward_passes_of_their_own(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def penalties_with_backward_passes_of_their_own(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         optimizer.zero_grad()
         (0.1 * sum(each.square().sum() for each in model.parameters())).backward()
         F.cross_entropy(model(inputs).mul_(2), labels).backward()
@@ -196,7 +223,9 @@ def penalties_with_backward_passes_of_their_own(shares: Shares, rows: TensorData
 def called_as_a_function_of_its_weights(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
     """And with gradients once more, only to log."""
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         outputs = torch.func.functional_call(model, dict(model.named_parameters()), (inputs,))
         optimizer.zero_grad()
         F.cross_entropy(outputs, labels).backward()
@@ -214,7 +243,11 @@ def one_optimizer_of_two_models_in_turn(shares: Shares, rows: TensorDataset) -> 
     for number, (inputs, labels) in enumerate(split.loader(rows)):
         optimizer.zero_grad(set_to_none=False)
         hidden = first(inputs)
-        loss = F.cross_entropy(second(hidden.detach()), labels) if number % 2 else (hidden - inputs).square().mean()
+        loss = (
+            F.cross_entropy(second(hidden.detach()), labels)
+            if number % 2
+            else (hidden - inputs).square().mean()
+        )
         loss.backward()
         optimizer.step()
     return weights(first, second)
@@ -223,7 +256,9 @@ def one_optimizer_of_two_models_in_turn(shares: Shares, rows: TensorDataset) -> 
 def by_split_step(
     shares: Shares, rows: TensorDataset, compute: Callable[[Any, Any], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Two batches to a window, the first one without a sum, by a GradScaler whose scale overflows once."""
+    """Two batches to a window, the first one without a sum, by a GradScaler whose scale overflows
+    once.
+    """
     split = split_in_passes(shares)
     model = split.wrap(network())
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -245,12 +280,16 @@ def by_split_step(
 
 
 @exact
-def split_step_in_windows_with_a_gradient_penalty(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def split_step_in_windows_with_a_gradient_penalty(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     def compute(model: Any, part: Any) -> torch.Tensor:
         points = part.batch[0].clone().requires_grad_()
         outputs = model(points)
         (slope,) = torch.autograd.grad(outputs.sum(), points, create_graph=True)
-        made: torch.Tensor = F.cross_entropy(outputs, part.batch[1]) + ((slope.norm(dim=1) - 1) ** 2).mean()
+        made: torch.Tensor = (
+            F.cross_entropy(outputs, part.batch[1]) + ((slope.norm(dim=1) - 1) ** 2).mean()
+        )
         return made
 
     return by_split_step(shares, rows, compute)
@@ -264,7 +303,9 @@ def a_gan_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tenso
 
     def judge(part: Any) -> torch.Tensor:
         fake = generator(part.batch[0].sin()).detach()
-        made: torch.Tensor = F.softplus(-critic(part.batch[0])).mean() + F.softplus(critic(fake)).mean()
+        made: torch.Tensor = (
+            F.softplus(-critic(part.batch[0])).mean() + F.softplus(critic(fake)).mean()
+        )
         return made
 
     for batch in split.loader(rows):
@@ -278,7 +319,9 @@ def a_gan_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tenso
 
 
 @refused("weren't summed over the ranks: their backward pass was under no_sync")
-def what_an_epoch_leaves_over_without_a_sum(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def what_an_epoch_leaves_over_without_a_sum(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(network())
     optimizer = sgd(model)
@@ -306,7 +349,9 @@ def a_batch_that_one_rank_leaves_out(shares: Shares, rows: TensorDataset) -> lis
 
 
 @exact
-def a_target_that_follows_in_the_forward_pass(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_target_that_follows_in_the_forward_pass(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     """A momentum encoder moves by itself, also as the loss is checked."""
 
     class Follows(nn.Module):
@@ -317,7 +362,9 @@ def a_target_that_follows_in_the_forward_pass(shares: Shares, rows: TensorDatase
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                for mine, its in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                for mine, its in zip(
+                    self.target.parameters(), self.online.parameters(), strict=True
+                ):
                     mine.lerp_(its, 0.2)
             made: torch.Tensor = F.mse_loss(self.online(inputs), self.target(inputs.sin()))
             return made
@@ -370,7 +417,9 @@ def a_layer_that_ranks_draw_apart(shares: Shares, rows: TensorDataset) -> list[t
 
 
 class OwnLoss(nn.Module):
-    """Returns a mean that is weighted by what its rows say, as a model of Hugging Face's by labels."""
+    """Returns a mean that is weighted by what its rows say, as a model of Hugging Face's by
+    labels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +427,9 @@ class OwnLoss(nn.Module):
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weights = inputs[:, 0].exp()
-        return (F.cross_entropy(self.net(inputs), labels, reduction="none") * weights).sum() / weights.sum()
+        return (
+            F.cross_entropy(self.net(inputs), labels, reduction="none") * weights
+        ).sum() / weights.sum()
 
 
 @refused("it isn't a mean over rows. Write a mean over tokens")
@@ -406,7 +457,9 @@ def advantages_centred_over_the_batch(shares: Shares, rows: TensorDataset) -> li
 
 
 @refused("it isn't a mean over rows. Write a mean over tokens")
-def weights_of_rows_in_a_loop_that_fetches_ahead(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def weights_of_rows_in_a_loop_that_fetches_ahead(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(OwnLoss())
     optimizer = sgd(model)
@@ -422,12 +475,17 @@ def a_sum_in_a_later_batch(shares: Shares, rows: TensorDataset) -> list[torch.Te
     optimizer = sgd(model)
     loader = split.loader(rows)
     for number, (inputs, labels) in enumerate(chain(loader, loader), 1):
-        update(optimizer, F.cross_entropy(model(inputs), labels, reduction="sum" if number > 4 else "mean"))
+        update(
+            optimizer,
+            F.cross_entropy(model(inputs), labels, reduction="sum" if number > 4 else "mean"),
+        )
     return weights(model)
 
 
 @exact
-def sums_that_python_divides_by_the_batch_s_length(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def sums_that_python_divides_by_the_batch_s_length(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     def loss(made: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         total = F.cross_entropy(made, labels, reduction="sum") / len(labels)
         return total + 0.1 * made.square().sum() * (1 / len(made)) / CLASSES
@@ -438,7 +496,10 @@ def sums_that_python_divides_by_the_batch_s_length(shares: Shares, rows: TensorD
 @exact
 def a_loop_over_the_rows_of_a_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
     def loss(made: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        each = [F.cross_entropy(made[row : row + 1], labels[row : row + 1]) for row in range(len(labels))]
+        each = [
+            F.cross_entropy(made[row : row + 1], labels[row : row + 1])
+            for row in range(len(labels))
+        ]
         return torch.stack(each).mean()
 
     return accumulate(shares, rows, network(), loss)
@@ -446,7 +507,9 @@ def a_loop_over_the_rows_of_a_batch(shares: Shares, rows: TensorDataset) -> list
 
 @exact
 def a_target_that_moves_before_its_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    """In place, as an average of the weights, and part of the loss: computed again, it would move further."""
+    """In place, as an average of the weights, and part of the loss: computed again, it would move
+    further.
+    """
     split, target = split_by(shares), network()
     model = split.wrap(network())
     optimizer = sgd(model)
@@ -455,18 +518,25 @@ def a_target_that_moves_before_its_batch(shares: Shares, rows: TensorDataset) ->
             for own, its in zip(target.parameters(), weights(model), strict=True):
                 own.lerp_(its, 0.3)
         made = model(inputs)
-        update(optimizer, F.cross_entropy(made, labels) + (made - target(inputs).detach()).square().mean())
+        update(
+            optimizer,
+            F.cross_entropy(made, labels) + (made - target(inputs).detach()).square().mean(),
+        )
     return weights(model, target)
 
 
 @refused("it isn't a mean over rows. For a mean over tokens")
-def a_mean_over_some_labels_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_mean_over_some_labels_by_split_step(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     split = split_in_passes(shares)
     model = split.wrap(network())
     optimizer = sgd(model)
     for batch in split.loader(rows):
         optimizer.zero_grad()
-        split.step(batch, lambda part: F.cross_entropy(model(part.batch[0]), part.batch[1], ignore_index=1))
+        split.step(
+            batch, lambda part: F.cross_entropy(model(part.batch[0]), part.batch[1], ignore_index=1)
+        )
         optimizer.step()
     return weights(model)
 
@@ -489,7 +559,9 @@ def errors_that_the_loop_goes_on_after(shares: Shares, rows: TensorDataset) -> l
     def fail(_: torch.Tensor) -> None:
         raise ValueError("an error of the program's own")
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         try:
             plain(model, optimizer, inputs, labels)
         except ValueError:
@@ -506,7 +578,9 @@ def in_turns(shares: Shares, rows: TensorDataset, other: Step) -> list[torch.Ten
 
 @refused("torch.autograd.grad")
 def gradients_that_are_not_accumulated(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         parameters = list(model.parameters())
         made = torch.autograd.grad(F.cross_entropy(model(inputs), labels), parameters)
         for each, gradient in zip(parameters, made, strict=True):
@@ -518,7 +592,9 @@ def gradients_that_are_not_accumulated(shares: Shares, rows: TensorDataset) -> l
 
 @refused("torch.func")
 def gradients_by_a_function_transform(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         def loss(parameters: Any) -> torch.Tensor:
             return F.cross_entropy(torch.func.functional_call(model, parameters, (inputs,)), labels)
 
@@ -543,7 +619,9 @@ def a_loss_that_the_model_keeps(shares: Shares, rows: TensorDataset) -> list[tor
             made: torch.Tensor = self.net(inputs)
             return made
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> None:
         model(inputs)
         update(optimizer, model.module.loss)
 
@@ -552,7 +630,9 @@ def a_loss_that_the_model_keeps(shares: Shares, rows: TensorDataset) -> list[tor
 
 
 @refused("hides its tensors")
-def hidden_outputs_of_a_reentrant_checkpoint(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def hidden_outputs_of_a_reentrant_checkpoint(
+    shares: Shares, rows: TensorDataset
+) -> list[torch.Tensor]:
     class Recomputed(Hiding):
         def forward(self, inputs: torch.Tensor) -> Answer:
             return Answer(checkpoint(self.net[1:], self.net[0](inputs), use_reentrant=True))

@@ -1,4 +1,6 @@
-"""The noise scale as trainers measure it, at weights that stay; rank_server.py runs `huggingface` and `lightning`."""
+"""The noise scale as trainers measure it, at weights that stay; rank_server.py runs `huggingface`
+and `lightning`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def set_up(noise: Any) -> None:
 
 
 def save(folder: Path, rank: int, train: Any, *exact: Any) -> None:
-    """What a trainer measures with a batch at a time, and accumulated by two; whether weights are the same without.
+    """What a trainer measures with a batch at a time, and accumulated by two; whether weights are
+    the same without.
 
     `exact` are functions that train with noise or without.
     """
@@ -64,7 +67,11 @@ def one_process(folder: Path, rank: int) -> None:
 
 
 def train_huggingface(
-    accumulated: int, steps: int, rate: float = 0.0, noise: bool = True, shares: tuple[int, ...] = SHARES
+    accumulated: int,
+    steps: int,
+    rate: float = 0.0,
+    noise: bool = True,
+    shares: tuple[int, ...] = SHARES,
 ) -> Learned:
     from transformers import Trainer, TrainingArguments
 

@@ -1,4 +1,6 @@
-"""A program with a transformers.Trainer, written as its users write it: nothing of evener is in it."""
+"""A program with a transformers.Trainer, written as its users write it: nothing of evener is in
+it.
+"""
 
 import argparse
 from typing import Any
@@ -10,7 +12,12 @@ parser = argparse.ArgumentParser()
 parser.add_argument("out")
 given = parser.parse_args()
 set_seed(0)
-sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+sizes = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).double()
 drawn = torch.Generator().manual_seed(1)
 rows = []

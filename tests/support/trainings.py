@@ -20,19 +20,38 @@ def make_ranks(
     **changed: Any,
 ) -> tuple[Training, Training]:
     """Two ranks of one training; by default one was held up for 150 ms in its backward pass."""
-    facts: dict[str, Any] = {"training": "t", "world": 2, "step_s": 0.17, "step_spread": 0.04, "input_s": 0.002}
+    facts: dict[str, Any] = {
+        "training": "t",
+        "world": 2,
+        "step_s": 0.17,
+        "step_spread": 0.04,
+        "input_s": 0.002,
+    }
     facts |= changed
     first, second = (
         Training(
-            "torch", "train.py", share / facts["step_s"], 12_345, at_seconds - 0.2,
+            "torch",
+            "train.py",
+            share / facts["step_s"],
+            12_345,
+            at_seconds - 0.2,
             (
                 LiveDevice(
-                    ids[rank], rank, share, share / facts["step_s"], micro, own[rank], waiting[rank],
-                    curve=curves[rank], most=most[rank],
+                    ids[rank],
+                    rank,
+                    share,
+                    share / facts["step_s"],
+                    micro,
+                    own[rank],
+                    waiting[rank],
+                    curve=curves[rank],
+                    most=most[rank],
                 ),
             ),
-            rank=rank, pid=4000 + rank, **facts,
+            rank=rank,
+            pid=4000 + rank,
+            **facts,
         )
         for rank, (share, micro) in enumerate(((820, 410), (568, 568)))
-    )  # fmt: skip
+    )
     return first, second

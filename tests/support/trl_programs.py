@@ -41,7 +41,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {str(word): word for word in range(WORDS)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0", pad_token="1", eos_token="2")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="0", pad_token="1", eos_token="2"
+    )
 
 
 def make_rows(kind: str) -> Dataset:
@@ -55,7 +57,9 @@ def make_rows(kind: str) -> Dataset:
     if kind.startswith("sft"):
         return Dataset.from_list([{"input_ids": text(4, 14)} for _ in range(ROWS)])
     names = ("prompt", "chosen", "rejected")
-    return Dataset.from_list([{name: " ".join(map(str, text(3, 9))) for name in names} for _ in range(ROWS)])
+    return Dataset.from_list(
+        [{name: " ".join(map(str, text(3, 9))) for name in names} for _ in range(ROWS)]
+    )
 
 
 def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
@@ -83,7 +87,13 @@ def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
     if kind == "dpo":
         more = {"ref_model": copy.deepcopy(model)}
     rows = make_rows(kind)
-    return {"model": model, "args": arguments, "train_dataset": rows, "processing_class": make_tokenizer(), **more}
+    return {
+        "model": model,
+        "args": arguments,
+        "train_dataset": rows,
+        "processing_class": make_tokenizer(),
+        **more,
+    }
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -96,7 +106,9 @@ def describe(trainer: Any) -> dict[str, Any]:
 def reference(kind: str) -> dict[str, Any]:
     """By the bare trainer in this process."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = KINDS[kind][0](**make_parts(kind, folder, per_device_train_batch_size=GLOBAL_BATCH))
+        trainer = KINDS[kind][0](
+            **make_parts(kind, folder, per_device_train_batch_size=GLOBAL_BATCH)
+        )
         trainer.train()
         return describe(trainer)
 

@@ -1,9 +1,11 @@
-"""A way through the files, which are read in its order: `python -m tests.support.walk [balance [DEVICES] | split]`.
+"""A way through the files, which are read in its order: `python -m tests.support.walk [balance
+[DEVICES] | split]`.
 
-`balance` goes from `evener balance` to its Session, `split` from Split to its first weighted gradient, on two ranks. A
-stop is a file in which functions run that had not run before; a return is a stop in a file that had been left.
-Functions that run while a module is imported have no request yet, and comprehensions belong to their function. What
-PyTorch calls back, in a forward or backward pass or as it draws rows, is no part of the way, and listed by itself.
+`balance` goes from `evener balance` to its Session, `split` from Split to its first weighted
+gradient, on two ranks. A stop is a file in which functions run that had not run before; a return is
+a stop in a file that had been left. Functions that run while a module is imported have no request
+yet, and comprehensions belong to their function. What PyTorch calls back, in a forward or backward
+pass or as it draws rows, is no part of the way, and listed by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Arrived(BaseException):
 
 
 class Walk:
-    """Profiles this thread until `Session.__init__` returns; `stops` has a file and its functions for each stop.
+    """Profiles this thread until `Session.__init__` returns; `stops` has a file and its functions
+    for each stop.
 
     `hooks` are functions that PyTorch called, and what they called.
     """
@@ -49,7 +52,12 @@ class Walk:
             return
         self._known.add(code)
         file = os.path.relpath(os.path.realpath(code.co_filename), REPO)
-        if file.split(os.sep)[0] not in PACKAGES or code.co_name in INNER or not code.co_flags & 2 or _imports(frame):
+        if (
+            file.split(os.sep)[0] not in PACKAGES
+            or code.co_name in INNER
+            or not code.co_flags & 2
+            or _imports(frame)
+        ):
             return  # 2, CO_NEWLOCALS: the bodies of classes haven't it
         if _is_called_back(frame):
             self.hooks.append(f"{file} {code.co_qualname}")
@@ -91,7 +99,9 @@ def walk_balance(walk: Walk, devices: str = "sim:gtx1080ti,gtx1080") -> None:
 
 
 def walk_split(walk: Walk) -> None:
-    """Walk from Split to the end of the first backward pass, as one of the ranks of an environment."""
+    """Walk from Split to the end of the first backward pass, as one of the ranks of an
+    environment.
+    """
     import torch
 
     from evener.torch_split import Split
@@ -123,19 +133,25 @@ def start_split(walk: Walk) -> None:
         return
     ranks = {**rank_environment(), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "tests.support.walk", "split"]
-    other = subprocess.Popen(command, env={**os.environ, **ranks, "RANK": "1"}, stdout=subprocess.DEVNULL)
+    other = subprocess.Popen(
+        command, env={**os.environ, **ranks, "RANK": "1"}, stdout=subprocess.DEVNULL
+    )
     os.environ.update(ranks, RANK="0")
     walk_split(walk)
     assert other.wait() == 0
 
 
 def report(walk: Walk) -> str:
-    """Each stop, `<-` before a return, then what was called back, and the number of returns last."""
+    """Each stop, `<-` before a return, then what was called back, and the number of returns
+    last.
+    """
     been, lines = set[str](), []
     for file, functions in walk.stops:
         lines.append(" ".join(["<-" if file in been else "  ", file, *functions]))
         been.add(file)
-    return "\n".join([*lines, *(f"called back: {each}" for each in walk.hooks), str(walk.returns())])
+    return "\n".join(
+        [*lines, *(f"called back: {each}" for each in walk.hooks), str(walk.returns())]
+    )
 
 
 def main(way: str = "balance", *words: str) -> None:

@@ -233,7 +233,9 @@ def make_plan() -> plans.Plan:
             evidence("solo SIM:0", (1024, 0), 1346.0),
             evidence("solo SIM:1", (0, 710), 925.0),
         ),
-        search=plans.SearchSummary(6, 1, 47.0, 0, "The winner's interval lies above every rival's."),
+        search=plans.SearchSummary(
+            6, 1, 47.0, 0, "The winner's interval lies above every rival's."
+        ),
         fingerprint=plans.Fingerprint(("GTX 1080 Ti (11178 MiB)",), "", {}, ""),
         warnings=("Measured on simulated devices.",),
     )
@@ -308,6 +310,8 @@ def app_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvenerApp]:
 
     def make(*snapshots: Snapshot, **options: Any) -> EvenerApp:
         feed = ScriptedPublisher(*(snapshots or (Script.snapshot(),)))
-        return EvenerApp(feed, trainable=(Script.device(0), Script.device(1)), devices="gpu:0,1", **options)
+        return EvenerApp(
+            feed, trainable=(Script.device(0), Script.device(1)), devices="gpu:0,1", **options
+        )
 
     return make

@@ -1,4 +1,6 @@
-"""What a person types or presses that nobody foresaw: odd paths, a workload without a name, keys in a hurry."""
+"""What a person types or presses that nobody foresaw: odd paths, a workload without a name, keys in
+a hurry.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,24 @@ def _says(app: Any, reason: str) -> bool:
 
 
 UNWRITABLE = {
-    NOBODY: "can't be written: No such file or directory. Name a file in a folder that you may write to.",
-    f"{'x' * 300}.toml": "can't be written: File name too long. Name a file in a folder that you may write to.",
+    NOBODY: (
+        "can't be written: No such file or directory. Name a file in a folder that you may "
+        "write to."
+    ),
+    f"{'x' * 300}.toml": (
+        "can't be written: File name too long. Name a file in a folder that you may write to."
+    ),
     ".": "doesn't end in .toml or .json. The ending chooses the format.",
-    "/proc/self/no/such/place/anywhere/on/this/machine/plan.json": "Name a file in a folder that you may write to.",
+    "/proc/self/no/such/place/anywhere/on/this/machine/plan.json": (
+        "Name a file in a folder that you may write to."
+    ),
 }
 
 
 async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: Any) -> None:
-    """Nobody's home, a long name, no name, and a long path: each in the dialog, which stays open."""
+    """Nobody's home, a long name, no name, and a long path: each in the dialog, which stays
+    open.
+    """
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         await app.push_screen(plan_dialog(plan))
@@ -76,8 +87,12 @@ async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str
         await until(pilot, lambda: page.scroll_y > 0, "the wheel to scroll it")
 
 
-async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any, tmp_path: Path) -> None:
-    """Between the key that moves the cursor and the one that exports nothing needs to have been drawn."""
+async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(
+    app_of: Any, tmp_path: Path
+) -> None:
+    """Between the key that moves the cursor and the one that exports nothing needs to have been
+    drawn.
+    """
     app = app_of()
     await asyncio.to_thread(_make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -85,7 +100,11 @@ async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any
         panel = app.screen.query_one(RunPanel)
         panel.cursor = 1
         app.screen.action_export()
-        await until(pilot, lambda: isinstance(app.screen, SaveDialog) and app.screen.query("#path"), "the dialog")
+        await until(
+            pilot,
+            lambda: isinstance(app.screen, SaveDialog) and app.screen.query("#path"),
+            "the dialog",
+        )
         app.screen.query_one("#path", Input).value = str(tmp_path / "second.toml")
         await pilot.press("enter")
         assert load_plan(tmp_path / "second.toml").workload
@@ -101,9 +120,15 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
         await until(pilot, lambda: app.current_mode == "balance", "the replay")
         await pilot.press("1")
         assert app.current_mode == "monitor"
-        await until(pilot, lambda: app.balance.finished is not None, "the end of what goes on behind it")
+        await until(
+            pilot, lambda: app.balance.finished is not None, "the end of what goes on behind it"
+        )
         await pilot.press("2")
-        await until(pilot, lambda: "faster than" in _words(app, "#search"), "the verdict that came meanwhile")
+        await until(
+            pilot,
+            lambda: "faster than" in _words(app, "#search"),
+            "the verdict that came meanwhile",
+        )
         await pilot.press("n")
         assert app.balance == SessionState()
         await pilot.press("3")
@@ -128,8 +153,12 @@ async def test_a_replay_gives_way_to_the_form_and_not_to_a_search(app_of: Any) -
         assert app.balance.run == "20260101-000000-abcd"
 
 
-async def test_a_typed_workload_runs_in_its_framework(app_of: Any, searches: Any, own_folder: Path) -> None:
-    """Its name ticks it; the framework is the one that its file imports, or the one that the form says."""
+async def test_a_typed_workload_runs_in_its_framework(
+    app_of: Any, searches: Any, own_folder: Path
+) -> None:
+    """Its name ticks it; the framework is the one that its file imports, or the one that the form
+    says.
+    """
     app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
@@ -141,9 +170,14 @@ async def test_a_typed_workload_runs_in_its_framework(app_of: Any, searches: Any
             app.screen.query_one("#framework", OneOf).focus()
             await pilot.press(*["right"] * presses, "ctrl+s")
             await until(pilot, lambda: app.balance.ended, "the search's end")
-            assert (searches.requests[-1].workload, searches.requests[-1].framework) == (f"{name}:build", "torch")
+            assert (searches.requests[-1].workload, searches.requests[-1].framework) == (
+                f"{name}:build",
+                "torch",
+            )
             await pilot.press("n")
-            await until(pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form again")
+            await until(
+                pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form again"
+            )
         assert len(searches.requests) == 2
 
 

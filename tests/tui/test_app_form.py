@@ -22,7 +22,9 @@ from evener.tui.screens.runs import RunPanel, RunsScreen
 from evener.tui.widgets.lists import ListPanel, OneOf, SortedPanel, Ticks
 from tests.support.pilots import open_form, text, until
 
-LOCKED = DeviceError("GPU:0 is being measured by another evener (process 12).", "Wait for it, or use --share.")
+LOCKED = DeviceError(
+    "GPU:0 is being measured by another evener (process 12).", "Wait for it, or use --share."
+)
 MISSING = RequestError("There is no file nope.py.", "Check the path.")
 
 
@@ -40,7 +42,10 @@ def test_a_complaint_is_in_the_form_s_words() -> None:
         "max global batch 3 is below multiple of 4.",
         "max_global_batch",
     )
-    assert form_words("--set 'x' is not key=value.") == ("settings 'x' is not key=value.", "settings")
+    assert form_words("--set 'x' is not key=value.") == (
+        "settings 'x' is not key=value.",
+        "settings",
+    )
     assert form_words("There is no GPU.") == ("There is no GPU.", "")
 
 
@@ -53,7 +58,9 @@ def test_a_complaint_is_in_the_form_s_words() -> None:
     ],
     ids=("locked devices", "a missing file", "nothing of the form"),
 )
-async def test_a_start_that_fails_stays_in_the_form(app_of: Any, fault: Exception, field: str, said: str) -> None:
+async def test_a_start_that_fails_stays_in_the_form(
+    app_of: Any, fault: Exception, field: str, said: str
+) -> None:
     """With the field marked, its words, and the focus in it; nothing looks done."""
 
     def fail(_request: Any) -> Any:
@@ -69,7 +76,11 @@ async def test_a_start_that_fails_stays_in_the_form(app_of: Any, fault: Exceptio
         assert app.screen.query_one("#switch").current == "setup"
         assert not app.balance.active
         assert field == "pick-devices" or _label(app, field).startswith("!")
-        await until(pilot, lambda: app.screen.focused is not None and app.screen.focused.id == field, "the focus")
+        await until(
+            pilot,
+            lambda: app.screen.focused is not None and app.screen.focused.id == field,
+            "the focus",
+        )
 
 
 async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any) -> None:
@@ -77,7 +88,10 @@ async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any
     app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
-        for field, label in (("global_batch", "global batch"), ("max_global_batch", "max global batch")):
+        for field, label in (
+            ("global_batch", "global batch"),
+            ("max_global_batch", "max global batch"),
+        ):
             app.screen.query_one(f"#{field}", Input).value = "many"
             await pilot.press("ctrl+s")
             assert f"{label} 'many' is not a whole number" in text(app, "#problem")
@@ -91,16 +105,22 @@ async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any
         await pilot.press("space", "up", "space")
         app.screen.query_one("#pick-workload").focus()
         await until(pilot, lambda: "▸" in text(app, "#pick-workload"), "the cursor moves")
-        assert "▸" not in text(app, "#pick-devices"), "two cursors would leave open where the keys go"
+        assert "▸" not in text(app, "#pick-devices"), (
+            "two cursors would leave open where the keys go"
+        )
         await pilot.press("end", "space", "ctrl+s")
-        assert "No workload of your own is named" in text(app, "#problem"), "nothing else is measured in its place"
+        assert "No workload of your own is named" in text(app, "#problem"), (
+            "nothing else is measured in its place"
+        )
         app.screen.query_one("#budget", Input).focus()
         await pilot.press("enter")
         await until(pilot, lambda: app.screen.focused.id == "global_batch", "the next field")
         assert not app.balance.active
 
 
-async def test_a_wrong_field_is_marked_until_the_form_is_right(app_of: Any, events: Any, session_of: Any) -> None:
+async def test_a_wrong_field_is_marked_until_the_form_is_right(
+    app_of: Any, events: Any, session_of: Any
+) -> None:
     app = app_of(session_maker=lambda _: session_of(events))
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
@@ -134,7 +154,9 @@ def _key(sign: str) -> Key:
     return Key(sign, sign)
 
 
-async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, searches: Any) -> None:
+async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(
+    app_of: Any, searches: Any
+) -> None:
     app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
@@ -144,7 +166,9 @@ async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(app
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the end of a search by speed")
         await pilot.press("n")
-        await until(pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form again")
+        await until(
+            pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form again"
+        )
         app.screen.query_one("#objective", OneOf).action_change(-1)
         await until(pilot, lambda: row.display, "the field of how much slower it may be")
         await pilot.press("ctrl+s")
@@ -154,11 +178,15 @@ async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(app
         assert not searches.requests[1].share
         await until(pilot, lambda: app.balance.ended, "its end")
         await pilot.press("n")
-        await until(pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form once more")
+        await until(
+            pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form once more"
+        )
         assert not app.screen.query_one("#row-layouts").display
         app.screen.query_one("#task", OneOf).action_change(1)
         app.screen.query_one("#share", OneOf).action_change(1)
-        await until(pilot, lambda: app.screen.query_one("#row-layouts").display, "the field of a comparison")
+        await until(
+            pilot, lambda: app.screen.query_one("#row-layouts").display, "the field of a comparison"
+        )
         await pilot.press("ctrl+s")
         await until(pilot, lambda: len(searches.requests) == 3, "the comparison")
         assert searches.requests[2].share
@@ -168,10 +196,23 @@ async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(app
 def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
     """Nobody has to read the code to find one."""
     names = {
-        "question_mark": "?", "slash": "/", "plus": "+", "minus": "-", "space": "Space", "escape": "Esc",
-        "enter": "Enter", "up": "↑", "down": "↓", "pageup": "Page Up", "pagedown": "Page Down", "home": "Home",
-        "end": "End", "ctrl+c": "Ctrl-C", "ctrl+s": "Ctrl-S", "delete": "Delete",
-    }  # fmt: skip
+        "question_mark": "?",
+        "slash": "/",
+        "plus": "+",
+        "minus": "-",
+        "space": "Space",
+        "escape": "Esc",
+        "enter": "Enter",
+        "up": "↑",
+        "down": "↓",
+        "pageup": "Page Up",
+        "pagedown": "Page Down",
+        "home": "Home",
+        "end": "End",
+        "ctrl+c": "Ctrl-C",
+        "ctrl+s": "Ctrl-S",
+        "delete": "Delete",
+    }
     page = "\n".join(row.text for row in help_lines((), 100))
     widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, Setup)
     for kind in (EvenerApp, MonitorScreen, BalanceScreen, RunsScreen, SortedScreen, *widgets):
@@ -179,4 +220,6 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
             assert isinstance(binding, Binding)
             for key in binding.key.split(","):
                 name = names.get(key, key.upper() if key[1:].isdigit() else key)
-                assert binding.show or re.search(rf"(^|[ ,]){re.escape(name)}($|[ ,;])", page, re.MULTILINE), key
+                assert binding.show or re.search(
+                    rf"(^|[ ,]){re.escape(name)}($|[ ,;])", page, re.MULTILINE
+                ), key

@@ -1,4 +1,6 @@
-"""The monitor's list of processes: marks, signals; and keys that are offered only where they work."""
+"""The monitor's list of processes: marks, signals; and keys that are offered only where they
+work.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, scri
 
     def push(seconds: float, *processes: Any) -> None:
         at_seconds = snapshot.at_seconds + seconds
-        app.publisher.push(msgspec.structs.replace(snapshot, at_seconds=at_seconds, processes=processes))
+        app.publisher.push(
+            msgspec.structs.replace(snapshot, at_seconds=at_seconds, processes=processes)
+        )
 
     async with app.run_test(size=(120, 40)) as pilot:
         panel = await _ready(pilot)
@@ -48,7 +52,11 @@ async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, scri
         assert "~87" in text(app, "#processes"), "its last figures are old"
         panel.cursor = panel.rows.index(gone)
         await pilot.press("K")
-        await until(pilot, lambda: "Process 71 has ended." in [note.message for note in app._notifications], "the note")
+        await until(
+            pilot,
+            lambda: "Process 71 has ended." in [note.message for note in app._notifications],
+            "the note",
+        )
         assert not asks(app, "k")
         push(2, script.process(71), script.process(72))
         await until(pilot, lambda: "ended:" not in text(app, "#processes"), "another one like it")
@@ -57,10 +65,14 @@ async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, scri
         await until(pilot, lambda: panel.count == 1, "its row to go")
 
 
-async def test_marked_processes_get_one_signal(app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_marked_processes_get_one_signal(
+    app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each once, also if it is on two devices; Escape removes the marks."""
     sent: list[tuple[int, str]] = []
-    monkeypatch.setattr("evener.tui.screens.dialogs.send_signal", lambda row, name: sent.append((row.pid, name)))
+    monkeypatch.setattr(
+        "evener.tui.screens.dialogs.send_signal", lambda row, name: sent.append((row.pid, name))
+    )
     rows = (script.process(1, 0), script.process(1, 1), script.process(2), script.process(3))
     app = app_of(script.snapshot(processes=rows))
     async with app.run_test(size=(80, 24)) as pilot:
@@ -97,8 +109,12 @@ async def test_the_footer_names_what_a_key_does_now(app_of: Any, script: Any) ->
         assert "K" not in _keys(app)
 
 
-@pytest.mark.parametrize("key", ["q", "question_mark", "slash"], ids=("the Quit dialog", "help", "a field"))
-async def test_ctrl_c_quits_at_once_from_everywhere(app_of: Any, events: Any, session_of: Any, key: str) -> None:
+@pytest.mark.parametrize(
+    "key", ["q", "question_mark", "slash"], ids=("the Quit dialog", "help", "a field")
+)
+async def test_ctrl_c_quits_at_once_from_everywhere(
+    app_of: Any, events: Any, session_of: Any, key: str
+) -> None:
     """While a search runs; also from the dialog that asks about it."""
     session = session_of(events, hold=True)
     app = app_of(session_maker=lambda _: session)

@@ -1,4 +1,6 @@
-"""The list of runs: continued, annotated, sorted, filtered, marked; tracebacks and reports by a key."""
+"""The list of runs: continued, annotated, sorted, filtered, marked; tracebacks and reports by a
+key.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def _search(**asked: Any) -> None:
 
 
 async def _dialog(pilot: Pilot[Any], kind: type[Any]) -> None:
-    await until(pilot, lambda: isinstance(pilot.app.screen, kind) and pilot.app.screen.query("Text"), "the dialog")
+    await until(
+        pilot,
+        lambda: isinstance(pilot.app.screen, kind) and pilot.app.screen.query("Text"),
+        "the dialog",
+    )
 
 
 async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any) -> None:
@@ -61,13 +67,19 @@ async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any
         await pilot.press("enter")
         await until(pilot, lambda: app.current_mode == "balance", "the search")
         await until(pilot, lambda: app.balance.probes >= before.probes, "what is kept is counted")
-        await until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "its end")
+        await until(
+            pilot, lambda: app.balance.finished is not None and app.balance.ended, "its end"
+        )
         assert (app.balance.run, app.balance.fault) == (before.run, "")
         assert app.balance.probes > before.probes
-        await until(pilot, lambda: app.screen.check_action("go_on", ()), "and it can be continued again")
+        await until(
+            pilot, lambda: app.screen.check_action("go_on", ()), "and it can be continued again"
+        )
 
 
-async def test_a_run_that_cannot_go_on_says_so_and_loses_nothing(app_of: Any, events: Any, session_of: Any) -> None:
+async def test_a_run_that_cannot_go_on_says_so_and_loses_nothing(
+    app_of: Any, events: Any, session_of: Any
+) -> None:
     """What the Balance screen showed stays there."""
     await asyncio.to_thread(_search, devices=PAIR)
     faults: list[str] = []
@@ -111,7 +123,9 @@ async def test_the_list_is_sorted_filtered_and_marked(app_of: Any) -> None:
         await until(pilot, lambda: not runs.list_runs(), "both are gone")
 
 
-async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, tmp_path: Path) -> None:
+async def test_a_failed_run_says_why_and_shows_its_traceback_whole(
+    app_of: Any, tmp_path: Path
+) -> None:
     """A key shows the file; the state is a word that a filter looks at."""
     run = "29991231-120000-aaaa"  # the newest
     await asyncio.to_thread(_search, devices="sim:gtx1080")
@@ -119,7 +133,9 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, 
     folder = runs.run_folder(kept).with_name(run)
     folder.mkdir(mode=0o700)
     (folder / "journal.jsonl").write_text("not a journal\n")
-    (folder / "errors.txt").write_text("Traceback:\n" + BOOM + "word " * 60 + "\nValueError: the last line\n")
+    (folder / "errors.txt").write_text(
+        "Traceback:\n" + BOOM + "word " * 60 + "\nValueError: the last line\n"
+    )
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         panel = await open_runs(pilot, 2)
@@ -130,7 +146,9 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, 
         assert "ValueError: the last line" in shown
         assert shown.replace("\n", "").count("word ") == 60, "long lines are broken, not cut"
         await pilot.press("escape", "slash", *"finished")
-        await until(pilot, lambda: [row.run for row in panel.rows] == [kept], "without the failed one")
+        await until(
+            pilot, lambda: [row.run for row in panel.rows] == [kept], "without the failed one"
+        )
         assert not app.screen.check_action("traceback", ())
 
 
@@ -142,8 +160,14 @@ async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
     *entries, _ended = journal.read_text().splitlines()
     failed = '{"entry":"failed","message":"Nothing could be measured.","at_seconds":9.0}'
     journal.write_text("\n".join([*entries, failed, ""]))
-    frames = (evener.__file__, "import_module"), ("/home/ada/train.py", "build"), (asyncio.__file__, "run")
-    text_of_all = "".join(f'  File "{file}", line 7, in {name}\n    {name}()\n' for file, name in frames)
+    frames = (
+        (evener.__file__, "import_module"),
+        ("/home/ada/train.py", "build"),
+        (asyncio.__file__, "run"),
+    )
+    text_of_all = "".join(
+        f'  File "{file}", line 7, in {name}\n    {name}()\n' for file, name in frames
+    )
     journal.with_name("errors.txt").write_text(f"Traceback:\n{text_of_all}KeyError: 3\n")
     app = app_of()
     async with app.run_test(size=(120, 36)) as pilot:
@@ -201,6 +225,10 @@ async def test_a_training_shows_what_its_journal_has_and_can_only_be_deleted(
     app = app_of()
     async with app.run_test(size=(120, 36)) as pilot:
         await open_runs(pilot, 1)
-        await until(pilot, lambda: "started again: 8 rows on GPU:0" in text(app, "#left"), "the journal")
+        await until(
+            pilot, lambda: "started again: 8 rows on GPU:0" in text(app, "#left"), "the journal"
+        )
         assert app.screen.check_action("delete", ())
-        assert not any(app.screen.check_action(name, ()) for name in ("go_on", "export", "report", "replay"))
+        assert not any(
+            app.screen.check_action(name, ()) for name in ("go_on", "export", "report", "replay")
+        )

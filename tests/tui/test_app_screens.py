@@ -52,10 +52,16 @@ async def test_keys_move_open_and_close_details(app_of: Any) -> None:
         await _ready(pilot)
         await pilot.press("j")
         assert app.screen.query_one(DevicePanel).cursor == 1
-        await until(pilot, lambda: "GPU:1" in app.screen.query_one("#graphs").border_title, "the graphs follow")
+        await until(
+            pilot,
+            lambda: "GPU:1" in app.screen.query_one("#graphs").border_title,
+            "the graphs follow",
+        )
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "details")
-        await until(pilot, lambda: "12.0 % of the time" in app.screen.query_one("Text").text, "the facts")
+        await until(
+            pilot, lambda: "12.0 % of the time" in app.screen.query_one("Text").text, "the facts"
+        )
         await pilot.press("escape")
         assert not isinstance(app.screen, DetailsDialog)
 
@@ -90,7 +96,9 @@ async def test_the_filter_narrows_while_typing_and_escape_ends_it(app_of: Any) -
         assert len(panel.rows) == 2
 
 
-async def test_sorting_goes_round_the_columns_and_keeps_the_process(app_of: Any, script: Any) -> None:
+async def test_sorting_goes_round_the_columns_and_keeps_the_process(
+    app_of: Any, script: Any
+) -> None:
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -99,14 +107,24 @@ async def test_sorting_goes_round_the_columns_and_keeps_the_process(app_of: Any,
         chosen = panel.chosen.sample.pid
         await pilot.press("s", "S", "s")
         assert panel.chosen.sample.pid == chosen
-        app.post_message(Sampled(script.snapshot(processes=(script.process(chosen), script.process(1)))))
-        await until(pilot, lambda: len(panel.rows) == 2 and panel.rows[0].sample.pid in (1, chosen), "the next tick")
+        app.post_message(
+            Sampled(script.snapshot(processes=(script.process(chosen), script.process(1))))
+        )
+        await until(
+            pilot,
+            lambda: len(panel.rows) == 2 and panel.rows[0].sample.pid in (1, chosen),
+            "the next tick",
+        )
         assert panel.chosen.sample.pid == chosen
 
 
-async def test_a_signal_needs_a_choice_and_a_confirmation(app_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_signal_needs_a_choice_and_a_confirmation(
+    app_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[tuple[int, str]] = []
-    monkeypatch.setattr("evener.tui.screens.dialogs.send_signal", lambda row, name: sent.append((row.pid, name)))
+    monkeypatch.setattr(
+        "evener.tui.screens.dialogs.send_signal", lambda row, name: sent.append((row.pid, name))
+    )
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -192,7 +210,9 @@ async def test_the_interval_changes_in_steps(app_of: Any) -> None:
         assert app.publisher.interval_seconds == 0.5
 
 
-async def test_a_search_from_form_to_exported_plan(app_of: Any, searches: Any, tmp_path: Path) -> None:
+async def test_a_search_from_form_to_exported_plan(
+    app_of: Any, searches: Any, tmp_path: Path
+) -> None:
     app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -207,8 +227,14 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, searches: Any, t
         assert loads[0]["gpu-0"][0] == 683.0, "probes load the simulated devices"
         assert app.publisher.loads[-1] == {}
         (request,) = searches.requests
-        assert (request.devices, request.global_batch, request.engine) == ("gpu:0,1", 512, "multiworker")
-        await until(pilot, lambda: "18 % faster than even" in text(app, "#search"), "the verdict's words")
+        assert (request.devices, request.global_batch, request.engine) == (
+            "gpu:0,1",
+            512,
+            "multiworker",
+        )
+        await until(
+            pilot, lambda: "18 % faster than even" in text(app, "#search"), "the verdict's words"
+        )
         assert "820 (59 %)" in text(app, "#shares")
         assert "even split" in text(app, "#rivals")
         await pilot.press("e")
@@ -224,7 +250,9 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, searches: Any, t
 async def test_a_search_shows_its_devices_is_paused_stopped_and_its_plan_kept(
     app_of: Any, events: Any, session_of: Any, script: Any
 ) -> None:
-    """Utilisation and temperature of each device stand beside what is measured on it, tick by tick."""
+    """Utilisation and temperature of each device stand beside what is measured on it, tick by
+    tick.
+    """
     session = session_of(events, hold=True)
     app = app_of(session_maker=lambda _: session)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -241,11 +269,15 @@ async def test_a_search_shows_its_devices_is_paused_stopped_and_its_plan_kept(
         await pilot.press("p", "x")
         await until(pilot, lambda: asks(app, "y"), "the question")
         await pilot.click("#answer-y")
-        await until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "the plan so far")
+        await until(
+            pilot, lambda: app.balance.finished is not None and app.balance.ended, "the plan so far"
+        )
         assert session.calls[:3] == ["pause", "unpause", "stop"]
 
 
-async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, session_of: Any) -> None:
+async def test_leaving_the_app_ends_a_running_search(
+    app_of: Any, events: Any, session_of: Any
+) -> None:
     session = session_of(events, hold=True)
     app = app_of(session_maker=lambda _: session)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -313,7 +345,9 @@ async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, s
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
         assert "GPU is lost: XID 79." in text(app, "#devices")
-        app.publisher.push(script.snapshot(devices=(), processes=(), notes=("The driver went away.",)))
+        app.publisher.push(
+            script.snapshot(devices=(), processes=(), notes=("The driver went away.",))
+        )
         await until(pilot, lambda: "The driver went away." in text(app, "#notes"), "the note")
         await pilot.press("down", "enter", "K")
         app.publisher.push(script.snapshot())
@@ -347,7 +381,9 @@ async def test_ascii_draws_nothing_else(app_of: Any) -> None:
 
 
 async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
-    """The row or field in focus is explained in full, and a complaint stays until the form is sent again."""
+    """The row or field in focus is explained in full, and a complaint stays until the form is sent
+    again.
+    """
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
@@ -355,7 +391,9 @@ async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
         await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
         assert "▼" in text(app, "#pick-workload"), "more workloads than rows, and it says so"
         app.screen.query_one("#tolerance", Input).focus()
-        await until(pilot, lambda: "smallest global batch" in text(app, "#problem"), "what a tolerance is")
+        await until(
+            pilot, lambda: "smallest global batch" in text(app, "#problem"), "what a tolerance is"
+        )
         app.screen.query_one("#tolerance", Input).value = "much"
         await pilot.press("ctrl+s")
         await until(pilot, lambda: "is not a number" in text(app, "#problem"), "the complaint")

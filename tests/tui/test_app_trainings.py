@@ -1,4 +1,6 @@
-"""The Trainings screen: who waits for whom, kept apart for each training, live, paused and replayed."""
+"""The Trainings screen: who waits for whom, kept apart for each training, live, paused and
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ async def test_ranks_and_causes_are_those_of_the_training_under_the_cursor(
         assert "reports no own work" in text(app, "#ranks")
 
 
-async def test_the_cursor_stays_on_its_training_and_a_rank_turns_silent(app_of: Any, script: Any) -> None:
+async def test_the_cursor_stays_on_its_training_and_a_rank_turns_silent(
+    app_of: Any, script: Any
+) -> None:
     app = app_of(script.snapshot(reports=(OTHER, *make_ranks())))
     async with app.run_test(size=(120, 40)) as pilot:
         await _open(pilot)
@@ -72,9 +76,13 @@ async def test_a_paused_picture_stays_and_details_follow(app_of: Any, script: An
         await _open(pilot)
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "the details")
-        await until(pilot, lambda: "GPU:1 takes 158 ms" in app.screen.query_one("Text").text, "their lines")
+        await until(
+            pilot, lambda: "GPU:1 takes 158 ms" in app.screen.query_one("Text").text, "their lines"
+        )
         app.publisher.push(script.snapshot(reports=make_ranks(own=(0.1, 0.2))))
-        await until(pilot, lambda: "GPU:1 takes 200 ms" in app.screen.query_one("Text").text, "the newest")
+        await until(
+            pilot, lambda: "GPU:1 takes 200 ms" in app.screen.query_one("Text").text, "the newest"
+        )
         await pilot.press("escape", "p")
         await until(pilot, lambda: "paused" in text(app, "#trainings"), "the pause")
         app.publisher.push(script.snapshot(reports=make_ranks(own=(0.1, 0.3))))
@@ -88,7 +96,10 @@ def test_text_and_json_have_the_trainings(script: Any) -> None:
     snapshot = script.snapshot(at_seconds=AT_SECONDS, reports=make_ranks())
     assert "GPU:1 takes 158 ms for its share" in snapshot_text(snapshot, 132, colour=False)
     (training,) = json.loads(json_text(snapshot_document(snapshot)))["trainings"]
-    assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [(0.008, 0.152), (0.158, 0.002)]
+    assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [
+        (0.008, 0.152),
+        (0.158, 0.002),
+    ]
 
 
 @pytest.mark.slow
@@ -102,7 +113,9 @@ async def test_a_rank_that_is_held_up_for_150_ms_is_seen_in_json_and_in_the_app(
     assert slow["own_work_s"] >= 0.15
     assert quick["own_work_s"] < 0.5 * slow["own_work_s"]
     assert quick["waiting_s"] > 0.075 > slow["waiting_s"]
-    assert slow["own_work_s"] + slow["waiting_s"] == pytest.approx(quick["own_work_s"] + quick["waiting_s"], rel=0.2)
+    assert slow["own_work_s"] + slow["waiting_s"] == pytest.approx(
+        quick["own_work_s"] + quick["waiting_s"], rel=0.2
+    )
     assert training["causes"][0]["kind"] == "waiting"
     app = app_of(msgspec.json.decode(said["snapshot"], type=Snapshot))
     async with app.run_test(size=(100, 30)) as pilot:

@@ -1,4 +1,6 @@
-"""`evener --web`: the app in a browser, for this machine's own user, through the printed address alone."""
+"""`evener --web`: the app in a browser, for this machine's own user, through the printed address
+alone.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ class Served:
     """`evener --web` in a process of its own."""
 
     def __init__(self, *options: str) -> None:
-        self.process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [*COMMAND, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
         assert self.process.stderr is not None
         said = self.process.stderr.readline().decode()
-        found = re.fullmatch(r"evener: open (http://127\.0\.0\.1:\d+/[\w-]{32}/) in a browser on this machine\n", said)
+        found = re.fullmatch(
+            r"evener: open (http://127\.0\.0\.1:\d+/[\w-]{32}/) in a browser on this machine\n",
+            said,
+        )
         assert found, said
         self.url = found[1]
         self.port = urlsplit(self.url).port or 0
@@ -80,23 +87,44 @@ def _wait(what: str, holds: Callable[[], object]) -> None:
 
 
 def _drawn(browser: Chromium) -> str:
-    """What the app has written to the terminal of the newest tab, without colours and moves of the cursor."""
+    """What the app has written to the terminal of the newest tab, without colours and moves of the
+    cursor.
+    """
     browser.evaluate("0")  # takes in what has come
-    frames = [event["params"]["response"]["payloadData"] for event in browser.events
-              if event.get("method") == "Network.webSocketFrameReceived" and event["sessionId"] == browser.session
-              and event["params"]["response"]["opcode"] == 2]  # fmt: skip
-    return re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", b"".join(map(base64.b64decode, frames)).decode(errors="replace"))
+    frames = [
+        event["params"]["response"]["payloadData"]
+        for event in browser.events
+        if event.get("method") == "Network.webSocketFrameReceived"
+        and event["sessionId"] == browser.session
+        and event["params"]["response"]["opcode"] == 2
+    ]
+    return re.sub(
+        r"\x1b\[[^a-zA-Z]*[a-zA-Z]",
+        "",
+        b"".join(map(base64.b64decode, frames)).decode(errors="replace"),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is on the path")
-def test_a_visitor_sees_the_monitor_and_uses_keys_and_a_closed_tab_ends_its_process(tmp_path: Path) -> None:
+def test_a_visitor_sees_the_monitor_and_uses_keys_and_a_closed_tab_ends_its_process(
+    tmp_path: Path,
+) -> None:
     served, browser = Served(), Chromium(tmp_path / "profile")
     try:
-        browser.call("Emulation.setDeviceMetricsOverride", width=1500, height=700, deviceScaleFactor=1, mobile=False)
+        browser.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=1500,
+            height=700,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         browser.navigate(served.url)
         _wait("the monitor is drawn", lambda: "GTX 1080 Ti" in _drawn(browser))
-        _wait("the page shows it", lambda: browser.evaluate("document.body.classList.contains('-first-byte')"))
+        _wait(
+            "the page shows it",
+            lambda: browser.evaluate("document.body.classList.contains('-first-byte')"),
+        )
         assert "send a signal" not in _drawn(browser)
         browser.evaluate("document.querySelector('.xterm-helper-textarea').focus()")
         browser.call("Input.dispatchKeyEvent", type="keyDown", key="?", text="?")
@@ -108,12 +136,22 @@ def test_a_visitor_sees_the_monitor_and_uses_keys_and_a_closed_tab_ends_its_proc
         assert all(url.startswith((served.url, "data:")) for url in asked), asked
         assert len(sockets) == 1
         assert all(url.startswith(served.url.replace("http", "ws")) for url in sockets)
-        entries = [event["params"]["entry"] for event in browser.events if event.get("method") == "Log.entryAdded"]
+        entries = [
+            event["params"]["entry"]
+            for event in browser.events
+            if event.get("method") == "Log.entryAdded"
+        ]
         assert [entry for entry in entries if entry["level"] == "error"] == []
         (first,) = served.visitors()
         browser.events.clear()
         browser.new_tab()
-        browser.call("Emulation.setDeviceMetricsOverride", width=1500, height=700, deviceScaleFactor=1, mobile=False)
+        browser.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=1500,
+            height=700,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         browser.navigate(served.url)
         _wait("a second visitor sees the monitor", lambda: "GTX 1080 Ti" in _drawn(browser))
         assert len(served.visitors()) == 2
@@ -155,9 +193,9 @@ def test_only_the_printed_address_on_this_machine_is_answered(served: Served) ->
 
 def test_it_listens_on_loopback_alone(served: Served) -> None:
     listening = psutil.Process(served.process.pid).net_connections("inet")
-    assert [(each.laddr.ip, each.laddr.port) for each in listening if each.status == psutil.CONN_LISTEN] == [
-        ("127.0.0.1", served.port)
-    ]
+    assert [
+        (each.laddr.ip, each.laddr.port) for each in listening if each.status == psutil.CONN_LISTEN
+    ] == [("127.0.0.1", served.port)]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", served.port), timeout=30)
 
@@ -191,8 +229,16 @@ def test_the_browser_only_looks_unless_asked(
     assert run(["--web", "-d", "sim:gtx1080", "--ascii", "--theme", "light", *options]) == 0
     (command,) = served
     assert ("--readonly" in command) == readonly
-    assert command[3:] == ["evener", "monitor", "--devices", "sim:gtx1080", "--ascii", "--theme", "light",
-                           *(["--readonly"] if readonly else [])]  # fmt: skip
+    assert command[3:] == [
+        "evener",
+        "monitor",
+        "--devices",
+        "sim:gtx1080",
+        "--ascii",
+        "--theme",
+        "light",
+        *(["--readonly"] if readonly else []),
+    ]
 
 
 def test_a_devices_text_can_start_no_other_command() -> None:
@@ -200,6 +246,8 @@ def test_a_devices_text_can_start_no_other_command() -> None:
 
     words = ["evener", "--devices", "x; touch /tmp/y $(id) 'q'"]
     shown = subprocess.run(
-        ["sh", "-c", BrowserServer(["printf", "%s\\n", *words]).command], capture_output=True, text=True
+        ["sh", "-c", BrowserServer(["printf", "%s\\n", *words]).command],
+        capture_output=True,
+        text=True,
     )
     assert shown.stdout.splitlines() == words

@@ -51,7 +51,9 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 
 
 def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -> None:
-    """At least 2120 samples/s by the machine's own physics, the Ti with 0.58 to 0.62, in few probes."""
+    """At least 2120 samples/s by the machine's own physics, the Ti with 0.58 to 0.62, in few
+    probes.
+    """
     code, answer = ask(capsys, "balance", "--devices", PAIR, "--json")
     assert code == 0
     batches = [share["batch"] for share in answer["layout"]["share"]]
@@ -60,7 +62,9 @@ def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -
     assert 0.58 <= answer["layout"]["share"][0]["ratio"] <= 0.62
     assert answer["search"]["probes"] <= 16
     assert answer["search"]["out_of_memory"] <= 2
-    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {r["name"] for r in answer["evidence"]}
+    assert {"even split", "best single device", "solo SIM:0", "solo SIM:1"} <= {
+        r["name"] for r in answer["evidence"]
+    }
     low, high = answer["throughput"]["low"], answer["throughput"]["high"]
     assert low <= answer["throughput"]["samples_per_second"] <= high
     assert answer["verdict"]
@@ -69,7 +73,9 @@ def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -
 def test_one_device_wins_where_keeping_in_step_costs_too_much(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The plan is solo, and the sentence says why; without passes, as a larger batch costs less of it."""
+    """The plan is solo, and the sentence says why; without passes, as a larger batch costs less of
+    it.
+    """
     machine = tmp_path / "machine.toml"
     machine.write_text(ALONE)
     code, answer = ask(capsys, "balance", "--devices", f"sim:{machine}", "--micro", "off", "--json")
@@ -81,12 +87,16 @@ def test_one_device_wins_where_keeping_in_step_costs_too_much(
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Simulated noise is part of the run, and so is the seed."""
-    first, second = (ask(capsys, "balance", "--devices", PAIR, "--seed", "7", "--json")[1] for _ in range(2))
+    first, second = (
+        ask(capsys, "balance", "--devices", PAIR, "--seed", "7", "--json")[1] for _ in range(2)
+    )
     for key in ("layout", "throughput", "evidence"):
         assert first[key] == second[key]
 
 
-def test_an_exported_plan_survives_a_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_exported_plan_survives_a_round_trip(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """--export, `evener export` and load_plan agree to the byte, in TOML and in JSON."""
     plan = tmp_path / "plan.toml"
     assert run(["balance", "--devices", PAIR, "--export", str(plan)]) == 0
@@ -131,12 +141,46 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """A table of every device and of all of them; progress goes to stderr, and no simulated device is called a GPU."""
-    assert run(["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"]) == 0
+    """A table of every device and of all of them; progress goes to stderr, and no simulated device
+    is called a GPU.
+    """
+    assert (
+        run(
+            [
+                "probe",
+                "--devices",
+                PAIR,
+                "--gpus",
+                "0",
+                "1",
+                "--batches",
+                "820",
+                "568",
+                "--repeat",
+                "2",
+            ]
+        )
+        == 0
+    )
     output = capsys.readouterr()
     head, *rows = (line.split() for line in output.out.splitlines())
-    assert head == ["run", "device", "batch", "samples/s", "±", "memory", "samples/J", "W", "idle", "W"]
-    assert [row[:3] for row in rows[:3]] == [["1", "SIM:0", "820"], ["1", "SIM:1", "568"], ["1", "together", "1388"]]
+    assert head == [
+        "run",
+        "device",
+        "batch",
+        "samples/s",
+        "±",
+        "memory",
+        "samples/J",
+        "W",
+        "idle",
+        "W",
+    ]
+    assert [row[:3] for row in rows[:3]] == [
+        ["1", "SIM:0", "820"],
+        ["1", "SIM:1", "568"],
+        ["1", "together", "1388"],
+    ]
     assert rows[6][:3] == ["all", "together", "1388"]
     assert abs(float("".join(rows[6][3:5])) / 2158 - 1) < 0.03
     assert "run 2 of 2: " in output.err
@@ -144,7 +188,9 @@ def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("batches", [["178,122"], ["178", "122"], ["=178,122"]], ids=str)
-def test_batches_are_listed_with_or_without_commas(batches: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_batches_are_listed_with_or_without_commas(
+    batches: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """As --devices takes its own."""
     option = [f"--batches{batches[0]}"] if batches[0].startswith("=") else ["--batches", *batches]
     code, answer = ask(capsys, "probe", "--devices", PAIR, *option, "--repeat", "1", "--json")
@@ -153,20 +199,51 @@ def test_batches_are_listed_with_or_without_commas(batches: list[str], capsys: p
 
 def test_a_probe_takes_passes_of_ones_own_choice(capsys: pytest.CaptureFixture[str]) -> None:
     """In the table as 820 = 2 × 410, in JSON as the rows of a pass."""
-    chosen = ["probe", "--devices", PAIR, "--batches", "820", "568", "--micro", "410,568", "--repeat", "1"]
+    chosen = [
+        "probe",
+        "--devices",
+        PAIR,
+        "--batches",
+        "820",
+        "568",
+        "--micro",
+        "410,568",
+        "--repeat",
+        "1",
+    ]
     assert run(chosen) == 0
     assert "820 = 2 × 410" in capsys.readouterr().out
     assert ask(capsys, *chosen, "--json")[1]["micro"] == [410, 568]
 
 
-def test_one_output_has_one_error_of_a_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The table, the verdict, the warning and the measurement's own line agree, however wide the interval is."""
+def test_one_output_has_one_error_of_a_figure(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The table, the verdict, the warning and the measurement's own line agree, however wide the
+    interval is.
+    """
     machine = tmp_path / "noisy.toml"
     machine.write_text(
-        '[[device]]\nname = "Noisy"\nmemory_mib = 4000\nmemory_base_mib = 100.0\nmemory_per_sample_mib = 4.0\n'
+        '[[device]]\nname = "Noisy"\nmemory_mib = 4000\nmemory_base_mib = '
+        "100.0\nmemory_per_sample_mib = 4.0\n"
         "noise = 1.0\ncurve = [[1, 60.0], [512, 400.0]]\n"
     )
-    assert run(["balance", "--devices", f"sim:{machine}", "--global-batch", "64", "--budget", "5s", "--seed", "6"]) == 0
+    assert (
+        run(
+            [
+                "balance",
+                "--devices",
+                f"sim:{machine}",
+                "--global-batch",
+                "64",
+                "--budget",
+                "5s",
+                "--seed",
+                "6",
+            ]
+        )
+        == 0
+    )
     output = capsys.readouterr()
     errors = re.findall(r"± ([\d.]+ %)", output.out)
     assert len(errors) == 3
@@ -204,7 +281,9 @@ def test_resuming_with_another_request_is_refused(
     assert run(["balance", "--resume", "last", *same]) == 0
 
 
-def test_a_format_that_the_file_s_name_denies_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_format_that_the_file_s_name_denies_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A TOML plan called plan.json could never be read again; --format is for standard output."""
     assert run(["balance", "--devices", PAIR]) == 0
     assert run(["export", "last", "-o", "plan.json", "--format", "toml"]) == 2
@@ -225,14 +304,18 @@ def test_a_terminal_that_knows_fewer_signs_gets_near_ones(encoding: str, tmp_pat
 
     def shown(*words: str) -> str:
         command = [sys.executable, "-m", "evener", *words, "--devices", PAIR]
-        return subprocess.run(command, capture_output=True, env=environment, check=True).stdout.decode(encoding)
+        return subprocess.run(
+            command, capture_output=True, env=environment, check=True
+        ).stdout.decode(encoding)
 
     assert ("+-" if encoding == "ascii" else "±") in shown("balance", "--budget", "30s")
     assert encoding != "ascii" or "SIM:1" in shown("monitor", "--once")
 
 
 @pytest.mark.parametrize(
-    ("terminal", "screens"), [("xterm-256color", True), ("dumb", False), (None, False)], ids=["xterm", "dumb", "unset"]
+    ("terminal", "screens"),
+    [("xterm-256color", True), ("dumb", False), (None, False)],
+    ids=["xterm", "dumb", "unset"],
 )
 def test_only_a_terminal_that_can_gets_the_app(
     monkeypatch: pytest.MonkeyPatch, terminal: str | None, screens: bool
@@ -262,9 +345,24 @@ def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[
 def test_a_probe_of_so_many_steps_says_steps_and_memory(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each run times that many steps; its JSON tells them, each device's peak of memory, and what is doubtful."""
+    """Each run times that many steps; its JSON tells them, each device's peak of memory, and what
+    is doubtful.
+    """
     code, answer = ask(
-        capsys, "probe", *where, "--gpus", "0", "1", "--batches", "16", "8", "--repeat", "2", "--steps", "60", "--json"
+        capsys,
+        "probe",
+        *where,
+        "--gpus",
+        "0",
+        "1",
+        "--batches",
+        "16",
+        "8",
+        "--repeat",
+        "2",
+        "--steps",
+        "60",
+        "--json",
     )
     assert code == 0
     assert answer["batches"] == [16, 8]
@@ -277,24 +375,30 @@ def test_a_probe_of_so_many_steps_says_steps_and_memory(
 
 def test_a_probe_lasts_all_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """On simulated devices, whose step is known after two or three seconds, ten are ten."""
-    code, answer = ask(capsys, "probe", "--devices", PAIR, "--batches", "64", "--repeat", "1", "--json")
+    code, answer = ask(
+        capsys, "probe", "--devices", PAIR, "--batches", "64", "--repeat", "1", "--json"
+    )
     assert code == 0
     (turn,) = answer["runs"]
     assert turn["samples"] / turn["samples_per_second"] >= 10
 
 
-def test_a_probe_with_too_large_a_batch_ends_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_with_too_large_a_batch_ends_with_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Out of memory, however long the run was to be."""
     assert run(["probe", "--devices", PAIR, "--batches", "64", "9000", "--steps", "10"]) == 1
     assert "Out of memory" in capsys.readouterr().err
 
 
-def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_without_gpus_takes_as_many_devices_as_batches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Two batches are for the first two devices, each with its own; one is for the first."""
     chosen = "sim:gtx1080ti,gtx1080,gtx1080"
-    assert ask(capsys, "probe", "--devices", chosen, "--batches", "820", "568", "--repeat", "1", "--json")[1][
-        "batches"
-    ] == [820, 568, 0]
+    assert ask(
+        capsys, "probe", "--devices", chosen, "--batches", "820", "568", "--repeat", "1", "--json"
+    )[1]["batches"] == [820, 568, 0]
     assert run(["probe", "--devices", chosen, "--batches", "64", "--repeat", "1"]) == 0
     _, line, *_ = capsys.readouterr().out.splitlines()
     assert line.split()[:3] == ["1", "SIM:0", "64"]
@@ -311,7 +415,11 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.Ca
         (["balance", "--devices", PAIR, "--workload", "absent.py:build"], 2, "absent.py"),
         (["balance", "--devices", PAIR, "--workload", "absent.py"], 2, "absent.py:FUNCTION"),
         (["compare", "--devices", PAIR, "--workload", "absent.py"], 2, "absent.py:FUNCTION"),
-        (["probe", "--devices", PAIR, "--batches", "8", "--workload", "absent.py"], 2, "absent.py:FUNCTION"),
+        (
+            ["probe", "--devices", PAIR, "--batches", "8", "--workload", "absent.py"],
+            2,
+            "absent.py:FUNCTION",
+        ),
         (["balance", "--devices", PAIR, "--set", "no"], 2, "key=value"),
         (["balance", "--devices", PAIR, "--global-batch", "0"], 2, "0"),
         (["balance", "--devices", PAIR, "--global-batch", "1001", "--multiple-of", "8"], 2, "1001"),
@@ -330,10 +438,18 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.Ca
         (["probe", "--devices", PAIR, "--batches", "8,x"], 2, "x"),
         (["probe", "--devices", PAIR, "--batches", "8", "--micro", "9"], 2, "--micro 9"),
         (["probe", "--devices", PAIR, "--batches", "8", "--micro", "0"], 2, "--micro 0"),
-        (["probe", "--devices", PAIR, "--batches", "8", "8", "--micro", "4"], 2, "--micro gives 1 number"),
+        (
+            ["probe", "--devices", PAIR, "--batches", "8", "8", "--micro", "4"],
+            2,
+            "--micro gives 1 number",
+        ),
         (["balance", "--devices", PAIR, "--micro", "410"], 2, "auto or off"),
         (["probe", "--devices", PAIR, "--batches", "8", "8", "8"], 2, "3 batches for 2 devices"),
-        (["probe", "--devices", PAIR, "--batches", "8", "--steps", "5", "--seconds", "3s"], 2, "--steps"),
+        (
+            ["probe", "--devices", PAIR, "--batches", "8", "--steps", "5", "--seconds", "3s"],
+            2,
+            "--steps",
+        ),
         (["probe", "--devices", PAIR, "--batches", "8", "--steps", "0"], 2, "--steps"),
         (["probe", "--devices", PAIR, "--batches", "8", "--seconds", "0s"], 2, "--seconds"),
         (["probe", "--devices", PAIR, "--batches", "8", "--seconds", "25h"], 2, "--seconds"),
@@ -349,7 +465,9 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.Ca
 def test_bad_input_is_one_sentence(
     arguments: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The thing is named, a remedy is given, the exit code is the documented one, and nothing is a traceback."""
+    """The thing is named, a remedy is given, the exit code is the documented one, and nothing is a
+    traceback.
+    """
     assert run(arguments) == code
     output = capsys.readouterr()
     (line,) = output.err.strip().splitlines()[-1:]
@@ -368,7 +486,9 @@ def test_errors_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_found_before_the_probing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_folder_is_found_before_the_probing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Minutes of probing are not lost to a folder that can't be written."""
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)

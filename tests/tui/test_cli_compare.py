@@ -1,4 +1,6 @@
-"""`evener compare` as a user runs it: rankings on simulated machines, real children, bad input, interrupts."""
+"""`evener compare` as a user runs it: rankings on simulated machines, real children, bad input,
+interrupts.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,16 @@ name = "towers"
 curve = [[16, 12.0], [256, 55.0]]
 """
 FLAT = "[[2, 0.97], [8, 0.9]]"
-QUICK = ("-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32")
+QUICK = (
+    "-w",
+    "synthetic",
+    "--set",
+    "base_ms=2",
+    "--set",
+    "per_sample_ms=0.02",
+    "--global-batch",
+    "32",
+)
 
 
 def machine(sync: float = 22.0, gain: str = FLAT) -> str:
@@ -62,7 +73,10 @@ def test_a_split_that_loses_says_why(capsys: pytest.CaptureFixture[str]) -> None
     code, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
     assert code == 0
     assert answer["verdict"].startswith("Use SIM:0 alone, 256 samples a step: ")
-    assert "a split over SIM:0 and SIM:1 loses 11 %, because synchronizing the devices costs 22 ms" in answer["verdict"]
+    assert (
+        "a split over SIM:0 and SIM:1 loses 11 %, because synchronizing the devices costs 22 ms"
+        in answer["verdict"]
+    )
     names = [layout["name"] for layout in answer["layouts"]]
     assert names[0] == "best single device"
     assert {"even split", "pack of 2", "place towers"} <= set(names)
@@ -70,25 +84,41 @@ def test_a_split_that_loses_says_why(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_layout_has_latency_and_throughput(capsys: pytest.CaptureFixture[str]) -> None:
-    """A step of a pack takes as long as all of its trainings need; together they have its samples/s."""
+    """A step of a pack takes as long as all of its trainings need; together they have its
+    samples/s.
+    """
     _, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
     for layout in answer["layouts"]:
         samples = sum(layout["batches"]) * layout["processes"]
-        assert samples / layout["step_milliseconds"] * 1000 == pytest.approx(layout["samples_per_second"], rel=0.01)
+        assert samples / layout["step_milliseconds"] * 1000 == pytest.approx(
+            layout["samples_per_second"], rel=0.01
+        )
         low, high = layout["samples_per_second_interval"]
         assert low <= layout["samples_per_second"] <= high
 
 
-def test_packing_that_gains_becomes_the_plan_with_its_rivals_as_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_packing_that_gains_becomes_the_plan_with_its_rivals_as_evidence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, answer = ask(
-        capsys, "-d", machine(gain="[[3, 1.9], [8, 1.8]]"), "--global-batch", "256", "--export", "plan.toml"
+        capsys,
+        "-d",
+        machine(gain="[[3, 1.9], [8, 1.8]]"),
+        "--global-batch",
+        "256",
+        "--export",
+        "plan.toml",
     )
     assert code == 0
     plan = load_plan("plan.toml")
     assert (plan.layout.kind, plan.layout.processes) == ("pack", 3)
-    assert {"best single device", "even split", "place towers"} <= {rival.name for rival in plan.evidence}
+    assert {"best single device", "even split", "place towers"} <= {
+        rival.name for rival in plan.evidence
+    }
     assert [one["processes"] for one in answer["packing"][0]["measured"]][:3] == [2, 3, 4]
-    assert "faster than SIM:0 alone, though each training takes 1.6 times as long" in answer["verdict"]
+    assert (
+        "faster than SIM:0 alone, though each training takes 1.6 times as long" in answer["verdict"]
+    )
 
 
 def test_the_printed_ranking_names_each_layout_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +131,9 @@ def test_the_printed_ranking_names_each_layout_once(capsys: pytest.CaptureFixtur
 
 
 def test_what_a_batch_is_worth_stands_below_the_ranking(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["compare", "-d", machine(), "--noise-scale", "3900", "--layouts", "solo,split"]) == 0
+    assert (
+        run(["compare", "-d", machine(), "--noise-scale", "3900", "--layouts", "solo,split"]) == 0
+    )
     assert "samples/s  worth in learning" in capsys.readouterr().out
 
 
@@ -144,8 +176,12 @@ def test_bad_input_is_one_sentence_with_what_is_possible(
 
 def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     """One device: splitting and placing are left out in words."""
-    Path("one.toml").write_text(MACHINE.format(sync=1.0, gain=FLAT).split('[[device]]\nname = "Card B"')[0])
-    code, answer = ask(capsys, "-d", "sim:one.toml", "--layouts", "solo,split,pack", "--global-batch", "64")
+    Path("one.toml").write_text(
+        MACHINE.format(sync=1.0, gain=FLAT).split('[[device]]\nname = "Card B"')[0]
+    )
+    code, answer = ask(
+        capsys, "-d", "sim:one.toml", "--layouts", "solo,split,pack", "--global-batch", "64"
+    )
     assert code == 0
     text = " ".join(answer["warnings"])
     assert "split needs two devices" in text
@@ -157,7 +193,9 @@ def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFi
 @pytest.mark.usefixtures("quick_probes")
 def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) -> None:
     """The synthetic workload spins the CPU: two trainings on one slice can't be faster together."""
-    code, answer = ask(capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo,even,pack", "--budget", "14s")
+    code, answer = ask(
+        capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo,even,pack", "--budget", "14s"
+    )
     assert code == 0
     kinds = {layout["kind"] for layout in answer["layouts"]}
     assert "solo" in kinds
@@ -174,7 +212,11 @@ def test_an_interrupt_leaves_no_child() -> None:
     """While packing; the plan so far is still printed."""
     command = [*QUICK_EVENER, "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
     process = subprocess.Popen(
-        [*command, "--budget", "20s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        [*command, "--budget", "20s"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
     )
     assert process.stderr is not None
     for line in process.stderr:

@@ -1,4 +1,6 @@
-"""What --help and `evener help` say; the scripts of docs/your_model.md and help are pasted and run."""
+"""What --help and `evener help` say; the scripts of docs/your_model.md and help are pasted and
+run.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,17 @@ def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("command", ["balance", "compare", "probe"])
-def test_options_stand_in_groups_and_workloads_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What, which batches, how long, where: in this order; the names and the default of --workload are there."""
+def test_options_stand_in_groups_and_workloads_are_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What, which batches, how long, where: in this order; the names and the default of --workload
+    are there.
+    """
     text = _printed(capsys, command, "--help")
-    groups = [text.index(name) for name in ("What is measured", "Which batches", "How long", "Where results go")]
+    groups = [
+        text.index(name)
+        for name in ("What is measured", "Which batches", "How long", "Where results go")
+    ]
     assert groups == sorted(groups)
     assert all(name in text for name in registry.names())
     assert "keras_maxer on GPUs and simulated devices, keras_mnist on CPUs" in text
@@ -39,10 +48,15 @@ def test_options_stand_in_groups_and_workloads_are_named(command: str, capsys: p
 
 
 def test_help_takes_a_topic_or_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """`help workload` explains build(); `help balance` is `balance --help`; another word is an error."""
+    """`help workload` explains build(); `help balance` is `balance --help`; another word is an
+    error.
+    """
     text = _printed(capsys, "help", "workload")
     assert text == " ".join(workload_help().split())
-    assert all(word in text for word in ("build()", "training_data()", "sample_batch(n)", *registry.names()))
+    assert all(
+        word in text
+        for word in ("build()", "training_data()", "sample_batch(n)", *registry.names())
+    )
     assert _printed(capsys, "help", "probe") == _printed(capsys, "probe", "--help")
     assert _printed(capsys, "help") == _printed(capsys, "--help")
     assert run(["help", "fly"]) == 2
@@ -60,7 +74,8 @@ def test_the_page_has_the_scripts_of_help() -> None:
 def test_a_pasted_script_is_measured_and_trains(
     name: str, script: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its file alone: the framework is the one that it imports. Its plan, for one device, runs without a launch.
+    """By its file alone: the framework is the one that it imports. Its plan, for one device, runs
+    without a launch.
 
     With one device and one batch there is one measurement to make.
     """
@@ -70,8 +85,19 @@ def test_a_pasted_script_is_measured_and_trains(
     }[name]
     skip_without(framework)
     Path(name).write_text(script)
-    where = ["-d", "cpu/2:0", "--workload", f"{name}:build", "--global-batch", "1000", "--multiple-of", "1000"]
+    where = [
+        "-d",
+        "cpu/2:0",
+        "--workload",
+        f"{name}:build",
+        "--global-batch",
+        "1000",
+        "--multiple-of",
+        "1000",
+    ]
     capsys.readouterr()
     assert run(["balance", *where, "--budget", "10m", "--export", "plan.toml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["framework"] == framework
-    request.getfixturevalue(ranks)(f"tests.support.script_ranks.{train}", str(Path(name).absolute()))
+    request.getfixturevalue(ranks)(
+        f"tests.support.script_ranks.{train}", str(Path(name).absolute())
+    )

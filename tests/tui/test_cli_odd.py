@@ -1,4 +1,6 @@
-"""Odd things asked of commands: names given twice, folders and disks that take nothing, runs that came to nothing."""
+"""Odd things asked of commands: names given twice, folders and disks that take nothing, runs that
+came to nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,37 @@ def _last_run(capsys: pytest.CaptureFixture[str]) -> str:
     return str(json.loads(capsys.readouterr().out)["runs"][0]["run"])
 
 
-def test_a_target_that_cannot_be_looked_at_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_cannot_be_looked_at_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Before the probing, not by a traceback nor after minutes of it."""
     assert run(["balance", "--devices", PAIR, "--export", f"{'x' * 300}.toml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "File name too long" in line
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may look everywhere")
+@pytest.mark.skipif(
+    shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may look everywhere"
+)
 def test_a_target_in_a_folder_of_somebody_else_is_one_sentence(tmp_path: Path) -> None:
     """A folder that may not even be entered."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0)
     rights = "-dac_override,-dac_read_search"
-    bound = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.geteuid() == 0 else []
-    command = [*bound, sys.executable, "-m", "evener", "balance", "-d", PAIR, "--export", str(closed / "plan.toml")]
+    bound = (
+        ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.geteuid() == 0 else []
+    )
+    command = [
+        *bound,
+        sys.executable,
+        "-m",
+        "evener",
+        "balance",
+        "-d",
+        PAIR,
+        "--export",
+        str(closed / "plan.toml"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -75,7 +93,9 @@ def test_a_run_that_is_named_twice_is_deleted_once(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == f"evener: deleted {name}\n"
 
 
-def test_a_run_without_a_plan_does_not_claim_that_nothing_ran(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_plan_does_not_claim_that_nothing_ran(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Its measurements are listed, and only the plan is missing."""
     assert run(["balance", "--devices", PAIR, "--global-batch", "1000000"]) == 1
     name = _last_run(capsys)
@@ -95,7 +115,9 @@ def test_a_probe_names_the_device_whose_memory_ended(capsys: pytest.CaptureFixtu
     assert "Out of memory on SIM:1: " in capsys.readouterr().err
 
 
-def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one check among the others."""
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "taken"))
@@ -106,11 +128,17 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkey
     assert checks["python"].level == "ok"
 
 
-def test_the_doctor_names_missing_extras_and_the_line_that_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_missing_extras_and_the_line_that_adds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A missing app is a note; each extra is one of pyproject.toml's."""
     there = importlib.util.find_spec
     monkeypatch.setattr("evener.balancer.diagnostics._QUERIES", {})
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("textual", "ray") else there(name))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("textual", "ray") else there(name),
+    )
     extras = next(check for check in check_machine() if check.name == "extras")
     assert extras.level == "note"
     assert "app (the full-screen app)" in extras.found
@@ -190,7 +218,9 @@ def test_a_run_that_was_cut_off_is_reported_with_the_plan_that_is_exported(
     assert all(f"SIM:{place}[{batch}]" in page for place, batch in enumerate(batches))
 
 
-@pytest.mark.parametrize("option", [["--devices", PAIR], ["--ascii"], ["--theme", "light"], ["--readonly"]])
+@pytest.mark.parametrize(
+    "option", [["--devices", PAIR], ["--ascii"], ["--theme", "light"], ["--readonly"]]
+)
 def test_an_option_before_a_command_that_takes_no_notice_of_it_is_refused(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,17 +232,25 @@ def test_an_option_before_a_command_that_takes_no_notice_of_it_is_refused(
 
 
 @pytest.mark.parametrize("command", [[], ["monitor", "--once"]], ids=["app", "monitor"])
-def test_a_theme_is_checked_where_nothing_is_drawn_too(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """In a pipe, a wrong word is as wrong as on a terminal; both commands that open the app have the option."""
+def test_a_theme_is_checked_where_nothing_is_drawn_too(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pipe, a wrong word is as wrong as on a terminal; both commands that open the app have
+    the option.
+    """
     assert run([*command, "--devices", PAIR, "--theme", "purple"]) == 2
     assert "'dark', 'light'" in capsys.readouterr().err
     assert run([*command, "--devices", PAIR, "--theme", "light"]) == 0
 
 
 @pytest.mark.parametrize(
-    "option", [["--precision", "mixed_float16"], ["--xla"], ["--input", "device"], ["--engine", "towers"]], ids=str
+    "option",
+    [["--precision", "mixed_float16"], ["--xla"], ["--input", "device"], ["--engine", "towers"]],
+    ids=str,
 )
-def test_what_simulated_devices_do_not_have_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_simulated_devices_do_not_have_is_refused(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Their speeds are written down: the figures would be the same without a word."""
     assert run(["balance", "--devices", PAIR, *option]) == 2
     printed = capsys.readouterr().err
@@ -220,7 +258,9 @@ def test_what_simulated_devices_do_not_have_is_refused(option: list[str], capsys
     assert "simulated devices" in printed
 
 
-def test_a_file_that_is_no_plan_is_replaced_only_with_force(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_plan_is_replaced_only_with_force(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A plan replaces a plan; a search refuses anything else before it begins."""
     assert run(["balance", "--devices", PAIR, "--export", "plan.toml"]) == 0
     before = Path("plan.toml").read_bytes()
@@ -247,8 +287,12 @@ def test_a_file_that_is_no_plan_is_replaced_only_with_force(capsys: pytest.Captu
     assert Path("report.html").read_text() == "mine"
 
 
-@pytest.mark.parametrize("command", [["balance", "--devices", PAIR, "--export"], ["export", "last", "-o"]], ids=str)
-def test_a_plan_is_written_as_what_its_file_is_called(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["balance", "--devices", PAIR, "--export"], ["export", "last", "-o"]], ids=str
+)
+def test_a_plan_is_written_as_what_its_file_is_called(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """TOML in plan.yaml would be read by no YAML parser."""
     assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0
     capsys.readouterr()

@@ -24,7 +24,9 @@ def a_run(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 class Checker(HTMLParser):
-    """Collects what a page would fetch, the names that it defines and those that it refers to, and unclosed tags."""
+    """Collects what a page would fetch, the names that it defines and those that it refers to, and
+    unclosed tags.
+    """
 
     VOID = ("meta", "link", "img", "br")
 
@@ -40,7 +42,9 @@ class Checker(HTMLParser):
         if tag in ("script", "link", "img", "iframe"):
             self.fetched.append(tag)
         self.fetched += [
-            v or "" for k, v in attrs if k in ("src", "href", "xlink:href") and not (v or "").startswith("#")
+            v or ""
+            for k, v in attrs
+            if k in ("src", "href", "xlink:href") and not (v or "").startswith("#")
         ]
         self.names += [values["id"] or ""] if "id" in values else []
         if tag not in self.VOID:
@@ -78,7 +82,9 @@ def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
         assert wanted in page.text
 
 
-def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_wall_is_in_the_first_picture(
+    a_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Only where a device did run out of memory."""
     from evener.tui.text.page import read_report
 
@@ -88,11 +94,15 @@ def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.Capt
     assert Path("report.html").read_text().count("out of memory</text>") == len(walls)
     for curve in report.curves:
         assert list(curve.points) == sorted(curve.points)
-        assert all(curve.wall_batch is None or batch < curve.wall_batch for batch, _ in curve.points)
+        assert all(
+            curve.wall_batch is None or batch < curve.wall_batch for batch, _ in curve.points
+        )
 
 
 def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
-    """For those who can't see it: each curve's points, each probe, each layout; headings are marked as such."""
+    """For those who can't see it: each curve's points, each probe, each layout; headings are marked
+    as such.
+    """
     from evener.tui.text.page import read_report
 
     report = read_report(a_run)
@@ -100,13 +110,19 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
     text = Path("report.html").read_text()
     page = Checker()
     page.feed(text)
-    rows = [re.sub("<[^>]+>", "|", row).replace("\N{NO-BREAK SPACE}", " ") for row in re.findall("<tr>.*?</tr>", text)]
+    rows = [
+        re.sub("<[^>]+>", "|", row).replace("\N{NO-BREAK SPACE}", " ")
+        for row in re.findall("<tr>.*?</tr>", text)
+    ]
     for curve in report.curves:
         for batch, figure in curve.points:
             assert any(f"||{curve.label}||{batch}||{rate(figure)}||" in row for row in rows)
     labels = [device.label for device in report.header.devices]
     for entry in report.seen:
-        layout, result = layout_words(entry.seen.probe.layout, labels), outcome_words(entry.seen, labels)
+        layout, result = (
+            layout_words(entry.seen.probe.layout, labels),
+            outcome_words(entry.seen, labels),
+        )
         assert any(f"||{layout}||{result}||" in row for row in rows)
     assert text.count("<th scope=col") == text.count("<th") > 15
 
@@ -132,9 +148,12 @@ def test_bad_input_is_one_sentence(
     assert words in capsys.readouterr().err
 
 
-def test_what_a_machine_is_called_can_not_break_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_machine_is_called_can_not_break_the_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("m.toml").write_text(
-        '[[device]]\nname = "<b>&A</b>"\nmemory_mib = 100\nmemory_base_mib = 1.0\nmemory_per_sample_mib = 1.0\n'
+        '[[device]]\nname = "<b>&A</b>"\nmemory_mib = 100\nmemory_base_mib = '
+        "1.0\nmemory_per_sample_mib = 1.0\n"
         "curve = [[1, 1.0], [10, 2.0]]\n"
     )
     assert run(["balance", "-d", "sim:m.toml", "--json"]) == 0
@@ -155,7 +174,9 @@ def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     report = read_report("last")
     assert report.labels == ("SIM:0", "SIM:1 @60%")
     assert not [bar.name for bar in report.ranking if bar.name == "best split"]
-    assert len({write_layout(bar.layout, report.header) for bar in report.ranking}) == len(report.ranking)
+    assert len({write_layout(bar.layout, report.header) for bar in report.ranking}) == len(
+        report.ranking
+    )
 
 
 def test_the_list_of_runs_says_what_was_simulated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,9 @@ def test_each_run_has_its_state_and_a_failed_one_its_reason(
     assert capsys.readouterr().out.splitlines()[1].startswith("failed: ")
 
 
-def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_chosen_and_sorted(
+    three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """By state and workload, before or after `list`, and limited in number."""
     finished, failed, cut_off = three_runs
 
@@ -74,7 +76,11 @@ def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: py
 
     assert names("--state", "stopped,finished") == [cut_off, finished]
     assert names("--workload", "torch") == names("list", "-w", "torch") == [failed]
-    assert names("--sort", "time", "-n", "1") == names("--sort", "time", "-n", "1", "list") == [finished]
+    assert (
+        names("--sort", "time", "-n", "1")
+        == names("--sort", "time", "-n", "1", "list")
+        == [finished]
+    )
     assert run(["runs", "--state", "lost"]) == 2
     assert "unreadable" in capsys.readouterr().err
 
@@ -85,7 +91,9 @@ def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_
     """On standard error, below the plan."""
     real, calls = SimulatedProber.measure, []
 
-    def interrupted(prober: SimulatedProber, probes: Any, report: Any, stop: threading.Event, finished: Any) -> Any:
+    def interrupted(
+        prober: SimulatedProber, probes: Any, report: Any, stop: threading.Event, finished: Any
+    ) -> Any:
         calls.append(probes)
         if len(calls) == 4:
             os.kill(os.getpid(), signal.SIGINT)
@@ -100,11 +108,18 @@ def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_
     assert run(["balance", "--resume", "last"]) == 0
     assert "nothing was measured" not in capsys.readouterr().err
     assert run(["balance", "--resume", "last"]) == 0
-    assert "the run had ended, and nothing was measured; for more: evener balance --resume" in capsys.readouterr().err
+    assert (
+        "the run had ended, and nothing was measured; for more: evener balance --resume"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_finished_run_goes_on_with_a_larger_budget(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what it measured: up to the new budget, also if that is the default, or by as much more as +100s says."""
+def test_a_finished_run_goes_on_with_a_larger_budget(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what it measured: up to the new budget, also if that is the default, or by as much more
+    as +100s says.
+    """
     first = _ask(capsys, "balance", "-d", PAIR, "--budget", "20s")
     again = _ask(capsys, "balance", "--resume", "last")
     assert again["search"] == first["search"], "without a budget it is as it was"

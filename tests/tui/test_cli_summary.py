@@ -21,7 +21,15 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.plan.file import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
+from evener.plan.file import (
+    Evidence,
+    Fingerprint,
+    Kind,
+    SearchSummary,
+    Share,
+    Throughput,
+    make_layout,
+)
 from evener.tui.cli.session_runner import search_screen
 from evener.tui.text.summaries import event_line, observation_words, outcome_words, summary_lines
 from tests.support.launched_plan import make_plan
@@ -33,7 +41,9 @@ LABELS = ("GPU:0", "GPU:1")
 def evidence(name: str, batches: tuple[int, ...], samples_per_second: float) -> Evidence:
     """A rival with a made-up figure."""
     kind: Kind = "solo" if 0 in batches else "split"
-    throughput = Throughput(samples_per_second, samples_per_second * 0.99, samples_per_second * 1.01)
+    throughput = Throughput(
+        samples_per_second, samples_per_second * 0.99, samples_per_second * 1.01
+    )
     return Evidence(name, make_layout(kind, SHARES, batches), throughput)
 
 
@@ -49,7 +59,9 @@ PLAN = make_plan(
         evidence("solo GPU:1", (0, 512), 875.0),
     ),
     search=SearchSummary(9, 1, 61.5, 0, "the intervals are tight"),
-    fingerprint=Fingerprint(("GTX 1080 Ti (11178 MiB)", "GTX 1080 (8192 MiB)"), "580.1", {"tensorflow": "2.21"}, "d"),
+    fingerprint=Fingerprint(
+        ("GTX 1080 Ti (11178 MiB)", "GTX 1080 (8192 MiB)"), "580.1", {"tensorflow": "2.21"}, "d"
+    ),
     warnings=("readings drifted",),
 )
 
@@ -57,7 +69,20 @@ PLAN = make_plan(
 def test_the_table_has_every_device_and_the_total() -> None:
     """Share, ratio, samples/s in the layout and alone, and the limit that the device is held to."""
     lines = summary_lines(PLAN, LABELS, "Split 820:568.")
-    assert lines[1].split() == ["GPU:0", "GTX", "1080", "Ti", "820", "0.591", "1", "254", "1", "345", "at", "1024"]
+    assert lines[1].split() == [
+        "GPU:0",
+        "GTX",
+        "1080",
+        "Ti",
+        "820",
+        "0.591",
+        "1",
+        "254",
+        "1",
+        "345",
+        "at",
+        "1024",
+    ]
     assert lines[2].startswith("GPU:1 @60%")
     assert lines[3].split()[:3] == ["together", "1388", "1.000"]
     assert lines[-1] == "Split 820:568."
@@ -73,10 +98,15 @@ def test_the_rivals_are_compared() -> None:
 
 
 def test_a_gain_measured_in_turn_says_so_and_any_other_follows_from_the_rates() -> None:
-    """The machine may have been faster when the plan's figure was measured; older plans don't mark paired gains."""
+    """The machine may have been faster when the plan's figure was measured; older plans don't mark
+    paired gains.
+    """
     paired = [msgspec.structs.replace(rival, gain=0.31, paired=True) for rival in PLAN.evidence]
     text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(paired)), LABELS))
-    assert "best single device: 1 345 samples/s on GPU:0 at 1024; measured in turn, the plan gains 31.0 %" in text
+    assert (
+        "best single device: 1 345 samples/s on GPU:0 at 1024; measured in turn, the plan "
+        "gains 31.0 %"
+    ) in text
     old = [msgspec.structs.replace(rival, gain=0.31) for rival in PLAN.evidence]
     text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(old)), LABELS))
     assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 57.8 %" in text
@@ -91,7 +121,9 @@ def test_figures_that_are_not_known_are_not_said() -> None:
     assert "the plan" not in text
     first, single, *others = PLAN.evidence
     single = msgspec.structs.replace(single, throughput=Throughput(1345.0, 500.0, 2200.0))
-    text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=(first, single, *others)), LABELS))
+    text = "\n".join(
+        summary_lines(msgspec.structs.replace(PLAN, evidence=(first, single, *others)), LABELS)
+    )
     assert "best single device: samples/s aren't known on GPU:0 at 1024" in text.splitlines()
 
 
@@ -103,7 +135,9 @@ def test_a_split_of_far_fewer_rows_is_not_compared() -> None:
 
 def test_a_rival_within_the_error_is_no_gain() -> None:
     """As the verdict has it."""
-    tied = [msgspec.structs.replace(rival, tie=rival.name == "even split") for rival in PLAN.evidence]
+    tied = [
+        msgspec.structs.replace(rival, tie=rival.name == "even split") for rival in PLAN.evidence
+    ]
     lines = summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(tied)), LABELS)
     assert "even split: 1 810 samples/s at 512+512; the plan is as fast within the error" in lines
     assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 57.8 %" in lines
@@ -129,12 +163,19 @@ def test_a_device_that_is_left_out_is_said_to_be() -> None:
 
 
 def test_a_terminal_breaks_sentences_between_words() -> None:
-    """No figure is torn at the edge; tables stay as they are, and a pipe gets each sentence whole."""
-    verdict = "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2 123 samples/s, 17 % faster than even."
+    """No figure is torn at the edge; tables stay as they are, and a pipe gets each sentence
+    whole.
+    """
+    verdict = (
+        "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2 123 samples/s, 17 % "
+        "faster than even."
+    )
     whole = summary_lines(PLAN, LABELS, verdict)
     assert whole[-1] == verdict
     narrow = summary_lines(PLAN, LABELS, verdict, 60)
-    assert " ".join(narrow[narrow.index("") :]).split() == " ".join(whole[whole.index("") :]).split()
+    assert (
+        " ".join(narrow[narrow.index("") :]).split() == " ".join(whole[whole.index("") :]).split()
+    )
     assert max(len(line) for line in narrow[narrow.index("", 5) + 1 :]) <= 60
 
 
@@ -167,7 +208,12 @@ def test_progress_follows_a_session() -> None:
     state = advance(state, ProbeProgress(probe, "measuring", 684.0, 0.012, 3.0))
     assert "█ GPU:0 ● solo: measuring 64 684.0 ±1.2 % – –" in screen(state)
     observed = Observed(
-        timed(solo(2, 0, 64)), BELIEF, Result(solo(2, 0, 64), Interval(128.0, 126.0, 130.0), 1), 1, 0, 6.0
+        timed(solo(2, 0, 64)),
+        BELIEF,
+        Result(solo(2, 0, 64), Interval(128.0, 126.0, 130.0), 1),
+        1,
+        0,
+        6.0,
     )
     line = event_line(observed, LABELS)
     assert line is not None
@@ -180,12 +226,16 @@ def test_progress_follows_a_session() -> None:
 
 
 def test_a_figure_has_the_same_error_in_every_place() -> None:
-    """Also one whose interval is wider than it is: the lower half ends at 0, and the upper one is what ± says."""
+    """Also one whose interval is wider than it is: the lower half ends at 0, and the upper one is
+    what ± says.
+    """
     noisy = msgspec.structs.replace(timed(solo(2, 0, 64)), low_seconds=0.0, high_seconds=1.2)
     figure = noisy.throughput
     assert (figure.low, figure.high) == (0.0, figure.value * 2.2)
     assert outcome_words(noisy, LABELS).endswith("± 120.0 %")
-    plan = msgspec.structs.replace(PLAN, throughput=Throughput(figure.value, figure.low, figure.high))
+    plan = msgspec.structs.replace(
+        PLAN, throughput=Throughput(figure.value, figure.low, figure.high)
+    )
     assert "± 120.0 %" in "\n".join(summary_lines(plan, LABELS))
     error = relative_error(figure.value, figure.low, figure.high)
     assert "± 120.0 %" in say(Finding("unknown.figure", {"error": error}))
@@ -196,6 +246,8 @@ def test_what_did_not_run_is_said_in_words() -> None:
     probe = Probe(layout_of((1024, 710)), "split", 5.0)
     words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
     assert words == "split GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
-    failed = observation_words(Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0), LABELS)
+    failed = observation_words(
+        Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0), LABELS
+    )
     assert "\x1b" not in failed
     assert "SIGKILL" in failed

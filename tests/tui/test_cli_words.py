@@ -37,7 +37,9 @@ def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
     assert parse_duration(text, "--budget") == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-3s", "1e9s", "3 s s", "1h and 2m", "2 minutes", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "-3s", "1e9s", "3 s s", "1h and 2m", "2 minutes", "nan"]
+)
 def test_what_is_no_time_is_refused_by_name(text: str) -> None:
     with pytest.raises(RequestError, match="--budget"):
         parse_duration(text, "--budget")
@@ -58,7 +60,14 @@ def test_durations_never_show_sixty(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(12.346, "12.35"), (684.21, "684.2"), (2123.4, "2 123"), (158012, "158 012"), (99.996, "100.0")]
+    ("value", "text"),
+    [
+        (12.346, "12.35"),
+        (684.21, "684.2"),
+        (2123.4, "2 123"),
+        (158012, "158 012"),
+        (99.996, "100.0"),
+    ],
 )
 def test_rates_keep_four_digits(value: float, text: str) -> None:
     assert rate(value) == text
@@ -95,13 +104,20 @@ def test_lists_are_spread_for_the_parser() -> None:
 
 
 def test_settings_are_json_scalars_or_text() -> None:
-    assert parse_settings(["a=1", "b=true", "c=tanh", "d=0.5"]) == {"a": 1, "b": True, "c": "tanh", "d": 0.5}
+    assert parse_settings(["a=1", "b=true", "c=tanh", "d=0.5"]) == {
+        "a": 1,
+        "b": True,
+        "c": "tanh",
+        "d": 0.5,
+    }
     with pytest.raises(RequestError, match="key=value"):
         parse_settings(["layers"])
 
 
 def test_every_field_of_a_request_has_one_option() -> None:
-    """Whatever a session can be asked for can be asked for on the command line; `compare` is a command instead."""
+    """Whatever a session can be asked for can be asked for on the command line; `compare` is a
+    command instead.
+    """
     fields = {"budget_seconds": "budget", "input": "inputs"}
     names = {fields.get(name, name) for name in Request.__struct_fields__} - {"compare"}
     assert {*TRAINING, *SEARCH} == names == REQUEST_HELP.keys()
@@ -130,7 +146,9 @@ def test_the_framework_is_one_that_is_installed(
         ("import numpy", "tensorflow"),
     ],
 )
-def test_the_framework_of_a_file_is_what_it_imports(text: str, framework: str, tmp_path: Path) -> None:
+def test_the_framework_of_a_file_is_what_it_imports(
+    text: str, framework: str, tmp_path: Path
+) -> None:
     """Unless both or neither are there; an option says more than a guess."""
     path = tmp_path / "train.py"
     path.write_text(text)

@@ -13,7 +13,14 @@ from evener.balancer.session import Session
 from evener.plan.file import Plan
 from evener.tui import demo
 from evener.tui.cli.main import run
-from evener.tui.simulated_training import HOT_FROM, HOT_UNTIL, PAIR, PERIOD_SECONDS, SLOWED, TrainingSource
+from evener.tui.simulated_training import (
+    HOT_FROM,
+    HOT_UNTIL,
+    PAIR,
+    PERIOD_SECONDS,
+    SLOWED,
+    TrainingSource,
+)
 from evener.tui.view.trainings import join_trainings
 from tests.support.pilots import text, until
 
@@ -28,7 +35,9 @@ def plan() -> Plan:
 
 
 def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
-    """The global batch stays; the hot card has less while it is hot, and as much as planned before and after."""
+    """The global batch stays; the hot card has less while it is hot, and as much as planned before
+    and after.
+    """
     seconds = 0.0
     source = TrainingSource(lambda: seconds)
     source.train(plan)
@@ -50,7 +59,9 @@ def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
     assert len(row.changes) == 3
 
 
-async def test_the_app_goes_from_the_search_to_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_app_goes_from_the_search_to_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By itself, and the screens stay the user's own: a key opens another one."""
     for name in ("PACE", "FIRST_SECONDS", "READING_SECONDS"):
         monkeypatch.setattr(demo, name, 0.0 if name == "PACE" else 0.05)
@@ -66,7 +77,9 @@ async def test_the_app_goes_from_the_search_to_the_training(monkeypatch: pytest.
 def test_without_a_terminal_it_is_text_and_keeps_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict, then the training before and after the card got hot; the user's folder of runs stays as it is."""
+    """The verdict, then the training before and after the card got hot; the user's folder of runs
+    stays as it is.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run(["demo", "--plain", "--ascii"]) == 0
     said = capsys.readouterr().out

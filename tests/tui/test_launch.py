@@ -61,29 +61,45 @@ def starts(made: Plan, script: str, **options: str) -> list[dict[str, Any]]:
 def test_each_slice_that_computes_gets_a_process_on_its_cores(script: str) -> None:
     count = len(os.sched_getaffinity(0))
     made = starts(plan([f"cpu-{i}-of-{count}{'' if i else '(out)'}" for i in range(count)]), script)
-    assert [start["variables"]["EVENER_DEVICE"] for start in made] == [f"cpu-{i}-of-{count}" for i in range(1, count)]
-    assert all(len(start["cores"]) == 1 and start["variables"]["OMP_NUM_THREADS"] == "1" for start in made)
+    assert [start["variables"]["EVENER_DEVICE"] for start in made] == [
+        f"cpu-{i}-of-{count}" for i in range(1, count)
+    ]
+    assert all(
+        len(start["cores"]) == 1 and start["variables"]["OMP_NUM_THREADS"] == "1" for start in made
+    )
 
 
-def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(script: str, fake_nvml: Callable[..., Any]) -> None:
-    """All see them, in the plan's order; a process of Keras sees its own, and one process of all sees all."""
+def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(
+    script: str, fake_nvml: Callable[..., Any]
+) -> None:
+    """All see them, in the plan's order; a process of Keras sees its own, and one process of all
+    sees all.
+    """
     ids = [device.id for device in _gpus(fake_nvml(gpus=3))]
     torch = starts(plan([ids[2], ids[1] + "(out)", ids[0]]), script)
     assert [start["variables"]["EVENER_DEVICE"] for start in torch] == [ids[2], ids[0]]
     assert {start["variables"]["CUDA_VISIBLE_DEVICES"] for start in torch} == {f"{ids[2]},{ids[0]}"}
-    for engine, visible in {"multiworker": [ids[2], ids[0]], "towers": [f"{ids[2]},{ids[0]}"]}.items():
+    for engine, visible in {
+        "multiworker": [ids[2], ids[0]],
+        "towers": [f"{ids[2]},{ids[0]}"],
+    }.items():
         keras = starts(plan([ids[2], ids[0]], framework="tensorflow", engine=engine), script)
         assert [start["variables"]["CUDA_VISIBLE_DEVICES"] for start in keras] == visible
 
 
 @two_cores
 def test_a_plan_by_hand_says_devices_and_batches_and_the_script_the_framework(script: str) -> None:
-    devices = "".join(f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 5 * i}\n' for i in (0, 1))
+    devices = "".join(
+        f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 5 * i}\n' for i in (0, 1)
+    )
     Path("plan.toml").write_text(devices)
     for text, processes in (("", 2), ("import torch", 2), ("import keras", 1)):
         Path(script).write_text(text)
         job = make_job(Path("plan.toml"), [script], None, None)
-        assert (len(job.processes), job.framework) == (processes, "torch" if processes == 2 else "tensorflow")
+        assert (len(job.processes), job.framework) == (
+            processes,
+            "torch" if processes == 2 else "tensorflow",
+        )
         assert _list_shares(job) == "6 rows on CPU:0, 1 row on CPU:1"
 
 
@@ -94,7 +110,9 @@ def _gpus(_: object) -> Any:
 
 
 def test_a_host_starts_its_own_shares(script: str) -> None:
-    made = plan(["cpu-0-of-1", "cpu-0-of-1", "cpu-0-of-1"], ("127.0.0.2", "203.0.113.1", "203.0.113.2"))
+    made = plan(
+        ["cpu-0-of-1", "cpu-0-of-1", "cpu-0-of-1"], ("127.0.0.2", "203.0.113.1", "203.0.113.2")
+    )
     assert len(starts(made, script)) == 1
     job = make_job(Path("plan.toml"), [script], "203.0.113.2", "localhost:4711")
     assert (job.host, job.hosts, job.meeting) == (
@@ -133,7 +151,9 @@ def test_what_cannot_be_started_here_is_one_sentence(
         starts(plan(devices, **changes), script)
 
 
-def test_what_is_typed_wrong_is_one_sentence(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_typed_wrong_is_one_sentence(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan(["cpu-0-of-1"]).save("plan.toml")
     for words, named in {
         "plan.toml elsewhere.py": "no script elsewhere.py",
@@ -200,7 +220,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def begin(*words: str, module: str = "evener", **variables: str) -> subprocess.Popen[str]:
         paths = os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))
-        environment = {**os.environ, "PYTHONPATH": paths, "EVENER_LIVE_DIR": str(tmp_path / "live"), **variables}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": paths,
+            "EVENER_LIVE_DIR": str(tmp_path / "live"),
+            **variables,
+        }
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", module, *words],
             cwd=tmp_path,
@@ -219,14 +244,23 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.fixture
-def fork(rank_server: Callable[[str], RankServer], tmp_path: Path) -> Iterator[Callable[..., ForkedEvener]]:
+def fork(
+    rank_server: Callable[[str], RankServer], tmp_path: Path
+) -> Iterator[Callable[..., ForkedEvener]]:
     """As `start`, forked from a process that has imported PyTorch's agent."""
     running: list[ForkedEvener] = []
 
     def begin(*words: str) -> ForkedEvener:
         paths = os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))
-        variables = {"PYTHONPATH": paths, "EVENER_LIVE_DIR": str(tmp_path / "live"), "OMP_NUM_THREADS": "1"}
-        server, files = rank_server("tests.support.torch_imports"), tmp_path / f"evener-{len(running)}"
+        variables = {
+            "PYTHONPATH": paths,
+            "EVENER_LIVE_DIR": str(tmp_path / "live"),
+            "OMP_NUM_THREADS": "1",
+        }
+        server, files = (
+            rank_server("tests.support.torch_imports"),
+            tmp_path / f"evener-{len(running)}",
+        )
         running.append(ForkedEvener(server, tmp_path, files, words, variables))
         return running[-1]
 
@@ -236,7 +270,9 @@ def fork(rank_server: Callable[[str], RankServer], tmp_path: Path) -> Iterator[C
 
 
 def test_each_line_of_several_processes_says_whose_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    """Whole lines, also those of a progress bar, of text without an end, and of more than a pipe holds."""
+    """Whole lines, also those of a progress bar, of text without an end, and of more than a pipe
+    holds.
+    """
     long = b"y" * 200_000
     left = 0  # what a process has started, and still has its output
     with named_output(("rank 0", "rank 1")) as files:
@@ -254,7 +290,12 @@ def test_each_line_of_several_processes_says_whose_it_is(capfd: pytest.CaptureFi
     out, err = capfd.readouterr()
     lines = out.splitlines()
     assert [line for line in lines if "0" in line] == ["[rank 0] mine"]
-    assert [line for line in lines if "1" in line] == ["[rank 1] one", "[rank 1] two", "[rank 1] ", "[rank 1] half"]
+    assert [line for line in lines if "1" in line] == [
+        "[rank 1] one",
+        "[rank 1] two",
+        "[rank 1] ",
+        "[rank 1] half",
+    ]
     assert err.startswith("[rank 1] \r[rank 1] 10 %\r[rank 1] 20 %\n[rank 1] yyy")
     assert err.count("y") == len(long)
 
@@ -277,18 +318,25 @@ def wait_for(paths: list[Path], process: subprocess.Popen[str] | ForkedEvener) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("hosts", [("",), HOSTS[:2]], ids=["own child", "elastic agents of two hosts"])
+@pytest.mark.parametrize(
+    "hosts", [("",), HOSTS[:2]], ids=["own child", "elastic agents of two hosts"]
+)
 def test_processes_are_started_again_and_end_by_ctrl_c(
     hosts: tuple[str, ...], start: Callable[..., Any], fork: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The first to be killed takes the other host's with it; after that all run again, until a signal."""
+    """The first to be killed takes the other host's with it; after that all run again, until a
+    signal.
+    """
     if len(hosts) == 2:
         need_torch_and_two_cpus()
     (tmp_path / "train.py").write_text(SCRIPT)
     plan(["cpu-0-of-1"] * len(hosts), hosts, framework="torch").save(tmp_path / "plan.toml")
     meet = ["--rendezvous", f"127.0.0.2:{free_port()}"]
     words = ["--max-restarts", "1", "plan.toml", "train.py", "--json", "--gpus", "0,1"]
-    running = [fork("launch", "--host", host, *meet, *words) if host else start("launch", *words) for host in hosts]
+    running = [
+        fork("launch", "--host", host, *meet, *words) if host else start("launch", *words)
+        for host in hosts
+    ]
     wait_for([tmp_path / f"ready{rank}-1" for rank in range(len(hosts))], running[0])
     for process in running:
         process.send_signal(signal.SIGINT)
@@ -322,14 +370,16 @@ from evener.training.launched import ask_for_processes
 ask_for_processes("This model needs them.")
 config = json.loads(os.environ.get("TF_CONFIG", "{}"))
 print(json.dumps([config.get("task"), len(config.get("cluster", {}).get("worker", [])), os.environ["EVENER_DEVICE"]]))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("engine", ["", "towers", "multiworker"])
 def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice(
     engine: str, start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """By a plan without an engine one process starts, says why it can't do it alone, and is replaced by two."""
+    """By a plan without an engine one process starts, says why it can't do it alone, and is
+    replaced by two.
+    """
     if (count := len(os.sched_getaffinity(0))) < 2:
         pytest.skip("needs two CPUs")
     (tmp_path / "train.py").write_text(ASKING)
@@ -338,7 +388,10 @@ def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice
     process = start("launch", "plan.toml", "train.py")
     output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0
-    each = [f"[rank {i}] " + json.dumps([{"type": "worker", "index": i}, 2, own]) for i, own in enumerate(devices)]
+    each = [
+        f"[rank {i}] " + json.dumps([{"type": "worker", "index": i}, 2, own])
+        for i, own in enumerate(devices)
+    ]
     assert sorted(output.splitlines()) == (each if engine != "towers" else ['[null, 0, ""]'])
     asked = "evener: This model needs them. A process for each device is started."
     assert said_by_evener(errors)[1:-1] == ([] if engine else [asked])
@@ -352,13 +405,18 @@ def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
     if ranks == 2:
         need_torch_and_two_cpus()
     (tmp_path / "train.py").write_text(SCRIPT)
-    plan([f"cpu-{i}-of-{ranks}" for i in range(ranks)], framework="torch").save(tmp_path / "plan.toml")
+    plan([f"cpu-{i}-of-{ranks}" for i in range(ranks)], framework="torch").save(
+        tmp_path / "plan.toml"
+    )
     begin = fork if ranks == 2 else start
     process = begin("launch", "--max-restarts", "2", "plan.toml", "-m", "train", "fail")
     output, errors = process.communicate(timeout=SECONDS)
     others = "; the others were stopped" if ranks == 2 else ""
     shares = "2 rows on CPU:0" if ranks == 1 else "4 rows on CPU:0, 2 rows on CPU:1"
-    starts, ends = f"evener: -m train starts: {shares}", f"evener: rank 0 ended with exit code 3{others}"
+    starts, ends = (
+        f"evener: -m train starts: {shares}",
+        f"evener: rank 0 ended with exit code 3{others}",
+    )
     assert (process.returncode, said_by_evener(errors)) == (1, [starts, ends])
     assert len([line for line in output.splitlines() if "0 cpu" in line]) == 1
 
@@ -378,7 +436,9 @@ def plan_of_two_hosts(tmp_path: Path) -> None:
 def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
     fork: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """By the line that launch prints; before, every rank hears that a share would be taken twice, or a plan differs."""
+    """By the line that launch prints; before, every rank hears that a share would be taken twice,
+    or a plan differs.
+    """
     place = ["--rendezvous", f"127.0.0.3:{free_port()}"]  # not the first host of the plan
     running = [
         fork("launch", "--host", host, *place, "plan.toml", TRAINING, str(tmp_path))
@@ -391,9 +451,18 @@ def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("plan_of_two_hosts")
-def test_ranks_of_torchrun_on_two_hosts_do_too(rank_server: Callable[[str], RankServer], tmp_path: Path) -> None:
-    """In its environment, as docs have it; examples/torch_gru_digits.py starts torchrun itself in its own test."""
-    common = {"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(free_port())}
+def test_ranks_of_torchrun_on_two_hosts_do_too(
+    rank_server: Callable[[str], RankServer], tmp_path: Path
+) -> None:
+    """In its environment, as docs have it; examples/torch_gru_digits.py starts torchrun itself in
+    its own test.
+    """
+    common = {
+        "WORLD_SIZE": "3",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.2",
+        "MASTER_PORT": str(free_port()),
+    }
     places = [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
     ranks = [
         {
@@ -415,7 +484,9 @@ def test_ranks_of_torchrun_on_two_hosts_do_too(rank_server: Callable[[str], Rank
 
 
 @pytest.mark.slow
-def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_first_host_prints_the_line_for_the_second(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS[:2]).save(tmp_path / "my plan.toml")
     process = start("launch", "--host", "127.0.0.2", "my plan.toml", "train.py", "--epochs", "3")
@@ -425,7 +496,15 @@ def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any]
     assert head == "evener: on 127.0.0.3"
     place = ["--host", "127.0.0.3", "--rendezvous", "127.0.0.2:29400"]
     assert shlex.split(command) == [
-        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), str(tmp_path / "train.py"), "--epochs", "3")
+        *(
+            "evener",
+            "launch",
+            *place,
+            str(tmp_path / "my plan.toml"),
+            str(tmp_path / "train.py"),
+            "--epochs",
+            "3",
+        )
     ]
 
 
@@ -435,11 +514,23 @@ def test_hosts_that_do_not_meet_are_one_sentence(start: Callable[..., Any], tmp_
     (tmp_path / "train.py").write_text(SCRIPT)
     plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS[:2]).save(tmp_path / "plan.toml")
     nobody = f"127.0.0.2:{free_port()}"
-    process = start("launch", "--host", "127.0.0.3", "--rendezvous", nobody, "--wait", "1s", "plan.toml", "train.py")
+    process = start(
+        "launch",
+        "--host",
+        "127.0.0.3",
+        "--rendezvous",
+        nobody,
+        "--wait",
+        "1s",
+        "plan.toml",
+        "train.py",
+    )
     _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 3
     _, line = errors.splitlines()
-    assert line.startswith(f"evener: The hosts 127.0.0.2, 127.0.0.3 didn't meet at {nobody} within 1 s. ")
+    assert line.startswith(
+        f"evener: The hosts 127.0.0.2, 127.0.0.3 didn't meet at {nobody} within 1 s. "
+    )
 
 
 def test_a_launch_under_nohup_outlives_its_terminal() -> None:

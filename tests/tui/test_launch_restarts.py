@@ -1,4 +1,6 @@
-"""`evener launch --max-restarts`: a training outlives processes that are killed and devices that are lost."""
+"""`evener launch --max-restarts`: a training outlives processes that are killed and devices that
+are lost.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,12 @@ def need_torch_and_two_cpus() -> None:
 
 
 def prepare(folder: Path, device: str = "cpu-1-of-2") -> dict[str, str]:
-    """The environment of a launch in a folder, where nothing computes on the device while there is a file `dead`."""
+    """The environment of a launch in a folder, where nothing computes on the device while there is
+    a file `dead`.
+    """
     (folder / "sitecustomize.py").write_text(
-        f"import os\nif os.environ.get('EVENER_DEVICE') == {device!r} and os.path.exists('dead'):\n    os._exit(1)\n"
+        f"import os\nif os.environ.get('EVENER_DEVICE') == {device!r} and "
+        f"os.path.exists('dead'):\n    os._exit(1)\n"
     )
     return {
         "PYTHONPATH": python_path(folder, ROOT),
@@ -75,9 +80,11 @@ def launch(folder: Path, device: str = "cpu-1-of-2") -> subprocess.CompletedProc
 def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is_back(
     rank_server: Callable[[str], RankServer], tmp_path: Path
 ) -> None:
-    """Rank 1 is killed in mid-epoch and its slice is dead; later the only rank is killed, and the slice is back.
+    """Rank 1 is killed in mid-epoch and its slice is dead; later the only rank is killed, and the
+    slice is back.
 
-    Each row once an epoch, and the weights of one process that nothing disturbed. The journal has the three starts.
+    Each row once an epoch, and the weights of one process that nothing disturbed. The journal has
+    the three starts.
     """
     need_torch_and_two_cpus()
     import torch
@@ -105,7 +112,9 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     (summary,) = runs.list_runs()
     training = runs.load_training(summary.run)
     assert training is not None
-    assert [(entry.shares, entry.reason) for entry in training.entries if isinstance(entry, StartEntry)] == [
+    assert [
+        (entry.shares, entry.reason) for entry in training.entries if isinstance(entry, StartEntry)
+    ] == [
         ((5, 3), ""),
         ((8,), "rank 1 was ended by SIGKILL"),
         ((5, 3), "rank 0 was ended by SIGKILL"),
@@ -114,13 +123,17 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     weights, expected = torch_ranks.reference(case, 8)
     for rank in range(2):
         learned, losses, rows, shares = torch.load(tmp_path / f"{rank}.pt")
-        assert shares == [(5, 3)] * 4 + [(8,)] * 8 + [(5, 3)] * 2  # from the checkpoints after the 4th and 12th step
+        assert (
+            shares == [(5, 3)] * 4 + [(8,)] * 8 + [(5, 3)] * 2
+        )  # from the checkpoints after the 4th and 12th step
         assert losses == pytest.approx(expected, abs=1e-12)
         for mine, one_process in zip(learned, weights, strict=True):
             torch.testing.assert_close(mine, one_process, rtol=0, atol=1e-12)
         for epoch in range(2):
             seen = torch.cat(rows[7 * epoch : 7 * epoch + 7])
-            assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, torch_ranks.data(case).tensors[0].tolist()))
+            assert sorted(map(tuple, seen.tolist())) == sorted(
+                map(tuple, torch_ranks.data(case).tensors[0].tolist())
+            )
 
 
 KERAS = """
@@ -136,11 +149,13 @@ if device == "cpu-1-of-2" or not workers:
         os.remove("dead")
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(300)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
-def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(tmp_path: Path) -> None:
+def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(
+    tmp_path: Path,
+) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs")
     made = plan(["cpu-0-of-2", "cpu-1-of-2"], framework="tensorflow", engine="multiworker")
@@ -167,24 +182,31 @@ def test_no_device_that_computes_is_one_sentence_and_exit_code_3(tmp_path: Path)
     ]
 
 
-# ---------------------------------------------------------------------- the plan for the devices that are left
+# ---------------------------------------------------------------------- the plan for the devices
+# that are left
 
 
 def wide_plan(batches: list[int], most: list[int], curve: bool) -> Plan:
     made = plan([f"cpu-{i}-of-{len(batches)}" for i in range(len(batches))])
     shares = tuple(
         msgspec.structs.replace(
-            share, most=wall, curve=((1.0, 0.01), (100.0, 0.01 + 0.01 * (share.index + 1))) if curve else ()
+            share,
+            most=wall,
+            curve=((1.0, 0.01), (100.0, 0.01 + 0.01 * (share.index + 1))) if curve else (),
         )
         for share, wall in zip(made.layout.share, most, strict=True)
     )
     micros = tuple(min(batch, wall or batch) for batch, wall in zip(batches, most, strict=True))
     kind: Kind = "split" if sum(map(bool, batches)) > 1 else "solo"
-    return msgspec.structs.replace(made, layout=make_layout(kind, shares, tuple(batches), micros=micros))
+    return msgspec.structs.replace(
+        made, layout=make_layout(kind, shares, tuple(batches), micros=micros)
+    )
 
 
 @given(st.data())
-def test_the_devices_that_are_left_take_the_whole_batch_within_their_memory(data: st.DataObject) -> None:
+def test_the_devices_that_are_left_take_the_whole_batch_within_their_memory(
+    data: st.DataObject,
+) -> None:
     batches = data.draw(st.lists(st.integers(0, 60), min_size=2, max_size=5).filter(any))
     most = [data.draw(st.sampled_from([0, 5, 20, 200])) for _ in batches]
     made = wide_plan(batches, most, data.draw(st.booleans()))
@@ -207,10 +229,14 @@ def test_the_devices_that_are_left_take_the_whole_batch_within_their_memory(data
 
 
 def test_who_is_faster_takes_more_of_a_lost_share() -> None:
-    """By the curves the second device takes twice as long for a row as the first, whatever the plan's ratios say."""
+    """By the curves the second device takes twice as long for a row as the first, whatever the
+    plan's ratios say.
+    """
     smaller = leave_out(wide_plan([30, 30, 30], [0, 0, 0], curve=True), {("", "cpu-2-of-3")})
     assert smaller.batches == (60, 30, 0)
-    assert leave_out(wide_plan([30, 30, 30], [0, 0, 0], curve=False), {("", "cpu-2-of-3")}).batches == (45, 45, 0)
+    assert leave_out(
+        wide_plan([30, 30, 30], [0, 0, 0], curve=False), {("", "cpu-2-of-3")}
+    ).batches == (45, 45, 0)
     assert smaller.throughput.samples_per_second == pytest.approx(100 * 2 / 3)
     assert smaller.warnings == ("Left out, because nothing computes there: a device (cpu-2-of-3).",)
 
@@ -238,7 +264,9 @@ def test_a_killed_process_is_a_loss_and_an_error_of_the_script_is_none(
 
 
 def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -> None:
-    program = "from evener.training.launched import *; abort_on_device_error(); raise RuntimeError('{}')"
+    program = (
+        "from evener.training.launched import *; abort_on_device_error(); raise RuntimeError('{}')"
+    )
     for text, variables, code in (
         ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": "GPU-1"}, -signal.SIGABRT),
         ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": ""}, 1),
@@ -280,7 +308,8 @@ def test_a_slice_computes_unless_its_cores_are_gone(monkeypatch: pytest.MonkeyPa
 def test_a_device_that_hangs_is_broken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child writes its pid and never ends; nothing of it is left."""
     (tmp_path / "sitecustomize.py").write_text(
-        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, "
+        f"'w').write(str(os.getpid()))\ntime.sleep(300)\n"
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT))
     monkeypatch.setattr(restarts, "CHECK_SECONDS", 2.0)
@@ -292,7 +321,9 @@ def test_a_device_that_hangs_is_broken_too(tmp_path: Path, monkeypatch: pytest.M
 
 
 class FakeCuda:
-    """A driver whose call `fails` returns an error, and whose memory may not hold what is written."""
+    """A driver whose call `fails` returns an error, and whose memory may not hold what is
+    written.
+    """
 
     def __init__(self, fails: str = "", keeps: int = 0xFFFFFFFF) -> None:
         self.fails, self.keeps, self.value = fails, keeps, 0

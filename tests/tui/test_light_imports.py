@@ -1,4 +1,6 @@
-"""What the app's parts load: rows without a screen, a screen without frameworks, charts only where they are drawn."""
+"""What the app's parts load: rows without a screen, a screen without frameworks, charts only where
+they are drawn.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ SHOW = "import sys, json; print(json.dumps(sorted(sys.modules)))"
 
 def _loaded(code: str, tmp_path: Path) -> set[str]:
     answer = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{SHOW}"], capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", f"{code}\n{SHOW}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
     return set(json.loads(answer.stdout.splitlines()[-1]))
 
@@ -50,13 +56,38 @@ async def draw():
 asyncio.run(draw())
 """
 LATER = {
-    "tensorflow", "keras", "torch", "numpy", "pynvml", "ray", "typer", "plotext", "textual_plotext", "aiohttp",
-    "prometheus_client", "textual_serve", "markdown_it", "pygments", "rich.traceback", "rich.markdown", "rich.progress",
-    "importlib.metadata", "hashlib", "multiprocessing", "evener.balancer.session", "evener.balancer.search.search",
-    "evener.balancer.store.runs", "evener.devices.nvidia.source", "evener.devices.cpu",
-    "evener.tui.screens.dialogs", "evener.tui.screens.balance", "evener.tui.screens.runs",
-    "evener.tui.screens.trainings", "evener.tui.view.trainings", "evener.tui.text.page",
-}  # fmt: skip
+    "tensorflow",
+    "keras",
+    "torch",
+    "numpy",
+    "pynvml",
+    "ray",
+    "typer",
+    "plotext",
+    "textual_plotext",
+    "aiohttp",
+    "prometheus_client",
+    "textual_serve",
+    "markdown_it",
+    "pygments",
+    "rich.traceback",
+    "rich.markdown",
+    "rich.progress",
+    "importlib.metadata",
+    "hashlib",
+    "multiprocessing",
+    "evener.balancer.session",
+    "evener.balancer.search.search",
+    "evener.balancer.store.runs",
+    "evener.devices.nvidia.source",
+    "evener.devices.cpu",
+    "evener.tui.screens.dialogs",
+    "evener.tui.screens.balance",
+    "evener.tui.screens.runs",
+    "evener.tui.screens.trainings",
+    "evener.tui.view.trainings",
+    "evener.tui.text.page",
+}
 
 
 def test_what_the_first_frame_does_without_is_loaded_later(tmp_path: Path) -> None:
@@ -82,17 +113,24 @@ codes = [
 assert codes == [0] * 10, codes
 monitor.draws_screens = lambda: True
 raise SystemExit(run(pair))
-"""
+"""  # noqa: E501
 
 
 def test_without_textual_all_but_the_app_works(tmp_path: Path) -> None:
     """Somebody who opens the app gets the line that installs it."""
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THE_APP], capture_output=True, text=True, cwd=tmp_path, env=environment
+        [sys.executable, "-c", WITHOUT_THE_APP],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
     )
     said = done.stderr.splitlines()[-1]
     assert (done.returncode, said) == (
         2,
-        "evener: The app isn't installed. Install it: pip install 'evener[app]'. Every other command works without it.",
+        (
+            "evener: The app isn't installed. Install it: pip install 'evener[app]'. Every other "
+            "command works without it."
+        ),
     )

@@ -1,4 +1,6 @@
-"""Panels keep the rows that haven't changed: what is drawn is what Textual would draw of the whole widget."""
+"""Panels keep the rows that haven't changed: what is drawn is what Textual would draw of the whole
+widget.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def _kept_and_new(app: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 async def test_kept_rows_are_those_that_would_be_drawn(
     app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch, filters: bool, size: tuple[int, int]
 ) -> None:
-    """Through ticks, another focus, a dialog, another size and other colours; with and without NO_COLOR."""
-    monkeypatch.setenv("NO_COLOR", "1") if filters else monkeypatch.delenv("NO_COLOR", raising=False)
+    """Through ticks, another focus, a dialog, another size and other colours; with and without
+    NO_COLOR.
+    """
+    monkeypatch.setenv("NO_COLOR", "1") if filters else monkeypatch.delenv(
+        "NO_COLOR", raising=False
+    )
     app = app_of(script.snapshot(2))
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: "GPU:1" in text(app, "#devices"), "the first snapshot")

@@ -24,7 +24,9 @@ class _Terminal(io.StringIO):
         return True
 
     def rows(self) -> list[str]:
-        """What is left on the screen: text, new lines, carriage returns, cursor up, erased lines."""
+        """What is left on the screen: text, new lines, carriage returns, cursor up, erased
+        lines.
+        """
         rows, row, column, place = [""], 0, 0, 0
         text = self.getvalue()
         while place < len(text):
@@ -67,11 +69,15 @@ class _Interrupted:
         """Nothing to release."""
 
 
-def test_after_an_interrupt_nothing_of_the_live_view_is_left(events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interrupt_nothing_of_the_live_view_is_left(
+    events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only what was said: what ran, that it stops, and why there is no plan."""
     terminal = _Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("evener.tui.cli.session_runner.os.write", lambda _, text: terminal.write(text.decode()))
+    monkeypatch.setattr(
+        "evener.tui.cli.session_runner.os.write", lambda _, text: terminal.write(text.decode())
+    )
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     session: Any = _Interrupted(events, terminal)

@@ -1,4 +1,6 @@
-"""A table of made-up trainings, and what the Trainings screen must say of each: no more and no less."""
+"""A table of made-up trainings, and what the Trainings screen must say of each: no more and no
+less.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +64,12 @@ TABLE = {
         advice=True,
     ),
     "a pause before the optimizer's step": _all(
-        Habit(before=30), "30 ms pass between steps, 23 % of the time, for example in logging or clipping."
+        Habit(before=30),
+        "30 ms pass between steps, 23 % of the time, for example in logging or clipping.",
     ),
     "a pause after it": _all(
-        Habit(after=30), "30 ms pass between steps, 23 % of the time, for example in logging or clipping."
+        Habit(after=30),
+        "30 ms pass between steps, 23 % of the time, for example in logging or clipping.",
     ),
     "a pause before the optimizer's step on one rank": _pair(
         EVEN,
@@ -121,7 +125,10 @@ TABLE = {
     "evaluation on one rank": _pair(
         Habit(doing="between steps", silence=42, batch=25),
         Habit(doing="sum", **STUCK),
-        "GPU:0 has been between steps for 42 s, perhaps in an evaluation or a checkpoint; the others wait for it.",
+        (
+            "GPU:0 has been between steps for 42 s, perhaps in an evaluation or a checkpoint; the "
+            "others wait for it."
+        ),
         bars=("between steps for 42 s", "waiting in the all-reduce for 42 s"),
     ),
     "a rank that hangs": _pair(
@@ -136,7 +143,9 @@ TABLE = {
         "GPU:1 has been waiting for data for 42 s; the others wait for it.",
     ),
     "a network that hangs": _all(
-        Habit(doing="sum", **STUCK), "All ranks have been waiting in the all-reduce for 42 s.", world=4
+        Habit(doing="sum", **STUCK),
+        "All ranks have been waiting in the all-reduce for 42 s.",
+        world=4,
     ),
     "a rank that is stopped among four": Made(
         (*[Habit(doing="sum", **STUCK)] * 3, Habit(silence=42)),
@@ -147,7 +156,8 @@ TABLE = {
         ("GPU:0 has been between steps for 42 s, perhaps in an evaluation or a checkpoint.",),
     ),
     "a process alone that pauses": Made(
-        (Habit(after=50),), ("50 ms pass between steps, 33 % of the time, for example in logging or clipping.",)
+        (Habit(after=50),),
+        ("50 ms pass between steps, 33 % of the time, for example in logging or clipping.",),
     ),
     "records of the first version": _pair(
         Habit(old=True),
@@ -165,8 +175,12 @@ TABLE = {
 
 
 def _join(script: Any, made: Made, seed: int = 0) -> TrainingRow:
-    snapshot = script.snapshot(reports=make_training(made.habits, made.exchange, seed), processes=())
-    quiet = tuple(msgspec.structs.replace(each, throttled_percent=value(0)) for each in snapshot.devices)
+    snapshot = script.snapshot(
+        reports=make_training(made.habits, made.exchange, seed), processes=()
+    )
+    quiet = tuple(
+        msgspec.structs.replace(each, throttled_percent=value(0)) for each in snapshot.devices
+    )
     (row,) = join_trainings(msgspec.structs.replace(snapshot, devices=quiet, at_seconds=AT_SECONDS))
     return row
 

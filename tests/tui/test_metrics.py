@@ -1,4 +1,6 @@
-"""Metrics for Prometheus: valid, current, under dcgm-exporter's names, and for this machine alone unless asked."""
+"""Metrics for Prometheus: valid, current, under dcgm-exporter's names, and for this machine alone
+unless asked.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,45 @@ from evener.tui.serve.metrics import metric_families, parse_metrics_address, ser
 ROOT = Path(__file__).parents[2]
 Found = dict[str, dict[str, float]]  # metric -> UUID, or rank -> value
 RANKS = [
-    LiveRecord("torch", 'odd "name"\\', 900.0, 7, 1.79e9, (LiveDevice("gpu-0", 0, 768, 900.0, 384, 0.11, 0.02),),
-               training="t1", rank=0, world=2, step_s=0.2, input_s=0.01, plan_samples_per_second=2000.0),
-    LiveRecord("torch", "bert", 700.0, 7, 1.79e9, (LiveDevice("gpu-1", 1, 560, 700.0, 560, 0.13, 0.0),),
-               tokens_per_second=3e4, padding=0.25, training="t1", rank=1, world=2, step_s=0.2),
+    LiveRecord(
+        "torch",
+        'odd "name"\\',
+        900.0,
+        7,
+        1.79e9,
+        (LiveDevice("gpu-0", 0, 768, 900.0, 384, 0.11, 0.02),),
+        training="t1",
+        rank=0,
+        world=2,
+        step_s=0.2,
+        input_s=0.01,
+        plan_samples_per_second=2000.0,
+    ),
+    LiveRecord(
+        "torch",
+        "bert",
+        700.0,
+        7,
+        1.79e9,
+        (LiveDevice("gpu-1", 1, 560, 700.0, 560, 0.13, 0.0),),
+        tokens_per_second=3e4,
+        padding=0.25,
+        training="t1",
+        rank=1,
+        world=2,
+        step_s=0.2,
+    ),
     LiveRecord("keras", "mnist", 0.0, 3, 1.79e9, ()),
-]  # fmt: skip
+]
 
 
 def _trainings() -> list[Training]:
     """The last one is an earlier report under the first one's name."""
     reports = [*RANKS, msgspec.structs.replace(RANKS[0], updated_at=1.78e9, step=2)]
-    return [Training(**msgspec.structs.asdict(each), pid=50 + place) for place, each in enumerate(reports)]
+    return [
+        Training(**msgspec.structs.asdict(each), pid=50 + place)
+        for place, each in enumerate(reports)
+    ]
 
 
 def _registry(snapshot: Any) -> CollectorRegistry:
@@ -73,8 +102,12 @@ AGES = ("evener_report_age_seconds", "evener_report_late_seconds")  # differ fro
 
 def test_both_formats_are_valid_and_have_the_same_samples(script: Any) -> None:
     registry = _registry(script.snapshot())
-    plain = [(each.name, each.labels, each.value) for family in parse_plain(generate_latest(registry).decode())
-             for each in family.samples if each.name not in AGES]  # fmt: skip
+    plain = [
+        (each.name, each.labels, each.value)
+        for family in parse_plain(generate_latest(registry).decode())
+        for each in family.samples
+        if each.name not in AGES
+    ]
     open_text = generate_open(registry).decode()
     strict = [(each.name, each.labels, each.value) for family in parse_open(open_text)
               for each in family.samples if each.name not in AGES]  # fmt: skip
@@ -90,10 +123,19 @@ def test_devices_have_dcgm_exporters_names_units_and_labels(script: Any) -> None
     assert found["DCGM_FI_DEV_FB_USED"] == {"gpu-0": 62 * 1024, "gpu-1": 63 * 1024}  # MiB
     assert found["DCGM_FI_PROF_SM_ACTIVE"] == {"gpu-0": 0.87, "gpu-1": 0.86}
     assert found["evener_throttled_ratio"]["gpu-1"] == 0.12
-    one = next(each for family in parse_plain(text) for each in family.samples if each.name == "DCGM_FI_DEV_GPU_TEMP")
+    one = next(
+        each
+        for family in parse_plain(text)
+        for each in family.samples
+        if each.name == "DCGM_FI_DEV_GPU_TEMP"
+    )
     assert one.labels == {
-        "gpu": "0", "UUID": "gpu-0", "device": "nvidia0", "modelName": "NVIDIA H200", "Hostname": "node7",
-    }  # fmt: skip
+        "gpu": "0",
+        "UUID": "gpu-0",
+        "device": "nvidia0",
+        "modelName": "NVIDIA H200",
+        "Hostname": "node7",
+    }
 
 
 def test_a_figure_that_isnt_current_has_no_sample(script: Any) -> None:
@@ -120,18 +162,27 @@ def test_each_rank_of_a_training_has_its_own_work_waiting_and_share(script: Any)
     assert ranks["evener_plan_samples_per_second"] == {"0": 2000}
     assert ranks["evener_tokens_per_second"] == {"1": 3e4}
     assert ranks["evener_steps_total"] == {"0": 7, "1": 7, "": 3}
-    assert set(_by_label(text, "workload")["evener_samples_per_second"]) == {'odd "name"\\', "bert", "mnist"}
+    assert set(_by_label(text, "workload")["evener_samples_per_second"]) == {
+        'odd "name"\\',
+        "bert",
+        "mnist",
+    }
 
 
 def test_ranks_on_other_hosts_carry_their_names(script: Any) -> None:
     """Two processes without an id may have one pid on two hosts: both are there."""
     here = Training(**msgspec.structs.asdict(RANKS[1]) | {"training": "", "rank": -1}, pid=50)
     there = msgspec.structs.replace(
-        here, devices=(msgspec.structs.replace(here.devices[0], host="10.0.0.2"),), samples_per_second=5.0
+        here,
+        devices=(msgspec.structs.replace(here.devices[0], host="10.0.0.2"),),
+        samples_per_second=5.0,
     )
     families = metric_families(script.snapshot(reports=(here, there)))
     (speeds,) = (family for family in families if family.name == "evener_samples_per_second")
-    assert {each.labels["Hostname"]: each.value for each in speeds.samples} == {"node7": 700.0, "10.0.0.2": 5.0}
+    assert {each.labels["Hostname"]: each.value for each in speeds.samples} == {
+        "node7": 700.0,
+        "10.0.0.2": 5.0,
+    }
 
 
 def _ask(port: int, host: str = "", path: str = "/metrics") -> tuple[int, str]:
@@ -157,11 +208,20 @@ def test_the_server_gives_the_newest_reading_to_this_machine_alone(
             assert status == 200
             assert _by_label(text, "UUID")["DCGM_FI_DEV_POWER_USAGE"] == {"gpu-0": watts}
             assert _by_label(text, "training")["evener_samples_per_second"].keys() == {"t1", "52"}
-        for host in ("evil.example", f"evil.example:{address.port}", "127.0.0.1.evil.example", "[::1", "10.0.0.1"):
+        for host in (
+            "evil.example",
+            f"evil.example:{address.port}",
+            "127.0.0.1.evil.example",
+            "[::1",
+            "10.0.0.1",
+        ):
             assert _ask(address.port, host)[0] == 403, host
         for host in (f"localhost:{address.port}", "127.0.0.1", "[::1]:9401"):
             assert _ask(address.port, host)[0] == 200, host
-        with pytest.raises(RequestError, match=r"can't be served.*in use"), serving_metrics(address, lambda: None):
+        with (
+            pytest.raises(RequestError, match=r"can't be served.*in use"),
+            serving_metrics(address, lambda: None),
+        ):
             pass
     with pytest.raises(ConnectionRefusedError):
         _ask(address.port)
@@ -170,9 +230,13 @@ def test_the_server_gives_the_newest_reading_to_this_machine_alone(
 @pytest.mark.parametrize(
     "address", ["9401", "gpu7:9401", "127.0.0.1", "127.0.0.1:70000", "a@127.0.0.1:1", "[::1:2", ""]
 )
-def test_what_is_no_address_is_one_sentence(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_address_is_one_sentence(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["monitor", "-d", "sim:gtx1080", f"--metrics={address}"]) == 2
-    assert re.fullmatch(r"evener: --metrics .* is not an address\. Give .*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"evener: --metrics .* is not an address\. Give .*\n", capsys.readouterr().err
+    )
 
 
 def test_others_are_served_only_if_that_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,11 +262,16 @@ def test_without_the_extra_it_says_what_to_install(
 
 
 def test_the_dashboard_asks_for_metrics_that_are_served(script: Any) -> None:
-    served = {each.name for family in parse_plain(generate_latest(_registry(script.snapshot())).decode())
-              for each in family.samples}  # fmt: skip
+    served = {
+        each.name
+        for family in parse_plain(generate_latest(_registry(script.snapshot())).decode())
+        for each in family.samples
+    }
     panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel["targets"]]
-    named = {name for expression in asked for name in re.findall(r"\b(?:DCGM_FI|evener)_\w+", expression)}
+    named = {
+        name for expression in asked for name in re.findall(r"\b(?:DCGM_FI|evener)_\w+", expression)
+    }
     assert len(panels) >= 8
     assert len(named) >= 10
     unknown = named - served
@@ -211,11 +280,24 @@ def test_the_dashboard_asks_for_metrics_that_are_served(script: Any) -> None:
 
 @pytest.mark.parametrize("on_terminal", [False, True])
 def test_metrics_are_served_while_the_monitor_runs(on_terminal: bool) -> None:
-    command = [sys.executable, "-m", "evener", "monitor", "-d", "sim:gtx1080", "--metrics", "127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "evener",
+        "monitor",
+        "-d",
+        "sim:gtx1080",
+        "--metrics",
+        "127.0.0.1:0",
+    ]
     primary, secondary = os.openpty()
     stream = secondary if on_terminal else subprocess.DEVNULL
     with subprocess.Popen(
-        command, stdin=stream, stdout=stream, stderr=subprocess.PIPE, env=os.environ | {"TERM": "xterm-256color"}
+        command,
+        stdin=stream,
+        stdout=stream,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm-256color"},
     ) as child:
         os.close(secondary)
         draining = threading.Thread(target=_drain, args=(primary,), daemon=True)

@@ -1,4 +1,6 @@
-"""What isn't a request, sent to the metrics and to the app in a browser: an answer or none, and nothing is printed."""
+"""What isn't a request, sent to the metrics and to the app in a browser: an answer or none, and
+nothing is printed.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,19 @@ ODD = {
 
 def send(port: int, data: bytes) -> bytes:
     """The first bytes of the answer, or of the end."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client, suppress(ConnectionError):
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as client,
+        suppress(ConnectionError),
+    ):
         client.sendall(data)
         return client.recv(12)
     return b""
 
 
 def test_metrics(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also a client that connects and says nothing, or half of a request, until its time is over."""
+    """Also a client that connects and says nothing, or half of a request, until its time is
+    over.
+    """
     pytest.importorskip("prometheus_client")
     from evener.devices.network import Address
     from evener.tui.serve import metrics
@@ -51,7 +58,9 @@ def test_the_app_in_a_browser() -> None:
     """Also a websocket that isn't one."""
     pytest.importorskip("textual_serve")
     words = [sys.executable, "-m", "evener", "--web", "--devices", "sim:gtx1080"]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         found = re.search(r":(\d+)(/[\w-]+/)", process.stderr.readline())
         assert found
@@ -59,7 +68,10 @@ def test_the_app_in_a_browser() -> None:
         own = f"Host: 127.0.0.1:{port}\r\nOrigin: http://127.0.0.1:{port}\r\n\r\n"
         for data in (
             *ODD.values(),
-            *(f"GET {root}{path} HTTP/1.1\r\n{own}".encode() for path in ("ws", "static/" + "a" * 3000)),
+            *(
+                f"GET {root}{path} HTTP/1.1\r\n{own}".encode()
+                for path in ("ws", "static/" + "a" * 3000)
+            ),
         ):
             send(port, data)
         process.send_signal(signal.SIGTERM)

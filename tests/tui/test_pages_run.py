@@ -1,4 +1,6 @@
-"""Commands of the pages that need no hardware are run as they stand, and print what stands below them."""
+"""Commands of the pages that need no hardware are run as they stand, and print what stands below
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from evener.tui.cli.main import run
 REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-CHEAP = re.compile(r"evener (balance|compare|probe|devices|monitor|replay|demo)\b.*(sim:|\.jsonl|--plain)")
+CHEAP = re.compile(
+    r"evener (balance|compare|probe|devices|monitor|replay|demo)\b.*(sim:|\.jsonl|--plain)"
+)
 ASKS = re.compile(r"train\.py|machine\.toml|--web")  # for what isn't here
 
 
 def _runs() -> Iterator[tuple[str, str, str]]:
-    """(page, command, the console block that follows or nothing) of each command that is simulated or recorded."""
+    """(page, command, the console block that follows or nothing) of each command that is simulated
+    or recorded.
+    """
     for page in PAGES:
         blocks = BLOCK.findall(page.read_text())
         for place, (kind, block) in enumerate(blocks):
@@ -41,12 +47,16 @@ def test_there_are_commands_to_run() -> None:
     assert sum(bool(shown) for _, _, shown in RUNS) >= 4
 
 
-@pytest.mark.parametrize(("page", "command", "shown"), RUNS, ids=[f"{page}: {command}" for page, command, _ in RUNS])
+@pytest.mark.parametrize(
+    ("page", "command", "shown"), RUNS, ids=[f"{page}: {command}" for page, command, _ in RUNS]
+)
 @pytest.mark.usefixtures("own_folder")
 def test_a_command_of_a_page_runs(
     page: str, command: str, shown: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a checkout. Of what it prints, the page has titles and sentences; figures may move with the search."""
+    """From a checkout. Of what it prints, the page has titles and sentences; figures may move with
+    the search.
+    """
     for name in re.findall(r"(?:docs|tests)/\S+\.(?:toml|jsonl)", command):
         (own_folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, own_folder / name)

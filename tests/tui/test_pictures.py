@@ -1,4 +1,6 @@
-"""A few pictures of whole screens, where every cell counts; drawn only with the versions that they were made with."""
+"""A few pictures of whole screens, where every cell counts; drawn only with the versions that they
+were made with.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,25 @@ async def _drawn(pilot: Pilot[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("count", "size", "theme"),
-    [(8, (80, 24), "dark"), (2, (120, 40), "light"), (16, (200, 60), "dark"), (16, (80, 24), "dark")],
+    [
+        (8, (80, 24), "dark"),
+        (2, (120, 40), "light"),
+        (16, (200, 60), "dark"),
+        (16, (80, 24), "dark"),
+    ],
     ids=["eight-80x24", "two-120x40-light", "sixteen-200x60", "sixteen-80x24"],
 )
 def test_the_monitor_looks_as_it_did(
-    snap_compare: Callable[..., bool], app_of: Any, script: Any, count: int, size: tuple[int, int], theme: str
+    snap_compare: Callable[..., bool],
+    app_of: Any,
+    script: Any,
+    count: int,
+    size: tuple[int, int],
+    theme: str,
 ) -> None:
-    assert snap_compare(app_of(script.snapshot(count), theme=theme), terminal_size=size, run_before=_drawn)
+    assert snap_compare(
+        app_of(script.snapshot(count), theme=theme), terminal_size=size, run_before=_drawn
+    )
 
 
 def test_a_verdict_looks_as_it_did(

@@ -1,4 +1,6 @@
-"""`evener replay`: journals from anywhere, played in the app and as lines; what is no journal is refused."""
+"""`evener replay`: journals from anywhere, played in the app and as lines; what is no journal is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_every_recorded_run_is_played_to_its_verdict(capsys: pytest.CaptureFixtu
         assert ended.verdict.split()[0] in capsys.readouterr().out, path.name
 
 
-@pytest.mark.parametrize("name", ["h200x2-torch_maxer-60percent-4096", "h200x2-torch_llama-texts-256"])
+@pytest.mark.parametrize(
+    "name", ["h200x2-torch_maxer-60percent-4096", "h200x2-torch_llama-texts-256"]
+)
 async def test_a_journal_opens_in_the_app_and_goes_back_to_the_runs(app_of: Any, name: str) -> None:
     """One of schema 1, and one of rows of unequal length."""
     record = journal.read(RECORDED / f"{name}.jsonl", foreign=True)
@@ -51,7 +55,9 @@ def test_a_run_is_played_by_its_name(capsys: pytest.CaptureFixture[str]) -> None
     assert run(["replay", "last"]) == 0
     played = capsys.readouterr()
     assert played.out == searched.out
-    assert played.err.splitlines() == [line for line in searched.err.splitlines() if not line.startswith("evener:")]
+    assert played.err.splitlines() == [
+        line for line in searched.err.splitlines() if not line.startswith("evener:")
+    ]
 
 
 def test_a_journal_that_others_may_write_is_played_and_what_is_none_refused(

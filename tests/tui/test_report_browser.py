@@ -1,4 +1,6 @@
-"""The report's page in a real browser: nothing is fetched, nothing is complained of, all is there and can be read."""
+"""The report's page in a real browser: nothing is fetched, nothing is complained of, all is there
+and can be read.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,22 @@ SCRIPT = """(() => {
     figures: [...document.querySelectorAll('figure svg')].map(node => node.getBoundingClientRect().height),
     rows: [...document.querySelectorAll('table')].map(node => node.rows.length),
     wide: document.documentElement.scrollWidth - document.documentElement.clientWidth});
-})()"""
+})()"""  # noqa: E501
 
 
 def _open(chromium: Chromium, page: Path, scheme: str, width: int) -> Any:
     """The page as `scheme`, laid out, and what the script finds in it."""
     chromium.events.clear()
-    chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    chromium.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    chromium.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+    )
+    chromium.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=900,
+        deviceScaleFactor=1,
+        mobile=False,
+    )
     chromium.navigate(page.as_uri())
     return json.loads(chromium.evaluate(SCRIPT))
 
@@ -72,12 +82,22 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 420])
-def test_the_page_reads_well_and_asks_for_nothing(browser: Chromium, page: Path, scheme: str, width: int) -> None:
+def test_the_page_reads_well_and_asks_for_nothing(
+    browser: Chromium, page: Path, scheme: str, width: int
+) -> None:
     """In a wide and a narrow window, as the reader likes it."""
     seen = _open(browser, page, scheme, width)
-    asked = [event["params"]["request"]["url"] for event in browser.events if "requestWillBeSent" in event["method"]]
+    asked = [
+        event["params"]["request"]["url"]
+        for event in browser.events
+        if "requestWillBeSent" in event["method"]
+    ]
     assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
-    printed = [event for event in browser.events if event["method"] in ("Log.entryAdded", "Runtime.consoleAPICalled")]
+    printed = [
+        event
+        for event in browser.events
+        if event["method"] in ("Log.entryAdded", "Runtime.consoleAPICalled")
+    ]
     assert printed == []
     assert (int(seen["paper"].split("(")[1].split(",")[0]) < 64) == (scheme == "dark")
     assert seen["texts"] > 60

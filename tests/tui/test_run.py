@@ -1,4 +1,6 @@
-"""`evener run`: unchanged programs, their commands, and what they learn under other shares than their own."""
+"""`evener run`: unchanged programs, their commands, and what they learn under other shares than
+their own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from tests.support.rank_server import RankServer
 torch = LazyModule("torch")
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM, TRAINER, ACCELERATED, LIGHTNING = (
-    str(ROOT / f"tests/support/{name}_program.py") for name in ("ddp", "trainer", "accelerated", "lightning")
+    str(ROOT / f"tests/support/{name}_program.py")
+    for name in ("ddp", "trainer", "accelerated", "lightning")
 )
 UNEVEN = """
 [[layout.share]]
@@ -41,7 +44,9 @@ SCRIPTS = "tests.support.script_ranks"
 
 
 def make_variables(folder: Path) -> dict[str, str]:
-    """The variables of `evener run` in a folder: this Python, this evener, and one thread a process."""
+    """The variables of `evener run` in a folder: this Python, this evener, and one thread a
+    process.
+    """
     return {
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
@@ -79,10 +84,11 @@ def test_an_unchanged_program_learns_the_same_by_other_shares(
 
 @pytest.fixture
 def train(trainer_ranks: Ranks, tmp_path: Path) -> Ranks:
-    """`train(script, imports, *words)`: what each rank saved, evenly and then by shares with evener run's hooks.
+    """`train(script, imports, *words)`: what each rank saved, evenly and then by shares with evener
+    run's hooks.
 
-    The ranks are forked from a process that has imported the library `imports`; the test above starts evener run
-    itself, which does the same for every program.
+    The ranks are forked from a process that has imported the library `imports`; the test above
+    starts evener run itself, which does the same for every program.
     """
     plan = tmp_path / "plan.toml"
     plan.write_text(UNEVEN)
@@ -110,7 +116,9 @@ def test_a_trainer_learns_the_same_by_other_shares(train: Ranks) -> None:
 def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(train: Ranks) -> None:
     evenly, by_shares = train(LIGHTNING, "lightning")
     assert "6+2 = 8 rows a step, by lightning.Trainer" in by_shares[0]["said"]
-    assert by_shares[0]["said"].count("it is a sum, not a mean over rows") == 1  # the second training
+    assert (
+        by_shares[0]["said"].count("it is a sum, not a mean over rows") == 1
+    )  # the second training
     for now, own, epoch in zip(by_shares, evenly, ([6] * 5 + [5], [2] * 5 + [1]), strict=True):
         assert now["rows"] == epoch * 3
         assert difference(now["weights"], own["weights"]) <= 1e-12
@@ -122,7 +130,14 @@ def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(train: Ran
 @pytest.mark.slow
 def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> None:
     for now, own, share in zip(*reversed(train(ACCELERATED, "accelerate")), (6, 2), strict=True):
-        assert now["rows"][:6] == [4, 4, 4, share, share, share]  # a step of two batches is looked at, one is fetched
+        assert now["rows"][:6] == [
+            4,
+            4,
+            4,
+            share,
+            share,
+            share,
+        ]  # a step of two batches is looked at, one is fetched
         assert difference(now["weights"], own["weights"]) <= 1e-12
         assert {name: now[name] for name in ("gathered", "correct", "rate")} == {
             name: own[name] for name in ("gathered", "correct", "rate")
@@ -135,7 +150,9 @@ def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> N
 def test_one_device_is_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evener", "run", "--devices", "cpu/1", "--", "true"]
     variables = {**os.environ, **make_variables(tmp_path)}
-    ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240
+    )
     assert not ended.returncode, ended.stderr
     assert "true starts on CPU:0, one device, so it has no shares to balance" in ended.stderr
 
@@ -146,7 +163,10 @@ def test_one_device_is_one_sentence(tmp_path: Path) -> None:
         ([], "No command is given"),
         (["nowhere-to-be-found"], "There is no command nowhere-to-be-found"),
         (["python", "nowhere.py"], "There is no script nowhere.py"),
-        (["torchrun", "--nproc-per-node", "2", "train.py", "--x", "1"], r"evener run -- train.py --x 1"),
+        (
+            ["torchrun", "--nproc-per-node", "2", "train.py", "--x", "1"],
+            r"evener run -- train.py --x 1",
+        ),
         (["python", "-m", "torch.distributed.run", "train.py"], "evener run -- train.py"),
     ],
 )
@@ -160,7 +180,11 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     options = ["-u", "-W", "ignore", "-Xdev", "-X", "utf8"]
-    for words in (["python", str(script), "-x"], [str(script), "-x"], ["python", *options, str(script), "-m", "x"]):
+    for words in (
+        ["python", str(script), "-x"],
+        [str(script), "-x"],
+        ["python", *options, str(script), "-m", "x"],
+    ):
         assert read_command(words).identity == str(script)
     assert read_command(["-m", "json.tool", "-h"]).identity == "-m json.tool"
     assert read_command(["true"]).name == "true"
@@ -170,7 +194,9 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
 def test_the_trainer_of_a_program_is_what_it_would_train(trainer_ranks: Ranks) -> None:
     """As --balance measures it: the program makes it, and ends where it would train."""
     skip_without("transformers")
-    found = trainer_ranks(f"{SCRIPTS}.save_captured_trainer", TRAINER, imports="transformers.trainer")
+    found = trainer_ranks(
+        f"{SCRIPTS}.save_captured_trainer", TRAINER, imports="transformers.trainer"
+    )
     assert found == [["Trainer", 0]]
 
 
@@ -218,7 +244,9 @@ def test_a_module_for_tensorflow_alone_is_refused_as_a_script_is(
 
 
 @two_cores
-def test_a_plan_is_measured_by_build_else_by_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_is_measured_by_build_else_by_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     started: list[list[str]] = []
     plan, script = UNEVEN, tmp_path / "train.py"
 
@@ -228,7 +256,10 @@ def test_a_plan_is_measured_by_build_else_by_the_trainer(monkeypatch: pytest.Mon
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(subprocess, "run", start)
-    for text, entry in (("def build(): ...", f"{script}:build"), ("", "evener.program.trainers:build")):
+    for text, entry in (
+        ("def build(): ...", f"{script}:build"),
+        ("", "evener.program.trainers:build"),
+    ):
         script.write_text(text)
         measured = measure_plan(read_command([str(script), "-x"]), "cpu/2", tmp_path / "plan.toml")
         assert measured is not None
@@ -250,6 +281,8 @@ def test_the_last_shares_are_taken_again() -> None:
 
 @two_cores
 def test_a_limit_that_would_not_hold_is_refused() -> None:
-    """A training would go on as fast as without it, and its shares say the opposite of what was asked for."""
+    """A training would go on as fast as without it, and its shares say the opposite of what was
+    asked for.
+    """
     with pytest.raises(RequestError, match="isn't held to a limit: CPU:1 @60%"):
         choose_plan(None, "cpu:0,cpu:1@60%", "train.py")

@@ -1,4 +1,6 @@
-"""The app on a real terminal: it comes up, ends cleanly whichever way it ends, and leaves nothing behind."""
+"""The app on a real terminal: it comes up, ends cleanly whichever way it ends, and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ import pytest
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
 RUN = "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))"
-SYNTHETIC = "from evener.workloads import registry; registry.default_name = lambda *_: 'synthetic'; "  # in the form
+# in the form
+SYNTHETIC = (
+    "from evener.workloads import registry; registry.default_name = lambda *_: 'synthetic'; "
+)
 BREAK = """
 import sys
 from evener.tui.start import run_app
@@ -120,10 +125,16 @@ def terminal(tmp_path: Path) -> Iterator[Open]:
 def test_the_app_leaves_the_terminal_as_it_was_wherever_stderr_goes(
     terminal: Open, tmp_path: Path, redirect: str
 ) -> None:
-    """Textual draws on stderr; a log file must not get the screen, and what is printed there must reach it."""
+    """Textual draws on stderr; a log file must not get the screen, and what is printed there must
+    reach it.
+    """
     log = tmp_path / "err.log"
-    code = "import sys; from evener.tui.cli.main import main; code = main(['-d', 'sim:gtx1080ti']); "
-    one = terminal(f"{code}print('after', file=sys.stderr); sys.exit(code)", redirect.format(file=log))
+    code = (
+        "import sys; from evener.tui.cli.main import main; code = main(['-d', 'sim:gtx1080ti']); "
+    )
+    one = terminal(
+        f"{code}print('after', file=sys.stderr); sys.exit(code)", redirect.format(file=log)
+    )
     one.read_until(b"GTX 1080 Ti")
     one.press(b"q")
     assert one.wait() == 0
@@ -133,7 +144,9 @@ def test_the_app_leaves_the_terminal_as_it_was_wherever_stderr_goes(
 
 
 def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open) -> None:
-    """The app has a session of its own here, so that nobody tells it; its writer would wait for ever."""
+    """The app has a session of its own here, so that nobody tells it; its writer would wait for
+    ever.
+    """
     one = terminal(RUN.format(devices="cpu"))
     one.read_until(b"Monitor")
     os.close(one.primary)
@@ -142,7 +155,9 @@ def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open) -> N
 
 
 def test_a_signal_to_go_on_as_the_app_ends_leaves_no_reader(terminal: Open) -> None:
-    """The kernel sends SIGCONT with SIGHUP: Textual then reads the terminal again, and a reader would never end."""
+    """The kernel sends SIGCONT with SIGHUP: Textual then reads the terminal again, and a reader
+    would never end.
+    """
     one = terminal(CONTINUED)
     one.read_until(b"GTX 1080 Ti")
     one.press(b"q")

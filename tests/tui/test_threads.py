@@ -103,7 +103,9 @@ def test_a_session_that_cannot_begin_ends_with_its_reason() -> None:
     assert (messages[0].fault, messages[0].remedy) == ("Nothing ran.", "Free memory.")
 
 
-def test_a_bug_in_a_session_ends_as_a_sentence_and_a_log(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_session_ends_as_a_sentence_and_a_log(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     messages: list[Any] = []
 
@@ -130,7 +132,9 @@ def test_a_replay_keeps_order_and_can_be_held_and_ended(events: Any) -> None:
     replay.unpause()
     _wait(lambda: messages and isinstance(messages[-1], SessionEnded))
     assert [message.event for message in messages[:-1]] == events
-    slow = SessionThread(lambda: RunReplay(events, speed=0.001, longest_gap_seconds=60.0), messages.append)
+    slow = SessionThread(
+        lambda: RunReplay(events, speed=0.001, longest_gap_seconds=60.0), messages.append
+    )
     slow.start()
     slow.close()
     assert isinstance(messages[-1], SessionEnded)

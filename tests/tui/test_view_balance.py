@@ -64,7 +64,11 @@ def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> 
     """820, 820 = 2 × 410, 820 = 2 × 273 + 274: what stands on both sides of = is the same."""
     whole, *passes = write_share(batch, micro).split(" = ")
     assert int(whole) == batch
-    terms = [[int(figure) for figure in term.split(" × ")] for term in "".join(passes).split(" + ") if term]
+    terms = [
+        [int(figure) for figure in term.split(" × ")]
+        for term in "".join(passes).split(" + ")
+        if term
+    ]
     assert sum(prod(term) for term in terms) == (batch if passes else 0)
     assert all(term[-1] <= micro for term in terms)
     assert bool(passes) == (batch > micro)
@@ -75,9 +79,16 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
     belief = Belief((CurveSketch(0, (), (), 410, 512),), "")
-    running = (ProbeProgress(Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0),)
+    running = (
+        ProbeProgress(
+            Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0
+        ),
+    )
     state = SessionState(
-        devices=("GPU:0", "GPU:1"), seen=(ObservationEntry(wall, 1.0),), belief=belief, running=running
+        devices=("GPU:0", "GPU:1"),
+        seen=(ObservationEntry(wall, 1.0),),
+        belief=belief,
+        running=running,
     )
     state = msgspec.structs.replace(state, best=Result(split, Interval(100.0, 99.0, 101.0), 2))
     assert memory_wall(state, 0) == 512
@@ -131,7 +142,10 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     assert fastest.probe.layout.shares == (1024, 0)
     assert memory_wall(state, 0) == 1310
     assert memory_wall(state, 1) is None
-    assert [(curve.device, curve.wall, len(curve.measured)) for curve in curves(state)] == [(0, 1310, 2), (1, None, 1)]
+    assert [(curve.device, curve.wall, len(curve.measured)) for curve in curves(state)] == [
+        (0, 1310, 2),
+        (1, None, 1),
+    ]
     lanes = _text(lane_lines(state, 118, 9)[0])
     assert "1 346 at 1024" in lanes
     assert "~1179 fits, 1310 not" in lanes, "1179 is a prediction: 1024 was the largest that ran"
@@ -142,9 +156,13 @@ def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
     state = _after(events)
     assert state.belief is not None
     sketch = msgspec.structs.replace(state.belief.curves[0], largest_batch=1024)
-    known = msgspec.structs.replace(state, belief=msgspec.structs.replace(state.belief, curves=(sketch,)))
+    known = msgspec.structs.replace(
+        state, belief=msgspec.structs.replace(state.belief, curves=(sketch,))
+    )
     assert " 1024 fits, 1310 not" in _text(lane_lines(known, 118, 9)[0])
-    assert [(largest_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)] == [
+    assert [
+        (largest_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)
+    ] == [
         (1024, 1024),
         (710, 64),
     ]
@@ -199,7 +217,8 @@ def test_a_running_split_over_many_devices_is_shown_by_its_sum(events: Any) -> N
     devices = tuple(f"SIM:{place}" for place in range(16))
     best = Result(layout_of((700,) * 16), Interval(100.0, 99.0, 101.0), 1)
     trying = advance(
-        SessionState(devices=devices, best=best), ProbeStarted(Probe(layout_of((694,) * 16), "race", 1.0), 1.0)
+        SessionState(devices=devices, best=best),
+        ProbeStarted(Probe(layout_of((694,) * 16), "race", 1.0), 1.0),
     )
     assert "now 11104 over 16 devices" in _text(share_lines(trying, 60, 9))
     assert "694 + 694 = 11104" in _text(share_lines(trying, 200, 9))
@@ -209,7 +228,9 @@ def test_of_many_devices_as_many_are_named_as_fit_with_the_figure(events: Any) -
     devices = tuple(f"SIM:{place}" for place in range(16))
     wide = Probe(layout_of((1000,) * 16), "split", 1.0)
     seen = msgspec.structs.replace(events[3].seen, probe=wide, step_seconds=16_000 / 28_488)
-    state = advance(SessionState(devices=devices, names=devices), msgspec.structs.replace(events[3], seen=seen))
+    state = advance(
+        SessionState(devices=devices, names=devices), msgspec.structs.replace(events[3], seen=seen)
+    )
     for width, named in ((64, 1), (80, 2), (120, 5), (200, 5)):
         row = next(line.text for line in search_lines(state, width, 8) if "] and" in line.text)
         assert f" and {16 - named} more: 28 488 samples/s" in row
@@ -226,19 +247,28 @@ def test_a_measurement_s_words_that_are_cut_say_so(events: Any) -> None:
 
 
 def test_a_fault_stands_in_place_of_the_verdict(events: Any) -> None:
-    state = msgspec.structs.replace(_after(events, 4), ended=True, fault="No layout ran.", remedy="Free memory.")
+    state = msgspec.structs.replace(
+        _after(events, 4), ended=True, fault="No layout ran.", remedy="Free memory."
+    )
     assert "No layout ran. Free memory." in _text(search_lines(state, 100, 8))
     long = msgspec.structs.replace(
         state, fault="CPU:0 failed with 8 samples, building: train.py:2: no such model. " * 4
     )
-    assert "Free memory." in _text(search_lines(long, 80, 6)), "the remedy is the last of a long story"
+    assert "Free memory." in _text(search_lines(long, 80, 6)), (
+        "the remedy is the last of a long story"
+    )
 
 
 def test_the_verdict_on_many_devices_is_shown_whole(events: Any) -> None:
     state = _after(events, len(events))
     assert state.finished is not None
-    verdict = f"Split over {', '.join(f'SIM:{place}' for place in range(40))}: 28 % faster than the even split."
-    state = msgspec.structs.replace(state, finished=msgspec.structs.replace(state.finished, verdict=verdict))
+    verdict = (
+        f"Split over {', '.join(f'SIM:{place}' for place in range(40))}: 28 % faster than "
+        f"the even split."
+    )
+    state = msgspec.structs.replace(
+        state, finished=msgspec.structs.replace(state.finished, verdict=verdict)
+    )
     assert "28 % faster than the even split." in " ".join(_text(search_lines(state, 78, 9)).split())
 
 
@@ -269,7 +299,9 @@ def test_a_wide_interval_leaves_a_blank_before_the_bar(events: Any) -> None:
     assert state.finished is not None
     wide = msgspec.structs.replace(state.finished.plan.throughput, low=1700.0, high=2554.0)
     plan = msgspec.structs.replace(state.finished.plan, throughput=wide)
-    state = msgspec.structs.replace(state, finished=msgspec.structs.replace(state.finished, plan=plan))
+    state = msgspec.structs.replace(
+        state, finished=msgspec.structs.replace(state.finished, plan=plan)
+    )
     assert "±20 %  ━" in rival_lines(state, 120, 0)[0].text
 
 
@@ -316,13 +348,17 @@ def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -
 
 
 def test_a_search_that_failed_has_done_nothing(events: Any) -> None:
-    state = msgspec.structs.replace(_after(events, 1), ended=True, fault="No layout could be measured.")
+    state = msgspec.structs.replace(
+        _after(events, 1), ended=True, fault="No layout could be measured."
+    )
     shown = _text(lane_lines(state, 120, 4)[0])
     assert "done" not in shown
     assert shown.count("✗ failed") == 2
 
 
-def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(events: Any, script: Any) -> None:
+def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(
+    events: Any, script: Any
+) -> None:
     before = _after(events, 9)
     state = first_state([script.device(0), script.device(1)], "keras_maxer", kept=before.seen)
     assert "6 probes, 1 out of memory" in _text(search_lines(state, 100, 10))
@@ -341,7 +377,9 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
 @pytest.mark.parametrize("width", [*range(48, 70), 80])
 def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     """A gain of three figures is wider than most: 1734 samples must not become 173."""
-    rival = RivalRate("best single device", Interval(2314.0, 2294.0, 2334.0), (1734, 0, 0, 0), "SIM:0")
+    rival = RivalRate(
+        "best single device", Interval(2314.0, 2294.0, 2334.0), (1734, 0, 0, 0), "SIM:0"
+    )
     best = RivalRate("best so far", Interval(5613.0, 5591.0, 5635.0), (1472, 1193, 617, 590))
     row = balance_lines._rival_line(rival, best, width, ()).text.rstrip()
     assert "+142.6 %" in row

@@ -25,10 +25,21 @@ from evener.tui.view.cells import (
     whole_lines,
     wrap,
 )
-from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, reading_text, short, short_bytes, whole
+from evener.tui.view.charts import (
+    axis_ticks,
+    bar,
+    graph,
+    nice_ceiling,
+    reading_text,
+    short,
+    short_bytes,
+    whole,
+)
 from evener.tui.view.table import Column, Grid, window
 
-TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Mn", "Me", "Cf"]), max_size=40)
+TEXTS = st.text(
+    alphabet=st.characters(exclude_categories=["Cs", "Cc", "Mn", "Me", "Cf"]), max_size=40
+)
 
 
 @given(TEXTS, st.integers(0, 40))
@@ -65,8 +76,13 @@ def test_wrapped_text_keeps_to_its_box(text: str, width: int, most: int) -> None
 
 @pytest.mark.parametrize("width", range(12, 60))
 def test_no_line_ends_within_a_figure(width: int) -> None:
-    """Thousands, the per cent sign and the interval stay with their number, on the screen and in a terminal."""
-    text = "Split over GPU:0 and GPU:1: 1 232 165 samples/s ± 0.7 %, 20 % faster than 827 + 572 samples alone."
+    """Thousands, the per cent sign and the interval stay with their number, on the screen and in a
+    terminal.
+    """
+    text = (
+        "Split over GPU:0 and GPU:1: 1 232 165 samples/s ± 0.7 %, 20 % faster than 827 + "
+        "572 samples alone."
+    )
     for rows in (wrap(text, width, 99), folded(text, width)):
         assert " ".join(rows) == text
         assert sum("1 232 165" in row for row in rows) == sum("± 0.7 %" in row for row in rows) == 1
@@ -173,7 +189,9 @@ def test_every_sign_has_an_ascii_one_in_one_cell() -> None:
 def test_no_ascii_filling_is_a_sign_of_arithmetic_or_another_mark() -> None:
     fills = set(to_ascii(Mark.FILLS))
     assert not fills & set("+-=*x%")
-    assert not fills & set(to_ascii(Mark.RUNNING + Mark.WAITING + Mark.DONE + Mark.FAILED + Mark.NONE + "…"))
+    assert not fills & set(
+        to_ascii(Mark.RUNNING + Mark.WAITING + Mark.DONE + Mark.FAILED + Mark.NONE + "…")
+    )
     assert len(fills) == len(Mark.FILLS)
 
 
@@ -183,17 +201,29 @@ def test_a_reading_without_a_value_yet_is_not_lost() -> None:
     assert reading_text(Reading(State.LOST), whole, 6) == ("lost", False)
 
 
-_SPANS = st.builds(Span, st.text(" ab", max_size=4), st.sampled_from(["text", "bad"]), st.sampled_from(["", "click"]))
+_SPANS = st.builds(
+    Span,
+    st.text(" ab", max_size=4),
+    st.sampled_from(["text", "bad"]),
+    st.sampled_from(["", "click"]),
+)
 
 
 @given(st.lists(_SPANS, max_size=12))
 def test_spans_of_one_tone_join_and_what_can_be_clicked_stays_apart(spans: list[Span]) -> None:
     joined = [Span(*part) for part in join_spans(spans)]
-    assert [sign for sign in _signs(joined) if sign[0] != " "] == [sign for sign in _signs(spans) if sign[0] != " "]
+    assert [sign for sign in _signs(joined) if sign[0] != " "] == [
+        sign for sign in _signs(spans) if sign[0] != " "
+    ]
     assert "".join(span.text for span in joined) == "".join(span.text for span in spans)
-    assert [span for span in joined if span.action] == [span for span in spans if span.action and span.text]
+    assert [span for span in joined if span.action] == [
+        span for span in spans if span.action and span.text
+    ]
     assert all(span.text for span in joined)
-    assert all(one.tone != next_one.tone or one.action or next_one.action for one, next_one in pairwise(joined))
+    assert all(
+        one.tone != next_one.tone or one.action or next_one.action
+        for one, next_one in pairwise(joined)
+    )
 
 
 def _signs(spans: Iterable[Span]) -> list[tuple[str, str, str]]:
@@ -201,9 +231,13 @@ def _signs(spans: Iterable[Span]) -> list[tuple[str, str, str]]:
 
 
 def test_columns_grow_in_turns_while_they_fit() -> None:
-    """Each takes its second width before any takes its third; then the rest goes to the last one with a limit."""
+    """Each takes its second width before any takes its third; then the rest goes to the last one
+    with a limit.
+    """
     steps = {"a": (3, 3, 9), "b": (3, 6), "c": (3,)}
-    grid: Grid[int] = Grid(tuple(Column(key, (key,), widths, lambda *_: (), most=5) for key, widths in steps.items()))
+    grid: Grid[int] = Grid(
+        tuple(Column(key, (key,), widths, lambda *_: (), most=5) for key, widths in steps.items())
+    )
     assert grid.widths(12, ()) == {"a": 3, "b": 3, "c": 3}
     assert grid.widths(15, ()) == {"a": 3, "b": 6, "c": 3}
     assert grid.widths(18, ()) == {"a": 4, "b": 6, "c": 5}

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.devices.types import DENIED, LOST, UNSUPPORTED, Device, DeviceSample, Reading, State, value
+from evener.devices.types import (
+    DENIED,
+    LOST,
+    UNSUPPORTED,
+    Device,
+    DeviceSample,
+    Reading,
+    State,
+    value,
+)
 from evener.tui.cli.monitor import snapshot_text
 from evener.tui.view.cells import span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DEVICES, DeviceRow, reason_letters, short_name
@@ -17,7 +26,11 @@ from evener.tui.view.monitor import arrange, device_details, graph_lines, host_l
 from evener.tui.view.table import Position
 from tests.support.tables import device_lines
 
-READINGS = [field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading)]
+READINGS = [
+    field.name
+    for field in msgspec.structs.fields(DeviceSample)
+    if isinstance(field.default, Reading)
+]
 STATES = st.one_of(
     st.just(UNSUPPORTED),
     st.just(DENIED),
@@ -89,14 +102,18 @@ def test_a_missing_value_is_never_a_zero() -> None:
 def test_what_no_device_reports_has_no_column_and_the_others_its_room(script: Any) -> None:
     """One device that may report it, or did, is enough; on a CPU slice, eight columns go."""
     full, bare = script.sample(0), DeviceSample(device=script.device(1))
-    cores = msgspec.structs.replace(bare, utilization_percent=value(97), memory_used_bytes=value(2**30))
+    cores = msgspec.structs.replace(
+        bare, utilization_percent=value(97), memory_used_bytes=value(2**30)
+    )
 
     def head(*samples: DeviceSample) -> list[str]:
         return device_lines([DeviceRow(each) for each in samples], 160, 5)[0][0].text.split()
 
     assert head(cores) == ["device", "name", "utilisation", "memory", "samples/s", "history"]
     assert head(full) == head(cores, full) == head(full, cores)
-    assert {"SM", "tensor", "DRAM", "temp", "power", "clock", "throttled,", "links"} <= set(head(full))
+    assert {"SM", "tensor", "DRAM", "temp", "power", "clock", "throttled,", "links"} <= set(
+        head(full)
+    )
     assert "temp" in head(msgspec.structs.replace(cores, temperature_celsius=DENIED))
     narrow = device_lines([DeviceRow(cores)], 80, 5)[0]
     assert "samples/s" in narrow[0].text
@@ -143,7 +160,9 @@ def test_reasons_become_letters() -> None:
 
 
 @given(st.integers(1, 300), st.integers(0, 100), st.sampled_from([0, 2]), st.integers(0, 64))
-def test_panels_never_take_more_rows_than_there_are(width: int, height: int, frame: int, devices: int) -> None:
+def test_panels_never_take_more_rows_than_there_are(
+    width: int, height: int, frame: int, devices: int
+) -> None:
     listed, graphs, processes = arrange(width, height, frame, devices).values()
     assert listed + graphs + processes <= max(1, height)
     assert min(listed, 1 + graphs, 1 + processes) >= 1
@@ -172,7 +191,9 @@ def test_graphs_leave_out_what_a_device_does_not_tell(script: Any) -> None:
 
 
 def test_a_graph_of_nothing_gives_way_to_one_that_shows_something(script: Any) -> None:
-    """Where no training tells its samples/s, the temperature is drawn instead; an empty axis has no top."""
+    """Where no training tells its samples/s, the temperature is drawn instead; an empty axis has no
+    top.
+    """
 
     def history(_device: str, metric: str, _newest: int) -> tuple[float | None, ...]:
         return (None, None) if metric == "samples_per_second" else (10.0, 20.0)

@@ -1,4 +1,6 @@
-"""A device's row in a search: its readings, its probe, and figures that are shortened but never cut."""
+"""A device's row in a search: its readings, its probe, and figures that are shortened but never
+cut.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,21 @@ def _full(events: Any) -> SessionState:
         events[3].seen, probe=Probe(solo(2, 0, 16384), "solo", 1.0), step_seconds=16384 / 158_012
     )
     belief = Belief((CurveSketch(0, (), (), 16384, 20480),), "Bisects.")
-    seen = (ObservationEntry(fast, 1.0), ObservationEntry(OutOfMemory(probe, (0,), "CUDA out of memory", 1.0), 2.0))
+    seen = (
+        ObservationEntry(fast, 1.0),
+        ObservationEntry(OutOfMemory(probe, (0,), "CUDA out of memory", 1.0), 2.0),
+    )
     return msgspec.structs.replace(state, seen=seen, belief=belief)
 
 
 @pytest.mark.parametrize("width", [79, 80, 99, 100, 118, 200])
-def test_utilisation_and_temperature_are_shown_with_the_probe(events: Any, script: Any, width: int) -> None:
-    state = advance(_full(events), ProbeProgress(Probe(solo(2, 1, 512), "solo", 1.0), "measuring", 910.0, 0.004, 3.0))
+def test_utilisation_and_temperature_are_shown_with_the_probe(
+    events: Any, script: Any, width: int
+) -> None:
+    state = advance(
+        _full(events),
+        ProbeProgress(Probe(solo(2, 1, 512), "solo", 1.0), "measuring", 910.0, 0.004, 3.0),
+    )
     head, first, second = _rows(state, width, (script.sample(0), script.sample(1)))
     assert "util" in head
     assert re.search(r"98( %)? +61", first)

@@ -1,4 +1,6 @@
-"""The process table sorts, filters and shows what programs call themselves without letting them steer the terminal."""
+"""The process table sorts, filters and shows what programs call themselves without letting them
+steer the terminal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from evener.tui.view.monitor import (
     process_rows,
     process_words,
 )
-from evener.tui.view.table import Order, Position, chosen_order, matches, sort_keys, sort_rows, table_lines
+from evener.tui.view.table import (
+    Order,
+    Position,
+    chosen_order,
+    matches,
+    sort_keys,
+    sort_rows,
+    table_lines,
+)
 
 
 def _shown(script: Any, samples: list[ProcessSample], width: int = 80) -> list[str]:
@@ -37,7 +47,12 @@ def test_every_column_sorts_and_unknown_figures_come_last(script: Any) -> None:
     ]
     found = process_rows(script.snapshot(processes=tuple(rows)))
     order = {
-        key: [row.sample.pid for row in sort_rows(PROCESS_COLUMNS, found, chosen_order(PROCESS_COLUMNS, key, Order()))]
+        key: [
+            row.sample.pid
+            for row in sort_rows(
+                PROCESS_COLUMNS, found, chosen_order(PROCESS_COLUMNS, key, Order())
+            )
+        ]
         for key in sort_keys(PROCESS_COLUMNS)
     }
     assert order["pid"] == [3, 2, 1]
@@ -48,13 +63,24 @@ def test_every_column_sorts_and_unknown_figures_come_last(script: Any) -> None:
 
 def test_the_same_column_again_reverses_the_order() -> None:
     first = chosen_order(PROCESS_COLUMNS, "time", Order("memory"))
-    assert (first.descending, chosen_order(PROCESS_COLUMNS, "time", first).descending) == (True, False)
+    assert (first.descending, chosen_order(PROCESS_COLUMNS, "time", first).descending) == (
+        True,
+        False,
+    )
     assert not chosen_order(PROCESS_COLUMNS, "user", first).descending
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, ""), (-3, ""), (7.9, "0:07"), (3599, "59:59"), (3600, "1h00"), (86399, "23h59"), (99.97 * 86400, "99d23h")],
+    [
+        (None, ""),
+        (-3, ""),
+        (7.9, "0:07"),
+        (3599, "59:59"),
+        (3600, "1h00"),
+        (86399, "23h59"),
+        (99.97 * 86400, "99d23h"),
+    ],
 )
 def test_a_run_time_takes_six_cells_at_most(seconds: float | None, text: str) -> None:
     assert run_time(seconds) == text
@@ -86,7 +112,9 @@ def test_titles_can_be_clicked(script: Any) -> None:
 
 def test_hostile_commands_and_users_are_harmless(script: Any) -> None:
     row = script.process(command="evil\x1b]0;owned\x07 \u202egnp", user="a\x1b[2Jb")
-    shown = "\n".join([*_shown(script, [row]), *(line.text for line in process_details(row, "now", 60))])
+    shown = "\n".join(
+        [*_shown(script, [row]), *(line.text for line in process_details(row, "now", 60))]
+    )
     assert "\x1b" not in shown
     assert "\x07" not in shown
     assert "\u202e" not in shown
@@ -95,7 +123,8 @@ def test_hostile_commands_and_users_are_harmless(script: Any) -> None:
 def test_tokens_and_padding_are_shown_where_rows_have_lengths(script: Any) -> None:
     texts = script.process(tokens_per_second=value(12_345), padding_percent=value(8.4))
     shown, other = (
-        " ".join(line.text for line in process_details(row, "now", 60)) for row in (texts, script.process())
+        " ".join(line.text for line in process_details(row, "now", 60))
+        for row in (texts, script.process())
     )
     assert re.search(r"12.345 tokens/s", shown)
     assert "8 % of the computed tokens" in shown

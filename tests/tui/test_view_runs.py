@@ -44,7 +44,9 @@ def test_a_run_is_shown_whole(width: int) -> None:
 def test_runs_are_sorted_and_filtered() -> None:
     """By what the table shows."""
     slow = replace(RUN, run="20261120-1", samples_per_second=9.0, workload="keras_gru")
-    failed = replace(RUN, run="20261122-1", state="failed", samples_per_second=None, trouble="RuntimeError: no")
+    failed = replace(
+        RUN, run="20261122-1", state="failed", samples_per_second=None, trouble="RuntimeError: no"
+    )
     found = (failed, RUN, slow)
 
     def shown(order: Order, words: str = "") -> list[str]:
@@ -60,7 +62,10 @@ def test_runs_are_sorted_and_filtered() -> None:
 def test_a_run_says_in_which_state_it_is(script: Any, plan: Any) -> None:
     """What failed says why, and nothing tells to finish it."""
     for changed, words in (
-        ({"state": "failed", "trouble": "RuntimeError: boom in train.py, line 3."}, "boom in train.py, line 3."),
+        (
+            {"state": "failed", "trouble": "RuntimeError: boom in train.py, line 3."},
+            "boom in train.py, line 3.",
+        ),
         ({"state": "running"}, "Running, after 0 measurements; there is no plan yet."),
         ({"state": "stopped"}, "Stopped after 0 measurements; there is no plan yet."),
     ):
@@ -80,9 +85,19 @@ def test_devices_of_several_kinds_keep_their_kinds() -> None:
 def _run(script: Any, plan: Any) -> StoredRun:
     devices = (script.device(0), script.device(1))
     header = Header(
-        "20261121-145431-fb1d", "2026-11-21T14:54:31Z", Request(), devices, "keras_maxer", "tensorflow", "1"
+        "20261121-145431-fb1d",
+        "2026-11-21T14:54:31Z",
+        Request(),
+        devices,
+        "keras_maxer",
+        "tensorflow",
+        "1",
     )
-    end = Finished(plan, (), "Split 820 and 568: 18 % faster than even.", False, 47.0) if plan else None
+    end = (
+        Finished(plan, (), "Split 820 and 568: 18 % faster than even.", False, 47.0)
+        if plan
+        else None
+    )
     return StoredRun(Record(header, (), 0), end, "finished" if plan else "stopped")
 
 
@@ -104,7 +119,9 @@ def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
     assert rows[1:] == [" Stopped after 0", " measurements; there is no", " plan yet."]
 
 
-@pytest.mark.parametrize(("width", "shown"), [(23, "keras_maxer (simulated)"), (16, "keras_maxer"), (8, "keras_m…")])
+@pytest.mark.parametrize(
+    ("width", "shown"), [(23, "keras_maxer (simulated)"), (16, "keras_maxer"), (8, "keras_m…")]
+)
 def test_a_workload_is_cut_only_where_its_own_name_has_no_room(width: int, shown: str) -> None:
     run = replace(RUN, workload="keras_maxer", devices=("SIM:0",))
     assert [span.text for span in runs._workload(run, width)] == [shown]

@@ -12,17 +12,32 @@ from evener.tui.view.table import Column, Grid, Position, table_lines, text_cell
 
 COLUMNS: tuple[Column[int], ...] = (
     Column("number", ("number",), (6,), text_cell(str)),
-    Column("word", ("a long title", "title"), (8, 9), text_cell(lambda row: f"row {row}"), "left", most=100),
+    Column(
+        "word",
+        ("a long title", "title"),
+        (8, 9),
+        text_cell(lambda row: f"row {row}"),
+        "left",
+        most=100,
+    ),
 )
 
 GRID = Grid(COLUMNS)
 
 
-@given(st.integers(0, 40), st.integers(1, 30), st.integers(0, 39), st.integers(0, 60), st.integers(20, 60))
+@given(
+    st.integers(0, 40),
+    st.integers(1, 30),
+    st.integers(0, 39),
+    st.integers(0, 60),
+    st.integers(20, 60),
+)
 def test_a_scrolled_table_is_full_and_counts_what_it_hides(
     count: int, height: int, cursor: int, top: int, width: int
 ) -> None:
-    """Whatever it was scrolled for before: the cursor is visible, and no row is empty while others are hidden."""
+    """Whatever it was scrolled for before: the cursor is visible, and no row is empty while others
+    are hidden.
+    """
     rows = range(count)
     position = Position(min(cursor, max(0, count - 1)), top)
     (head, *shown), first = table_lines(GRID, rows, width, height, position)

@@ -1,4 +1,6 @@
-"""Trainings as rows: ranks joined over processes, devices and hosts, what holds them up, and lines that fit."""
+"""Trainings as rows: ranks joined over processes, devices and hosts, what holds them up, and lines
+that fit.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.support.trainings import AT_SECONDS, make_ranks
 
 
 def _snapshot(script: Any, reports: Sequence[Training], **changed: Any) -> Snapshot:
-    snapshot: Snapshot = script.snapshot(processes=(), at_seconds=AT_SECONDS, reports=tuple(reports))
+    snapshot: Snapshot = script.snapshot(
+        processes=(), at_seconds=AT_SECONDS, reports=tuple(reports)
+    )
     quiet = [msgspec.structs.replace(each, throttled_percent=value(0)) for each in snapshot.devices]
     return msgspec.structs.replace(snapshot, **({"devices": tuple(quiet)} | changed))
 
@@ -52,7 +56,9 @@ def test_samples_per_joule_count_each_device_once_and_need_every_one(script: Any
     row = _only(script, make_ranks())
     assert row.watts == 640 + 631
     assert row.samples_per_joule == pytest.approx(row.samples_per_second / 1271)
-    assert "6.42 samples per joule, at 1271 W." in " ".join(line.text for line in training_lines(row, AT_SECONDS, 300))
+    assert "6.42 samples per joule, at 1271 W." in " ".join(
+        line.text for line in training_lines(row, AT_SECONDS, 300)
+    )
     dark = (script.sample(0), script.sample(1, power_watts=LOST))
     assert _only(script, make_ranks(), devices=dark).samples_per_joule == 0.0
 
@@ -61,7 +67,9 @@ def test_ranks_on_other_hosts_have_their_names_and_make_no_plan_s_share(script: 
     """A monitor sees one host; what is missing can't be compared."""
     here, there = make_ranks(plan_samples_per_second=21_000.0, world=3)
     (live,) = there.devices
-    there = msgspec.structs.replace(there, devices=(msgspec.structs.replace(live, id="GPU-77", host="node8"),))
+    there = msgspec.structs.replace(
+        there, devices=(msgspec.structs.replace(live, id="GPU-77", host="node8"),)
+    )
     row = _only(script, (here, there))
     assert [rank.device for rank in row.ranks] == ["GPU:0", "node8/GPU-77"]
     assert (row.missing_ranks, row.of_plan, row.advice) == (1, 0.0, None)
@@ -74,14 +82,26 @@ def test_the_same_gpu_of_two_hosts_is_two_devices(script: Any) -> None:
     samples = []
     for host in ("node7", "node8"):
         sample = script.sample(0)
-        samples.append(msgspec.structs.replace(sample, device=msgspec.structs.replace(sample.device, host=host)))
+        samples.append(
+            msgspec.structs.replace(
+                sample, device=msgspec.structs.replace(sample.device, host=host)
+            )
+        )
     ranks = [
-        msgspec.structs.replace(each, devices=(msgspec.structs.replace(each.devices[0], id="gpu-0", host=host),))
+        msgspec.structs.replace(
+            each, devices=(msgspec.structs.replace(each.devices[0], id="gpu-0", host=host),)
+        )
         for each, host in zip(make_ranks(), ("node7", "node8"), strict=True)
     ]
     snapshot = _snapshot(script, ranks, devices=tuple(samples))
-    assert [rank.device for rank in join_trainings(snapshot)[0].ranks] == ["node7/GPU:0", "node8/GPU:0"]
-    assert work_by_device(snapshot) == {("node7", "gpu-0"): (0.008, 0.152), ("node8", "gpu-0"): (0.158, 0.002)}
+    assert [rank.device for rank in join_trainings(snapshot)[0].ranks] == [
+        "node7/GPU:0",
+        "node8/GPU:0",
+    ]
+    assert work_by_device(snapshot) == {
+        ("node7", "gpu-0"): (0.008, 0.152),
+        ("node8", "gpu-0"): (0.158, 0.002),
+    }
 
 
 def test_processes_without_a_training_s_id_are_trainings_of_their_own(script: Any) -> None:
@@ -93,11 +113,15 @@ def test_processes_without_a_training_s_id_are_trainings_of_their_own(script: An
 
 def test_a_slow_rank_is_named_and_better_shares_with_their_gain(script: Any) -> None:
     row = _only(script, make_ranks(own=(0.1, 0.15), waiting=(0.052, 0.002), step_s=0.155))
-    assert [cause.text for cause in row.causes] == ["GPU:1 takes 150 ms for its share; others wait up to 50 ms for it."]
+    assert [cause.text for cause in row.causes] == [
+        "GPU:1 takes 150 ms for its share; others wait up to 50 ms for it."
+    ]
     assert row.advice is not None
     assert sum(row.advice.shares) == 820 + 568
     # proportional: 820 rows in 0.1 s and 568 in 0.15 s are done together in 1388 / (8200 + 3787) s
-    assert row.advice.gain == pytest.approx(0.155 / (0.155 - 0.15 + 1388 / (8200 + 3786.7)) - 1, abs=0.01)
+    assert row.advice.gain == pytest.approx(
+        0.155 / (0.155 - 0.15 + 1388 / (8200 + 3786.7)) - 1, abs=0.01
+    )
     text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120))
     assert f"{' + '.join(map(str, row.advice.shares))} would give +" in text
 
@@ -118,11 +142,16 @@ def test_advice_follows_the_plan_s_curves_where_every_rank_has_one(script: Any) 
         assert _only(script, make_ranks(**times, curves=(fixed[0], broken))).advice == by_rows
     assert _only(script, make_ranks(**times, curves=fixed, most=(2000, 568))).advice == row.advice
     full = make_ranks(**times, curves=fixed, most=(820, 568))
-    assert _only(script, full).advice is None, "a second pass on the faster device would take longer"
+    assert _only(script, full).advice is None, (
+        "a second pass on the faster device would take longer"
+    )
 
 
 def test_equal_work_and_little_waiting_is_nothing_to_mend(script: Any) -> None:
-    row = _only(script, make_ranks(own=(0.16, 0.158), waiting=(0.001, 0.003), plan_samples_per_second=8_200.0))
+    row = _only(
+        script,
+        make_ranks(own=(0.16, 0.158), waiting=(0.001, 0.003), plan_samples_per_second=8_200.0),
+    )
     assert (row.causes, row.advice) == ((), None)
 
 
@@ -136,13 +165,22 @@ def test_input_throttling_and_a_neighbour_are_seen(script: Any) -> None:
     assert _kinds(_only(script, make_ranks(**even, input_s=0.06))) == ["input"]
     hot = script.sample(1, throttled_percent=value(45), throttle_reasons=("power cap",))
     row = _only(script, make_ranks(**even), devices=(script.sample(0), hot))
-    assert [cause.text for cause in row.causes] == ["GPU:1 is throttled 45 % of the time: power cap."]
+    assert [cause.text for cause in row.causes] == [
+        "GPU:1 is throttled 45 % of the time: power cap."
+    ]
     (cause,) = msgspec.to_builtins(row.causes)
-    found = {"code": "held.throttled", "values": {"device": "GPU:1", "percent": 45, "reasons": "power cap"}}
-    assert cause == {"kind": "throttled", "text": row.causes[0].text, "finding": found}, "as --json has it"
+    found = {
+        "code": "held.throttled",
+        "values": {"device": "GPU:1", "percent": 45, "reasons": "power cap"},
+    }
+    assert cause == {"kind": "throttled", "text": row.causes[0].text, "finding": found}, (
+        "as --json has it"
+    )
     own, other = script.process(4000, 0), script.process(99, 1, samples_per_second=LOST)
     row = _only(script, make_ranks(**even), processes=(own, other))
-    assert [cause.text for cause in row.causes] == ["Process 99 of ada also computes on GPU:1 (87 % of it)."]
+    assert [cause.text for cause in row.causes] == [
+        "Process 99 of ada also computes on GPU:1 (87 % of it)."
+    ]
     idle = msgspec.structs.replace(other, sm_percent=value(0))
     assert _kinds(_only(script, make_ranks(**even), processes=(idle,))) == []
 
@@ -162,12 +200,23 @@ def test_a_silent_rank_says_since_when_and_its_figures_are_old(script: Any) -> N
 
 def test_changes_of_shares_stand_with_their_reasons_newest_first(script: Any) -> None:
     changes = (
-        ShareChange(880, AT_SECONDS - 7200, (768, 560), (820, 568), "SIM:1 slower by 9 % since step 860"),
-        ShareChange(12_040, AT_SECONDS - 190, (820, 568), (904, 484), "GPU:1 slower by 38 % since step 12 020"),
+        ShareChange(
+            880, AT_SECONDS - 7200, (768, 560), (820, 568), "SIM:1 slower by 9 % since step 860"
+        ),
+        ShareChange(
+            12_040,
+            AT_SECONDS - 190,
+            (820, 568),
+            (904, 484),
+            "GPU:1 slower by 38 % since step 12 020",
+        ),
     )
     lines = training_lines(_only(script, make_ranks(changes=changes)), AT_SECONDS, 160)
     newest, oldest = (line.text.strip() for line in lines[-2:])
-    assert newest == ("· Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12 020; 820 + 568 to 904 + 484.")
+    assert newest == (
+        "· Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12 020; 820 + 568 to "
+        "904 + 484."
+    )
     assert oldest.startswith("· Step 880, 2 h ago: SIM:1 slower by 9 %")
 
 
@@ -178,7 +227,10 @@ def test_a_rank_that_ran_out_of_memory_is_named(script: Any) -> None:
 
 
 def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
-    row = _only(script, make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0))
+    row = _only(
+        script,
+        make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0),
+    )
     text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100))
     assert "82 % of the plan's 10 000" in text
     assert "No cause was found" in text
@@ -188,9 +240,14 @@ def snapshot_with(*reports: Training) -> Snapshot:
     """A reading of these reports and nothing else."""
     host: Any = None
     return Snapshot(
-        at_seconds=AT_SECONDS, interval_seconds=1.0, devices=(), processes=(), host=host, sampling_seconds=0.0,
+        at_seconds=AT_SECONDS,
+        interval_seconds=1.0,
+        devices=(),
+        processes=(),
+        host=host,
+        sampling_seconds=0.0,
         reports=reports,
-    )  # fmt: skip
+    )
 
 
 @given(st.permutations(range(6)), st.lists(st.floats(0, 100), min_size=6, max_size=6))
@@ -198,23 +255,32 @@ def test_the_order_of_reports_changes_nothing_and_only_ranks_that_report_count(
     order: list[int], ages: list[float]
 ) -> None:
     reports = [
-        msgspec.structs.replace(make_ranks()[rank % 2], rank=rank, pid=rank, world=6, updated_at=AT_SECONDS - age)
+        msgspec.structs.replace(
+            make_ranks()[rank % 2], rank=rank, pid=rank, world=6, updated_at=AT_SECONDS - age
+        )
         for rank, age in enumerate(ages)
     ]
     snapshot = snapshot_with(*reports)
     (row,) = join_trainings(snapshot)
     shuffled = msgspec.structs.replace(snapshot, reports=tuple(reports[place] for place in order))
     (again,) = join_trainings(shuffled)
-    assert [again.ranks, again.samples_per_second] == [row.ranks, pytest.approx(row.samples_per_second)]
+    assert [again.ranks, again.samples_per_second] == [
+        row.ranks,
+        pytest.approx(row.samples_per_second),
+    ]
     fresh = [each.samples_per_second for each, age in zip(reports, ages, strict=True) if age <= 5]
     assert row.samples_per_second == pytest.approx(sum(fresh))
     assert sum(cause.kind == "silent" for cause in row.causes) == 6 - len(fresh)
 
 
 @given(st.integers(40, 200), st.floats(0, 30), st.floats(0, 30), st.booleans())
-def test_every_line_fits_at_every_width(width: int, own: float, waiting: float, silent: bool) -> None:
+def test_every_line_fits_at_every_width(
+    width: int, own: float, waiting: float, silent: bool
+) -> None:
     first, second = make_ranks(own=(own, 0.01), waiting=(waiting, 0.0), plan_samples_per_second=1e5)
-    second = msgspec.structs.replace(second, updated_at=AT_SECONDS - 999 * silent, tokens_per_second=1e6)
+    second = msgspec.structs.replace(
+        second, updated_at=AT_SECONDS - 999 * silent, tokens_per_second=1e6
+    )
     snapshot = snapshot_with(first, second)
     (row,) = join_trainings(snapshot)
     lines = [*training_table([row], width, 9)[0], *rank_table(row, width, 9)[0]]
@@ -228,17 +294,31 @@ _COUNTS = st.sampled_from([0, 1, 64, 1 << 40, (1 << 62) - 1])
 _CURVES = st.lists(st.tuples(_RATES, _RATES), max_size=4).map(tuple)
 
 
-@given(st.lists(st.tuples(_RATES, _RATES, _COUNTS, _COUNTS), min_size=1, max_size=4), _RATES, _CURVES)
+@given(
+    st.lists(st.tuples(_RATES, _RATES, _COUNTS, _COUNTS), min_size=1, max_size=4), _RATES, _CURVES
+)
 def test_any_figures_that_a_file_may_hold_are_shown_at_once(
-    figures: list[tuple[float, float, int, int]], step_s: float, curve: tuple[tuple[float, float], ...]
+    figures: list[tuple[float, float, int, int]],
+    step_s: float,
+    curve: tuple[tuple[float, float], ...],
 ) -> None:
     reports = [
         Training(
-            "t", "w", own, share, AT_SECONDS, (LiveDevice("x", 0, share, own, micro, own, waiting, "", curve, micro),),
-            training="t", rank=rank, world=len(figures), step_s=step_s, input_s=own, pid=rank,
+            "t",
+            "w",
+            own,
+            share,
+            AT_SECONDS,
+            (LiveDevice("x", 0, share, own, micro, own, waiting, "", curve, micro),),
+            training="t",
+            rank=rank,
+            world=len(figures),
+            step_s=step_s,
+            input_s=own,
+            pid=rank,
         )
         for rank, (own, waiting, share, micro) in enumerate(figures)
-    ]  # fmt: skip
+    ]
     snapshot = snapshot_with(*reports)
     (row,) = join_trainings(snapshot)
     assert len(rank_table(row, 100, 9)[0]) == 1 + len(figures)
@@ -247,7 +327,9 @@ def test_any_figures_that_a_file_may_hold_are_shown_at_once(
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0.001, 20), st.integers(1, 100))
-def test_a_work_bar_fills_its_width_and_shows_any_work(own: float, waiting: float, longest: float, width: int) -> None:
+def test_a_work_bar_fills_its_width_and_shows_any_work(
+    own: float, waiting: float, longest: float, width: int
+) -> None:
     done, waits, rest = work_bar(own, waiting, longest, width)
     assert len(done.text + waits.text + rest.text) == width
     assert bool(done.text) == (own > 0)
@@ -265,14 +347,18 @@ def test_panels_fill_the_height_and_every_rank_has_a_row_where_it_can() -> None:
 
 
 def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> None:
-    """The plan's figure is the top until the training is faster; with ranks elsewhere there is no sum."""
+    """The plan's figure is the top until the training is faster; with ranks elsewhere there is no
+    sum.
+    """
     values = {"gpu-0": (4000.0, None, 4800.0), "gpu-1": (3000.0, 3200.0, 3300.0)}
 
     def history(key: str, metric: str, _newest: int) -> tuple[float | None, ...]:
         return values[key] if metric == "samples_per_second" else (300.0, 310.0, 320.0)
 
     def heads(row: TrainingRow, height: int = 32) -> list[str]:
-        lines = training_graph_lines(row, (script.sample(0), script.sample(1)), history, 100, height)
+        lines = training_graph_lines(
+            row, (script.sample(0), script.sample(1)), history, 100, height
+        )
         assert len(lines) == height
         return [line.text for line in lines if "samples/s" in line.text]
 
@@ -283,14 +369,18 @@ def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> N
     assert second.startswith("GPU:1 3 300 samples/s")
     assert first.endswith("5000")
     assert second.endswith("5000"), "one scale for all devices"
-    assert not heads(_only(script, make_ranks(plan_samples_per_second=8_000.0)))[0].endswith("plan 8 000")
+    assert not heads(_only(script, make_ranks(plan_samples_per_second=8_000.0)))[0].endswith(
+        "plan 8 000"
+    )
     assert len(heads(_only(script, make_ranks(world=3)))) == 2
     (beside,) = heads(_only(script, make_ranks()), 8)
     assert "GPU" not in beside, "where there is no room for all devices, none is shown"
     assert "power 640 W" in beside
 
 
-@pytest.mark.parametrize(("high", "said"), [(6000.0, "2,700 rows"), (ENDLESS, "at least 2,700 rows")])
+@pytest.mark.parametrize(
+    ("high", "said"), [(6000.0, "2,700 rows"), (ENDLESS, "at least 2,700 rows")]
+)
 def test_a_bound_of_the_noise_scale_is_drawn_as_one(high: float, said: str, script: Any) -> None:
     noise = NoiseScale(2700.0, 2700.0, high, 400)
     row = msgspec.structs.replace(_only(script, make_ranks()), noise=noise)
@@ -301,7 +391,10 @@ def test_a_bound_of_the_noise_scale_is_drawn_as_one(high: float, said: str, scri
 
 @given(st.integers(1, 12), st.integers(20, 250), st.integers(1, 60))
 def test_graphs_fill_their_panel_at_every_size(devices: int, width: int, height: int) -> None:
-    samples = [DeviceSample(device=Device(f"gpu-{index}", index, "", "gpu", None)) for index in range(devices)]
+    samples = [
+        DeviceSample(device=Device(f"gpu-{index}", index, "", "gpu", None))
+        for index in range(devices)
+    ]
     ranks = [
         msgspec.structs.replace(make_ranks(ids=(f"gpu-{index}", ""))[0], rank=index, world=devices)
         for index in range(devices)
@@ -332,14 +425,22 @@ def test_text_and_json_have_trainings(script: Any) -> None:
     document = msgspec.to_builtins(snapshot_document(snapshot))
     assert "reports" not in document
     (training,) = document["trainings"]
-    assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [(0.008, 0.152), (0.158, 0.002)]
+    assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [
+        (0.008, 0.152),
+        (0.158, 0.002),
+    ]
     assert training["causes"][0]["kind"] == "waiting"
     assert sum(training["advice"]["shares"]) == 1388
 
 
 def test_a_process_that_names_no_device_is_a_row(script: Any) -> None:
-    row = _only(script, [Training("torch", "w", 9.0, 1, AT_SECONDS, (), pid=7, training="x", rank=0, world=1)])
-    assert [(rank.rank, rank.device, rank.samples_per_second) for rank in row.ranks] == [(0, "", 9.0)]
+    row = _only(
+        script,
+        [Training("torch", "w", 9.0, 1, AT_SECONDS, (), pid=7, training="x", rank=0, world=1)],
+    )
+    assert [(rank.rank, rank.device, rank.samples_per_second) for rank in row.ranks] == [
+        (0, "", 9.0)
+    ]
 
 
 def test_ranks_on_one_device_are_told_apart_by_their_numbers(script: Any) -> None:
@@ -349,7 +450,10 @@ def test_ranks_on_one_device_are_told_apart_by_their_numbers(script: Any) -> Non
 
 def test_of_a_file_that_trains_the_name_is_shown(script: Any) -> None:
     """Its path is cut at the end, where the name is."""
-    reports = [msgspec.structs.replace(each, workload="/home/ada/work/models/train.py") for each in make_ranks()]
+    reports = [
+        msgspec.structs.replace(each, workload="/home/ada/work/models/train.py")
+        for each in make_ranks()
+    ]
     rows = join_trainings(_snapshot(script, reports))
     for width in (60, 80, 120):
         assert "train.py" in training_table(rows, width, 5)[0][1].text

@@ -1,4 +1,6 @@
-"""Steps of keras_towers wherever its operations lie, compared with one device; a part of keras_steps.py."""
+"""Steps of keras_towers wherever its operations lie, compared with one device; a part of
+keras_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from evener.workloads.keras_backend.models import towers as model
 from evener.workloads.protocol import Place
 from tests.support.keras_twice import with_variables
 
-SIZES: dict[str, int] = {"vocabulary": 200, "words": 40, "embedding": 8, "filters": 4, "kernel": 3, "dense": 16}
+SIZES: dict[str, int] = {
+    "vocabulary": 200,
+    "words": 40,
+    "embedding": 8,
+    "filters": 4,
+    "kernel": 3,
+    "dense": 16,
+}
 SMALL: dict[str, Any] = {**SIZES, "learning_rate": 0.01}
 TWO = ("CPU:0", "CPU:1")
 
@@ -49,7 +58,10 @@ def count_parameters(make: Callable[[], Any]) -> int:
 
 def whole_gradients(plain: Any) -> list[Any]:
     """The loss and each gradient of one tape over the whole model."""
-    x, y = (tf.nest.map_structure(tf.constant, each) for each in reviews(12, SMALL["words"], SMALL["vocabulary"]))
+    x, y = (
+        tf.nest.map_structure(tf.constant, each)
+        for each in reviews(12, SMALL["words"], SMALL["vocabulary"])
+    )
     with tf.GradientTape() as tape:
         loss = plain.compute_loss(y=y, y_pred=plain(list(x)))
     own = tape.gradient(loss, [variable.value for variable in plain.trainable_variables])
@@ -58,12 +70,17 @@ def whole_gradients(plain: Any) -> list[Any]:
 
 def gradients(workload: Any) -> tuple[list[Any], Any]:
     """The loss and each gradient of the workload's step, and the graph of the step."""
-    x, y = (tf.nest.map_structure(tf.constant, each) for each in reviews(12, SMALL["words"], SMALL["vocabulary"]))
+    x, y = (
+        tf.nest.map_structure(tf.constant, each)
+        for each in reviews(12, SMALL["words"], SMALL["vocabulary"])
+    )
 
     @tf.function(autograph=False)
     def step(x: Any, y: Any) -> Any:
         found: list[Any] = []
-        with patch.object(workload.model.optimizer, "apply_gradients", lambda pairs: found.extend(pairs)):
+        with patch.object(
+            workload.model.optimizer, "apply_gradients", lambda pairs: found.extend(pairs)
+        ):
             loss = workload.model.train_step((x, y))["loss"]
         return [loss, *(tf.convert_to_tensor(gradient) for gradient, _ in found)]
 
@@ -72,13 +89,17 @@ def gradients(workload: Any) -> tuple[list[Any], Any]:
 
 
 def by_hand() -> float:
-    """How far a step of the table's Adam is from Adam's formula on the summed gradient, every word many times."""
+    """How far a step of the table's Adam is from Adam's formula on the summed gradient, every word
+    many times.
+    """
     x, y = reviews(64, SMALL["words"], SMALL["vocabulary"])
     network = with_variables(model(**SMALL), tuple(map(tf.constant, x)), y)
     table = network.trainable_variables[0].value
     before = np.array(table)
     with tf.GradientTape() as tape:
-        loss = network.compute_loss(y=tf.constant(y), y_pred=network([tf.constant(each) for each in x]))
+        loss = network.compute_loss(
+            y=tf.constant(y), y_pred=network([tf.constant(each) for each in x])
+        )
     gradient = np.array(tf.convert_to_tensor(tape.gradient(loss, table)), np.float64)
     network.train_on_batch(x, y)
     rate, epsilon = SMALL["learning_rate"], network.optimizer.epsilon
@@ -104,22 +125,30 @@ def trained_alone(plain: Any) -> list[Any]:
 
 
 def trained(workload: Any, start: list[Any], expected: list[Any]) -> float:
-    """The largest difference of a weight after three steps of Adam through the workload itself, on its own batches."""
+    """The largest difference of a weight after three steps of Adam through the workload itself, on
+    its own batches.
+    """
     workload.data = Known()
     workload.prepare([8, 8])
     for _ in range(3):
         workload.step()
     workload.synchronize()
     after = workload.model.get_weights()
-    assert all(difference(one, other) > 0 for one, other in zip(after, start, strict=True)), "every weight has learnt"
+    assert all(difference(one, other) > 0 for one, other in zip(after, start, strict=True)), (
+        "every weight has learnt"
+    )
     return max(difference(one, other) for one, other in zip(after, expected, strict=True))
 
 
 def devices_of(graph: Any) -> dict[str, list[str]]:
-    """The devices of the traced forward operations by layer, and of the convolutions' and dense layers' gradients."""
+    """The devices of the traced forward operations by layer, and of the convolutions' and dense
+    layers' gradients.
+    """
     found: dict[str, set[str]] = {}
     for operation in graph.get_operations():
-        layer = next((part for part in operation.name.split("/") if part.startswith(("user_", "item_"))), "")
+        layer = next(
+            (part for part in operation.name.split("/") if part.startswith(("user_", "item_"))), ""
+        )
         if operation.type in ("Conv2D", "MaxPool", "MatMul", "Conv2DBackpropFilter", "MaxPoolGrad"):
             key = layer if layer and "Grad" not in operation.type else operation.type
             found.setdefault(key, set()).add(operation.device.rpartition("/device:")[2])

@@ -1,4 +1,6 @@
-"""Steps Keras workloads as a probe's child does, and finds what came of it; each function is one of `keras_ranks`."""
+"""Steps Keras workloads as a probe's child does, and finds what came of it; each function is one of
+`keras_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
 from evener.workloads.keras_backend import models
 from evener.workloads.keras_backend import workload as keras_workload
-from evener.workloads.keras_backend.workload import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
+from evener.workloads.keras_backend.workload import (
+    MOST_ELEMENTS,
+    TooManyElementsError,
+    check_rows,
+    largest_rows,
+)
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
 from tests.support.keras_twice import count_traces, leave_graphs_alone, trace_faster
@@ -96,7 +103,9 @@ def sample_batch(n):
     return np.ones((n, 7)), np.zeros((n, 1))
 """
 )
-NO_BATCH = SAMPLED.replace("    return np.ones((n, 7)), np.zeros((n, 1))", "    raise KeyError('labels')")
+NO_BATCH = SAMPLED.replace(
+    "    return np.ones((n, 7)), np.zeros((n, 1))", "    raise KeyError('labels')"
+)
 SHORT = SAMPLED.replace("np.ones((n, 7))", "np.ones((n - 1, 7))")
 
 
@@ -134,7 +143,9 @@ FEEDS = {
 
 
 def attempt(action: Callable[[], Any]) -> str:
-    """The error of an attempt in a line, with the user's line if it is theirs; "" if there is none."""
+    """The error of an attempt in a line, with the user's line if it is theirs; "" if there is
+    none.
+    """
     try:
         action()
     except Exception as error:
@@ -142,7 +153,9 @@ def attempt(action: Callable[[], Any]) -> str:
     return ""
 
 
-def losses(workload: Any, shares: tuple[int, ...], steps: int, micro: tuple[int, ...] = ()) -> list[float]:
+def losses(
+    workload: Any, shares: tuple[int, ...], steps: int, micro: tuple[int, ...] = ()
+) -> list[float]:
     """The running mean of the loss after each step."""
     workload.prepare(shares, micro)
     seen = []
@@ -169,19 +182,25 @@ def own(folder: str, text: str, name: str) -> Callable[[], Any]:
 
 
 def lose(folder: str) -> list[bool]:
-    """Whether the loss is finite: of a model that learns, and of one whose weights are lost after its first step."""
+    """Whether the loss is finite: of a model that learns, and of one whose weights are lost after
+    its first step.
+    """
     path = Path(folder) / "lost.py"
     path.write_text(OWN)
     workload = build(f"{path}:plain")
     losses(workload, (4,), 2)
     found = [workload.loss_is_finite()]
-    workload.model.set_weights([np.full_like(each, np.nan) for each in workload.model.get_weights()])
+    workload.model.set_weights(
+        [np.full_like(each, np.nan) for each in workload.model.get_weights()]
+    )
     losses(workload, (4,), 1)
     return [*found, workload.loss_is_finite()]
 
 
 def fed(folder: str, name: str) -> Callable[[], Any]:
-    """Build and step a model on what the user's `training_data` gives: more rows than it has, and fewer."""
+    """Build and step a model on what the user's `training_data` gives: more rows than it has, and
+    fewer.
+    """
     path = Path(folder) / f"fed_{name.replace(' ', '_')}.py"
     path.write_text(FED.replace("{given}", FEEDS[name]))
 
@@ -216,7 +235,15 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
     facts = dict(workload.facts())
     (Path(folder) / "compiled.py").write_text(OWN)
     compiled = build(f"{Path(folder) / 'compiled.py'}:stack", xla=True)
-    gru = {"steps": 5, "features": 3, "units": 6, "layers": 1, "dense": 4, "classes": 3, "use_cudnn": "false"}
+    gru = {
+        "steps": 5,
+        "features": 3,
+        "units": 6,
+        "layers": 1,
+        "dense": 4,
+        "classes": 3,
+        "use_cudnn": "false",
+    }
     return {
         "first": seen[0],
         "last": seen[-1],
@@ -228,7 +255,9 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
         "from device": losses(build("keras_mnist", settings=small, input="device"), (8,), 2),
         "compiled": losses(compiled, (8,), 2),
         "by XLA": compiled.model.jit_compile,
-        "half": build("keras_mnist", settings=small, precision="mixed_bfloat16").model.dtype_policy.name,
+        "half": build(
+            "keras_mnist", settings=small, precision="mixed_bfloat16"
+        ).model.dtype_policy.name,
         "gru": losses(build("keras_gru", settings=gru), (4,), 2),
         "bad cudnn": attempt(lambda: build("keras_gru", settings={"use_cudnn": "maybe"})),
         "no share": attempt(lambda: workload.prepare((0,))),
@@ -239,7 +268,10 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
             name: attempt(own(folder, OWN, name))
             for name in ("plain", "stack", "open_shape", "wrong_build", "uncompiled", "nothing")
         },
-        "own sampled": {name: attempt(own(folder, SAMPLED, name)) for name in ("lazy", "wrong_call", "wrong_loss")}
+        "own sampled": {
+            name: attempt(own(folder, SAMPLED, name))
+            for name in ("lazy", "wrong_call", "wrong_loss")
+        }
         | {"no batch": attempt(own(folder, NO_BATCH, "lazy"))},
         "fed": {name: attempt(fed(folder, name)) for name in FEEDS},
         "own short": attempt(own(folder, SHORT, "lazy")),
@@ -261,12 +293,18 @@ class WithoutShapes(keras.Model):
 
 def nested(filters: int) -> Any:
     """A model whose largest tensor is in a model within it."""
-    inner = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Conv2D(filters, 3, padding="same")])
-    return keras.Sequential([keras.Input((8, 8, 1)), inner, keras.layers.Flatten(), keras.layers.Dense(2)])
+    inner = keras.Sequential(
+        [keras.Input((8, 8, 1)), keras.layers.Conv2D(filters, 3, padding="same")]
+    )
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), inner, keras.layers.Flatten(), keras.layers.Dense(2)]
+    )
 
 
 def kernel_limits() -> dict[str, Any]:
-    """The largest batches by the size of a layer's output, and what one row more is answered with."""
+    """The largest batches by the size of a layer's output, and what one row more is answered
+    with.
+    """
     open_model, widest = WithoutShapes(), nested(256)
     open_model(keras.ops.ones((2, 4)))
     check_rows(open_model, 1 << 40)

@@ -1,4 +1,5 @@
-"""Keras workloads as a probe steps them: alone, over several devices of a process, and in a group of processes.
+"""Keras workloads as a probe steps them: alone, over several devices of a process, and in a group
+of processes.
 
 Placed on two devices, a network's outputs, gradients and trained weights are those of one.
 """
@@ -15,13 +16,18 @@ from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers, free_peers
 
 skip_without("tensorflow")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]  # one wait for all processes, on a machine that may be busy
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(580),
+]  # one wait for all processes, on a machine that may be busy
 
 STEPS = "tests.workloads.keras_steps"
 
 
 @pytest.fixture(scope="module")
-def seen(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def seen(
+    keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
     """What the processes of each function of keras_steps.py found."""
     folder = str(tmp_path_factory.mktemp("own"))
 
@@ -68,7 +74,9 @@ def test_the_seeds_network_has_its_parameters(seen: Any) -> None:
 
 @pytest.mark.parametrize("filters", [1, 3, 256])
 def test_the_largest_tensor_of_any_layer_sets_the_limit(seen: Any, filters: int) -> None:
-    """What TensorFlow's GPU kernels count, also where the layer lies within a model within the model."""
+    """What TensorFlow's GPU kernels count, also where the layer lies within a model within the
+    model.
+    """
     found = seen("alone")[0]["limits"]
     assert found["rows"][str(filters)] == found["elements"] // (8 * 8 * filters)
 
@@ -97,7 +105,9 @@ def test_every_way_of_training_steps(seen: Any) -> None:
 
 
 def test_towers_step_as_one_device(seen: Any) -> None:
-    """The same weights after 4 steps, within float32's rounding; then other shares, with a device left out."""
+    """The same weights after 4 steps, within float32's rounding; then other shares, with a device
+    left out.
+    """
     found = seen("together")[0]
     assert max(found["towers"]) < 1e-4
     assert len(found["left out"]) == len(found["again"]) == 2
@@ -170,7 +180,10 @@ def test_a_users_error_names_their_line(seen: Any, part: str, name: str, line: s
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("wrong_call", '        return x["missing"]'), ("wrong_loss", "        return predicted.nonsense")],
+    [
+        ("wrong_call", '        return x["missing"]'),
+        ("wrong_loss", "        return predicted.nonsense"),
+    ],
 )
 def test_an_error_inside_a_step_names_the_users_line(seen: Any, name: str, line: str) -> None:
     """Through Keras and TensorFlow's tracing too."""
@@ -192,7 +205,9 @@ def test_sample_batch_of_a_wrong_size_is_refused(seen: Any) -> None:
 
 @pytest.mark.parametrize("name", ["arrays", "weighted", "samples", "batches"])
 def test_the_users_training_data_feeds_the_steps(seen: Any, name: str) -> None:
-    """Arrays, with weights too; a dataset of samples; a function that makes one of batches. Epoch after epoch."""
+    """Arrays, with weights too; a dataset of samples; a function that makes one of batches. Epoch
+    after epoch.
+    """
     assert seen("alone")[0]["fed"][name] == ""
 
 
@@ -216,7 +231,9 @@ def test_training_data_that_cannot_be_fed_is_refused(seen: Any, name: str, says:
 
 
 def test_no_code_that_tensorflow_writes_is_left(seen: Any) -> None:
-    """AutoGraph keeps each function that it rewrites as a file in /tmp, where a child that is killed leaves it."""
+    """AutoGraph keeps each function that it rewrites as a file in /tmp, where a child that is
+    killed leaves it.
+    """
     assert seen("alone")[0]["left"] == []
 
 
@@ -234,7 +251,9 @@ def test_a_placement_has_one_devices_outputs_and_gradients(placed: Any, placemen
 
 
 def test_a_word_that_comes_often_moves_its_row_as_adam_has_it(placed: Any) -> None:
-    """What a group of processes learns from the summed gradient, and Keras' sparse step does not."""
+    """What a group of processes learns from the summed gradient, and Keras' sparse step does
+    not.
+    """
     assert placed["dense"] <= 1e-3
 
 
@@ -247,11 +266,21 @@ def test_towers_lie_one_on_each_device(placed: Any) -> None:
 def test_alternate_moves_at_each_operation(placed: Any) -> None:
     """Convolution, pool and dense of each tower; the gradient of an operation is where it was."""
     where = placed["alternate"]["devices"]
-    assert [where[f"user_{kind}_1"] for kind in ("conv", "pool", "dense")] == [["CPU:1"], ["CPU:0"], ["CPU:0"]]
-    assert [where[f"item_{kind}_1"] for kind in ("conv", "pool", "dense")] == [["CPU:0"], ["CPU:1"], ["CPU:1"]]
+    assert [where[f"user_{kind}_1"] for kind in ("conv", "pool", "dense")] == [
+        ["CPU:1"],
+        ["CPU:0"],
+        ["CPU:0"],
+    ]
+    assert [where[f"item_{kind}_1"] for kind in ("conv", "pool", "dense")] == [
+        ["CPU:0"],
+        ["CPU:1"],
+        ["CPU:1"],
+    ]
     assert where["MaxPoolGrad"] == ["CPU:0", "CPU:1"]
 
 
 def test_resnet50_has_its_published_size(placed: Any) -> None:
-    """25,636,712 parameters with ImageNet's 1000 classes: 23,587,712 and 2048 x 10 + 10 with ten."""
+    """25,636,712 parameters with ImageNet's 1000 classes: 23,587,712 and 2048 x 10 + 10 with
+    ten.
+    """
     assert placed["resnet50"] == 23_587_712 + 2048 * 10 + 10

@@ -1,4 +1,6 @@
-"""A workload that learns for a while: its steps are those of the whole batch, and its parts show the noise scale."""
+"""A workload that learns for a while: its steps are those of the whole batch, and its parts show
+the noise scale.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def build(rate: float, batch_free: bool = False) -> Any:
 
     torch.manual_seed(1)
     inputs = torch.randn(512, 20, dtype=torch.float64)
-    targets = inputs @ torch.randn(20, 1, dtype=torch.float64) + 2 * torch.randn(512, 1, dtype=torch.float64)
+    targets = inputs @ torch.randn(20, 1, dtype=torch.float64) + 2 * torch.randn(
+        512, 1, dtype=torch.float64
+    )
     module = torch.nn.Linear(20, 1).double()
     optimizer = torch.optim.SGD(module.parameters(), rate)
     data = None if batch_free else Data(torch.utils.data.TensorDataset(inputs, targets))

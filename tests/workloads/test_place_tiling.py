@@ -1,4 +1,6 @@
-"""Tiles with exchanged borders are the whole image: outputs, gradients and running statistics, for any size."""
+"""Tiles with exchanged borders are the whole image: outputs, gradients and running statistics, for
+any size.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def stitch(tiles: Tiles) -> Any:
 
 
 def seed_layers() -> nn.Sequential:
-    """The slides' layers, twice; a bias that the normalisation takes away again would have a gradient of 0."""
+    """The slides' layers, twice; a bias that the normalisation takes away again would have a
+    gradient of 0.
+    """
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -39,13 +43,17 @@ def seed_layers() -> nn.Sequential:
 
 def relative(found: Any, expected: Any) -> float:
     """The largest difference, as a part of the largest value."""
-    return float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-30))
+    return float(
+        (found - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-30)
+    )
 
 
 def whole_and_tiled(
     make: Callable[[], nn.Sequential], height: int, width: int, dtype: Any, seed: int
 ) -> list[tuple[Any, Any]]:
-    """(tiled, whole) of the output, the input's gradient, each parameter's gradient and each running statistic."""
+    """(tiled, whole) of the output, the input's gradient, each parameter's gradient and each
+    running statistic.
+    """
     results = []
     for tiled in (True, False):
         torch.manual_seed(seed)
@@ -61,7 +69,9 @@ def whole_and_tiled(
 
 @settings(max_examples=25, deadline=None)
 @given(height=st.integers(8, 37), width=st.integers(8, 37), seed=st.integers(0, 99))
-def test_any_size_gives_the_whole_images_output_and_gradients(height: int, width: int, seed: int) -> None:
+def test_any_size_gives_the_whole_images_output_and_gradients(
+    height: int, width: int, seed: int
+) -> None:
     """In double precision the two are equal to rounding, whatever the sides are."""
     for found, expected in whole_and_tiled(seed_layers, height, width, torch.float64, seed):
         assert relative(found, expected) < 1e-11
@@ -83,10 +93,17 @@ def test_trained_statistics_serve_evaluation() -> None:
 
 
 def test_the_borders_are_really_exchanged() -> None:
-    """Without neighbours' rows the middle of the image would come out otherwise: the test can fail."""
+    """Without neighbours' rows the middle of the image would come out otherwise: the test can
+    fail.
+    """
     torch.manual_seed(0)
-    layers, images = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, bias=False)), torch.randn(1, 1, 8, 8)
+    layers, images = (
+        nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, bias=False)),
+        torch.randn(1, 1, 8, 8),
+    )
     tiles = cut(images, CPU)
-    alone = torch.cat([torch.cat([layers(part) for part in row], dim=3) for row in tiles.parts], dim=2)
+    alone = torch.cat(
+        [torch.cat([layers(part) for part in row], dim=3) for row in tiles.parts], dim=2
+    )
     assert relative(alone, layers(images)) > 1e-2
     assert relative(stitch(run_tiled(layers, tiles)), layers(images)) <= 1e-5

@@ -1,4 +1,6 @@
-"""Depth and tiles in PyTorch: wherever the parts lie, outputs and gradients are those of one device."""
+"""Depth and tiles in PyTorch: wherever the parts lie, outputs and gradients are those of one
+device.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def gradients(make: Callable[[], nn.Module], images: Any, labels: Any) -> list[A
 
 def largest_difference(found: list[Any], expected: list[Any]) -> float:
     """Relative to the largest value of each tensor."""
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
+    return max(
+        float((one - other).abs().max() / other.abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
@@ -67,25 +72,35 @@ def test_batch_normalisation_in_micro_batches_is_another_model_and_refused() -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "placement"), [("torch_depth", "halves"), ("torch_depth", "halves-micro"), ("torch_tiles", "tiles")]
+    ("name", "placement"),
+    [("torch_depth", "halves"), ("torch_depth", "halves-micro"), ("torch_tiles", "tiles")],
 )
 def test_a_placed_workload_trains_as_one_device_does(
     monkeypatch: pytest.MonkeyPatch, name: str, placement: str
 ) -> None:
-    """After three steps from one start, on the same rows, the weights agree; Adam would divide rounding by itself."""
-    monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)  # a pool of as many rows on a busy machine too
+    """After three steps from one start, on the same rows, the weights agree; Adam would divide
+    rounding by itself.
+    """
+    monkeypatch.setattr(
+        torch_batches, "SLOW_ROW_SECONDS", math.inf
+    )  # a pool of as many rows on a busy machine too
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 64)
     monkeypatch.setattr(torch.optim, "Adam", lambda parameters, _: torch.optim.SGD(parameters, 0.1))
     weights = []
     settings = {"side": 32}
-    for place in (Place(("CPU:0",), threads=1), Place(("CPU:0", "CPU:1"), threads=1, placement=placement)):
+    for place in (
+        Place(("CPU:0",), threads=1),
+        Place(("CPU:0", "CPU:1"), threads=1, placement=placement),
+    ):
         workload: Any = registry.build(name, place, settings)
         workload.prepare([8] if len(place.devices) == 1 else [4, 4])
         for _ in range(3):
             workload.step()
         workload.synchronize()
         assert len(workload.max_memory_bytes()) == len(place.devices)
-        weights.append([parameter.detach().clone() for parameter in workload.recipe.module.parameters()])
+        weights.append(
+            [parameter.detach().clone() for parameter in workload.recipe.module.parameters()]
+        )
     assert largest_difference(weights[1], weights[0]) <= 1e-5
 
 
@@ -99,7 +114,9 @@ def test_a_placed_workload_trains_as_one_device_does(
         ("torch_tiles", {"side": 3}, "tiles", "side=3"),
     ],
 )
-def test_what_can_not_be_laid_is_refused(name: str, settings: dict[str, Any], placement: str, words: str) -> None:
+def test_what_can_not_be_laid_is_refused(
+    name: str, settings: dict[str, Any], placement: str, words: str
+) -> None:
     place = Place(TWO.devices, threads=1, placement=placement)
     with pytest.raises(RequestError) as refusal:
         registry.build(name, place, settings)

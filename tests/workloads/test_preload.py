@@ -1,4 +1,6 @@
-"""What a fork server imports for its children: the framework's module, and known libraries of a script."""
+"""What a fork server imports for its children: the framework's module, and known libraries of a
+script.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ def test_a_script_s_libraries_are_imported_and_nothing_of_its_own(tmp_path: Path
     assert names == (TORCH, "transformers:Trainer", "lightning", "datasets", "transformers")
 
 
-@pytest.mark.parametrize("line", ["import os; os.environ['HF_HUB_OFFLINE'] = '1'", "os.putenv('A', 'b')"])
-def test_a_script_that_sets_variables_imports_its_libraries_itself(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["import os; os.environ['HF_HUB_OFFLINE'] = '1'", "os.putenv('A', 'b')"]
+)
+def test_a_script_that_sets_variables_imports_its_libraries_itself(
+    tmp_path: Path, line: str
+) -> None:
     """They may be read by what it imports next."""
     (tmp_path / "train.py").write_text(f"{line}\n{SCRIPT}")
     assert find_imports(f"{tmp_path}/train.py:build", "torch") == (TORCH,)

@@ -51,13 +51,17 @@ def test_a_workload_of_another_framework_names_its_twin() -> None:
 
 def test_settings_take_the_type_of_their_default() -> None:
     """Text from a command line becomes the number it stands for."""
-    settings = registry.resolve_settings(registry.find("keras_mnist"), {"filters": "8", "learning_rate": "0.1"})
+    settings = registry.resolve_settings(
+        registry.find("keras_mnist"), {"filters": "8", "learning_rate": "0.1"}
+    )
     assert settings == {"filters": 8, "dense": 64, "learning_rate": 0.1}
 
 
 @pytest.mark.parametrize("given", [{"filter": 3}, {"filters": "many"}, {"filters": "1.5"}])
 def test_a_wrong_setting_is_named(given: dict[str, str]) -> None:
-    """An unknown setting or a value of the wrong type is refused, and what there is stands in the remedy."""
+    """An unknown setting or a value of the wrong type is refused, and what there is stands in the
+    remedy.
+    """
     with pytest.raises(RequestError, match="filter") as caught:
         registry.resolve_settings(registry.find("keras_mnist"), given)
     assert caught.value.remedy
@@ -149,7 +153,9 @@ def test_a_file_without_a_function_names_those_that_could_be_it(
 def test_an_error_in_the_users_function_names_their_line(tmp_path: Path) -> None:
     """Not our traceback: their file, their line, the error."""
     script = tmp_path / "bad.py"
-    script.write_text("def helper():\n    return {}['missing']\n\n\ndef build():\n    return helper()\n")
+    script.write_text(
+        "def helper():\n    return {}['missing']\n\n\ndef build():\n    return helper()\n"
+    )
     with pytest.raises(KeyError) as fault:
         user_code.load(f"{script}:build", {})
     assert user_code.find_line(fault.value) == f"{script}:2"
@@ -168,7 +174,10 @@ def test_the_users_module_may_be_an_installed_one() -> None:
     """Its own lines are theirs, those of other packages aren't."""
     with pytest.raises(ValueError, match="no rows") as fault:
         exec(compile("raise ValueError('no rows')", pytest.__file__, "exec"))
-    assert user_code.find_line(fault.value, "torch:build") == f"{__file__}:{fault.traceback[0].lineno + 1}"
+    assert (
+        user_code.find_line(fault.value, "torch:build")
+        == f"{__file__}:{fault.traceback[0].lineno + 1}"
+    )
     assert user_code.find_line(fault.value, "pytest:build") == f"{pytest.__file__}:1"
 
 
@@ -181,7 +190,10 @@ def test_packages_of_another_environment_are_no_code_of_the_users() -> None:
 def test_settings_reach_the_users_function(tmp_path: Path) -> None:
     """Text is read as the literal it stands for; a parameter that it hasn't is refused."""
     script = tmp_path / "good.py"
-    script.write_text("def build(units=3, name='x'):\n    return units, name\n\n\ndef sample_batch(n):\n    return n\n")
+    script.write_text(
+        "def build(units=3, name='x'):\n    return units, name\n\n\ndef sample_batch(n):\n    "
+        "return n\n"
+    )
     own = user_code.load(f"{script}:build", {"units": "12", "name": "gru"})
     assert own.result == (12, "gru")
     assert own.sample_batch is not None

@@ -24,7 +24,7 @@ workload.prepare((8,))
 for _ in range(3):
     workload.step()
 print("survived")
-"""
+"""  # noqa: E501
 
 
 def make(place: Place | None = None, **settings: Any) -> Any:
@@ -34,7 +34,9 @@ def make(place: Place | None = None, **settings: Any) -> Any:
 
 def run(*settings: str) -> subprocess.CompletedProcess[str]:
     """Three steps of 8 samples in a child."""
-    return subprocess.run([sys.executable, "-c", RUN, *settings], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *settings], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_step_takes_at_least_its_time() -> None:
@@ -73,7 +75,9 @@ def test_it_raises_at_its_share_and_step_only() -> None:
         workload.step()
 
 
-@pytest.mark.parametrize(("settings", "code"), [(("fail=exit", "exit_code=7"), 7), (("fail=kill",), -9)])
+@pytest.mark.parametrize(
+    ("settings", "code"), [(("fail=exit", "exit_code=7"), 7), (("fail=kill",), -9)]
+)
 def test_it_dies_on_request(settings: tuple[str, ...], code: int) -> None:
     """An exit or a signal ends the child without another word."""
     done = run(*settings, "at_step=2")
@@ -83,7 +87,9 @@ def test_it_dies_on_request(settings: tuple[str, ...], code: int) -> None:
 
 def test_it_prints_garbage_on_request() -> None:
     """What comes out is no message, and the training goes on."""
-    done = subprocess.run([sys.executable, "-c", RUN, "fail=garbage"], capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "fail=garbage"], capture_output=True, timeout=60
+    )
     assert done.returncode == 0
     assert b"\xff" in done.stdout
 

@@ -1,4 +1,6 @@
-"""PyTorch workloads: the seed's sizes, steps that train, places that are refused, groups that are exact."""
+"""PyTorch workloads: the seed's sizes, steps that train, places that are refused, groups that are
+exact.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,34 @@ def count(module: torch.nn.Module) -> int:
 
 
 def test_the_models_have_the_sizes_of_their_twins() -> None:
-    """The seed's count; the small network's; a GRU layer has 3 units (inputs + units + 2 biases) parameters."""
+    """The seed's count; the small network's; a GRU layer has 3 units (inputs + units + 2 biases)
+    parameters.
+    """
     with torch.device("meta"):
         large, small, gru = maxer(), mnist(16, 64), GruNet(32, 512, 4, 128, 10)
     assert count(large) == 78_923_530
     assert count(small) == 160 + 4_640 + 100_416 + 650
-    assert count(gru) == 3 * 512 * (32 + 512 + 2) + 3 * (3 * 512 * (512 + 512 + 2)) + 512 * 128 + 128 + 128 * 10 + 10
+    assert (
+        count(gru)
+        == 3 * 512 * (32 + 512 + 2)
+        + 3 * (3 * 512 * (512 + 512 + 2))
+        + 512 * 128
+        + 128
+        + 128 * 10
+        + 10
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "rows", "steps"),
     [
         ("torch_mnist", {"filters": 4, "dense": 16, "learning_rate": 0.01}, 48, 60),
-        ("torch_gru", {"steps": 8, "units": 24, "layers": 1, "dense": 16, "learning_rate": 0.01}, 64, 150),
+        (
+            "torch_gru",
+            {"steps": 8, "units": 24, "layers": 1, "dense": 16, "learning_rate": 0.01},
+            64,
+            150,
+        ),
     ],
 )
 def test_a_workload_learns(
@@ -81,7 +98,9 @@ def test_a_loss_that_is_lost_is_seen_and_the_rows_of_the_data_are_known() -> Non
     data = TensorDataset(torch.ones(40, 4), torch.zeros(40, 2))
     for value, sound in ((1.0, True), (math.nan, False)):
         module = torch.nn.Linear(4, 2)
-        recipe = Recipe(module, torch.optim.SGD(module.parameters(), lr=0.1), torch.nn.MSELoss(), Data(data))
+        recipe = Recipe(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), torch.nn.MSELoss(), Data(data)
+        )
         workload = TorchWorkload(CPU, lambda recipe=recipe: recipe)  # type: ignore[misc]
         data.tensors[0].fill_(value)
         workload.prepare((8,))
@@ -92,8 +111,12 @@ def test_a_loss_that_is_lost_is_seen_and_the_rows_of_the_data_are_known() -> Non
     assert registry.build("torch_mnist", CPU, {}, "torch").facts()["rows"] == "0"
 
 
-def test_another_size_is_prepared_and_memory_grows_with_it(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """In a new process: here, memory of earlier tests may be given back meanwhile, and hide what a step takes."""
+def test_another_size_is_prepared_and_memory_grows_with_it(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
+    """In a new process: here, memory of earlier tests may be given back meanwhile, and hide what a
+    step takes.
+    """
     (peaks,) = trainer_ranks("tests.workloads.torch_group_rank.save_peaks")
     assert all(peaks)
     assert peaks[1] > peaks[0] + (20 << 20)
@@ -101,9 +124,15 @@ def test_another_size_is_prepared_and_memory_grows_with_it(trainer_ranks: Callab
 
 
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
-def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.MonkeyPatch, precision: Any) -> None:
-    """The loss comes near that of float32: within 0.05 after 16 steps; fp16's loss scale stays finite."""
-    monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)  # the same rows on a busy machine too
+def test_half_precision_trains_with_weights_in_float32(
+    monkeypatch: pytest.MonkeyPatch, precision: Any
+) -> None:
+    """The loss comes near that of float32: within 0.05 after 16 steps; fp16's loss scale stays
+    finite.
+    """
+    monkeypatch.setattr(
+        torch_batches, "SLOW_ROW_SECONDS", math.inf
+    )  # the same rows on a busy machine too
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 1024)
     losses = {}
     for each in ("float32", precision):
@@ -117,7 +146,9 @@ def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.Monke
         inputs, targets = workload._open_batches().take()
         with torch.no_grad():
             losses[each] = float(workload._objective(inputs, targets))
-        assert {parameter.dtype for parameter in workload.recipe.module.parameters()} == {torch.float32}
+        assert {parameter.dtype for parameter in workload.recipe.module.parameters()} == {
+            torch.float32
+        }
         assert workload._scaler.is_enabled() == (each == "mixed_float16")
         assert 0 < workload._scaler.get_scale() < float("inf")
     assert losses[precision] == pytest.approx(losses["float32"], abs=0.05)
@@ -163,7 +194,9 @@ def test_a_pool_of_large_or_slow_rows_is_small() -> None:
 
 
 def test_a_data_set_is_fed_epoch_after_epoch_by_its_own_options() -> None:
-    """Full batches of the rows that a training would see, in the order of its loader; a part for each rank."""
+    """Full batches of the rows that a training would see, in the order of its loader; a part for
+    each rank.
+    """
     calls: list[int] = []
 
     def collate(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +235,9 @@ def test_fetched_ahead_batches_are_there_when_steps_have_been_timed() -> None:
     assert len(batches._loader._ahead._ready) == 2  # type: ignore[union-attr]
     batches.drop()
     assert "evener-prefetch" not in {thread.name for thread in threading.enumerate()}
-    assert torch.cat(taken).tolist() == [row for batch in list(UnevenBatchSampler(64, [4], 0))[:3] for row in batch]
+    assert torch.cat(taken).tolist() == [
+        row for batch in list(UnevenBatchSampler(64, [4], 0))[:3] for row in batch
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,16 +261,21 @@ def test_shares_for_another_place_are_one_sentence(shares: tuple[int, ...]) -> N
 
 
 def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """Three ranks, shares that change, one rank left out for a while: float64 weights equal to 1e-12.
+    """Three ranks, shares that change, one rank left out for a while: float64 weights equal to
+    1e-12.
 
     Then the others wait for the first rank, which pauses before each step.
     """
     ended = trainer_ranks("tests.workloads.torch_group_rank.train", world=3)
     assert {each["facts"]["engine"] for each in ended} == {"ddp"}
-    pauses = (RANK.STEPS - 1) * RANK.PAUSE_SECONDS  # before the first step, others may not be there yet
+    pauses = (
+        RANK.STEPS - 1
+    ) * RANK.PAUSE_SECONDS  # before the first step, others may not be there yet
     assert all(each["waited"] > 0.5 * pauses for each in ended[1:])
     assert {(each["waited since"], each["on a CPU"]) for each in ended} == {(0, None)}
-    assert all(map(torch.equal, ended[1]["weights"][3], ended[0]["weights"][3]))  # it was left out before
+    assert all(
+        map(torch.equal, ended[1]["weights"][3], ended[0]["weights"][3])
+    )  # it was left out before
     torch.manual_seed(0)
     recipe = RANK.recipe()
     assert recipe.data is not None
@@ -249,7 +289,9 @@ def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., lis
             recipe.loss(recipe.module(inputs), targets).backward()
             recipe.optimizer.step()
         for rank, size in enumerate(sizes):
-            for mine, expected in zip(ended[rank]["weights"][turn], recipe.module.parameters(), strict=True):
+            for mine, expected in zip(
+                ended[rank]["weights"][turn], recipe.module.parameters(), strict=True
+            ):
                 if size and turn < 3:  # momentum begins anew with one who comes back
                     torch.testing.assert_close(mine, expected.detach(), rtol=0, atol=1e-12)
 
@@ -294,7 +336,7 @@ def short():
 
 def sample_batch(n):
     return torch.randn(n, 5), torch.randint(0, 2, (n,))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -308,7 +350,9 @@ def own(tmp_path: Path) -> Path:
     ("name", "settings", "parameters"),
     [("build", {}, 66), ("build", {"width": "4"}, 34), ("keywords", {}, 26)],
 )
-def test_the_users_own_module_trains(own: Path, name: str, settings: dict[str, Any], parameters: int) -> None:
+def test_the_users_own_module_trains(
+    own: Path, name: str, settings: dict[str, Any], parameters: int
+) -> None:
     workload = registry.build(f"{own}:{name}", CPU, settings, "torch")
     workload.prepare((12,))
     workload.step()
@@ -326,20 +370,25 @@ def test_the_users_own_module_trains(own: Path, name: str, settings: dict[str, A
         ("short", "rows"),
     ],
 )
-def test_what_is_wrong_with_the_users_module_is_one_sentence(own: Path, name: str, named: str) -> None:
+def test_what_is_wrong_with_the_users_module_is_one_sentence(
+    own: Path, name: str, named: str
+) -> None:
 
     def run() -> None:
         workload = registry.build(f"{own}:{name}", CPU, {}, "torch")
         workload.prepare((12,))
         workload.step()
 
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - theirs, or a sentence of ours with a remedy
+    # theirs, or a sentence of ours with a remedy
+    with pytest.raises(Exception) as caught:  # noqa: PT011
         run()
     assert named in f"{find_line(caught.value)}: {caught.value}"
     assert isinstance(caught.value, EvenerError) or find_line(caught.value)
 
 
-@pytest.mark.parametrize("result", [None, 3, (1, 2), torch.nn.Linear(1, 1), {"modul": 1}, (None, None, None)])
+@pytest.mark.parametrize(
+    "result", [None, 3, (1, 2), torch.nn.Linear(1, 1), {"modul": 1}, (None, None, None)]
+)
 def test_what_is_no_recipe_is_one_sentence(result: object) -> None:
     with pytest.raises(RequestError) as caught:
         from_user("train.py:build", result)
@@ -363,7 +412,12 @@ def test_a_batch_that_cannot_be_cut_is_one_sentence_and_only_in_passes() -> None
     def recipe() -> Recipe:
         module = Own()
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        return Recipe(module, optimizer, None, sample_batch=lambda n: {"x": torch.randn(n, 4), "graph": Graph()})
+        return Recipe(
+            module,
+            optimizer,
+            None,
+            sample_batch=lambda n: {"x": torch.randn(n, 4), "graph": Graph()},
+        )
 
     workload = TorchWorkload(CPU, recipe)
     assert workload.facts()["batch_statistics"] == "BatchNorm1d"

@@ -1,4 +1,6 @@
-"""Probes of a sharded workload: a rank by itself says what the model needs, and a group is planned and trains."""
+"""Probes of a sharded workload: a rank by itself says what the model needs, and a group is planned
+and trains.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,37 @@ PART = 1 / 64
 ALONE = Place(("cpu:0",), threads=1, state=(PART,))
 
 
-def make(monkeypatch: pytest.MonkeyPatch, optimizer: type[torch.optim.Optimizer], **options: float) -> TorchWorkload:
+def make(
+    monkeypatch: pytest.MonkeyPatch, optimizer: type[torch.optim.Optimizer], **options: float
+) -> TorchWorkload:
     monkeypatch.setattr(shard_workload, "BLOCKS", 3)
     monkeypatch.setattr(shard_workload, "WIDTH", 64)
 
     def recipe() -> Recipe:
         model = shard_workload.Big()
-        return Recipe(model, optimizer(model.parameters(), **options), torch.nn.MSELoss(), Data(shard_workload.data()))
+        return Recipe(
+            model,
+            optimizer(model.parameters(), **options),
+            torch.nn.MSELoss(),
+            Data(shard_workload.data()),
+        )
 
     return TorchWorkload(ALONE, recipe)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "options", "figures"),
-    [(torch.optim.AdamW, {}, 4), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 3), (torch.optim.SGD, {"lr": 0.1}, 2)],
+    [
+        (torch.optim.AdamW, {}, 4),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 3),
+        (torch.optim.SGD, {"lr": 0.1}, 2),
+    ],
 )
 def test_it_steps_on_its_part_and_knows_the_state_of_the_whole(
-    monkeypatch: pytest.MonkeyPatch, optimizer: type[torch.optim.Optimizer], options: dict[str, float], figures: int
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: type[torch.optim.Optimizer],
+    options: dict[str, float],
+    figures: int,
 ) -> None:
     workload = make(monkeypatch, optimizer, **options)
     elements = 3 * (8 * 64 * 64 + 5 * 64)
@@ -63,7 +79,9 @@ def test_it_steps_on_its_part_and_knows_the_state_of_the_whole(
     assert held.most["gathered"] <= gathered
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(RequestError, match="Adafactor looks at whole parameters"):
         make(monkeypatch, torch.optim.Adafactor)
     with pytest.raises(RequestError, match="Adagrad has state before its first step"):
@@ -71,11 +89,21 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(monkeypatch: pyt
 
 
 @pytest.fixture
-def planned(own_folder: Path, quick_probes: None, shared_servers: None) -> tuple[Plan, list[Observation]]:
-    """The plan after a whole step in shards, for slices of 30 and 10 MiB by the ledger, and all measurements."""
+def planned(
+    own_folder: Path, quick_probes: None, shared_servers: None
+) -> tuple[Plan, list[Observation]]:
+    """The plan after a whole step in shards, for slices of 30 and 10 MiB by the ledger, and all
+    measurements.
+    """
     workload = f"{shard_workload.__file__}:build"
     slices = "cpu/2:0@30MiB,cpu/2:1@10MiB"
-    request = Request(devices=slices, workload=workload, framework="torch", max_global_batch=8, budget_seconds=90.0)
+    request = Request(
+        devices=slices,
+        workload=workload,
+        framework="torch",
+        max_global_batch=8,
+        budget_seconds=90.0,
+    )
     session, seen, plan = Session(open_run(request)), list[Observation](), None
     for event in session.events():
         if isinstance(event, Observed):
@@ -93,7 +121,9 @@ def planned(own_folder: Path, quick_probes: None, shared_servers: None) -> tuple
 @two_cores
 @pytest.mark.slow
 def test_what_no_slice_holds_is_planned_in_shards_and_trains_with_the_memory_that_the_plan_says(
-    planned: tuple[Plan, list[Observation]], own_folder: Path, trainer_ranks: Callable[..., list[Any]]
+    planned: tuple[Plan, list[Observation]],
+    own_folder: Path,
+    trainer_ranks: Callable[..., list[Any]],
 ) -> None:
     """Equal shards would be 17 MB each."""
     plan, seen = planned
@@ -101,7 +131,9 @@ def test_what_no_slice_holds_is_planned_in_shards_and_trains_with_the_memory_tha
     assert {type(one) for one in alone} == {OutOfMemory}
     assert plan.layout.kind == "shard"
     assert plan.layout.share[0].state == pytest.approx(0.78, abs=0.02), "by memory"
-    for rank in trainer_ranks("tests.support.shard_workload.train", str(own_folder / "plan.toml"), world=2):
+    for rank in trainer_ranks(
+        "tests.support.shard_workload.train", str(own_folder / "plan.toml"), world=2
+    ):
         assert rank["held"] == pytest.approx(rank["planned"], rel=0.03)
         assert rank["held"] == pytest.approx(rank["measured"], rel=0.03)
         assert rank["moved"]
@@ -110,7 +142,9 @@ def test_what_no_slice_holds_is_planned_in_shards_and_trains_with_the_memory_tha
 def test_unequal_memory_holds_more_than_equal_shards_and_nearly_all_that_it_could(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
-    found, same = trainer_ranks("tests.support.shard_workload.sweep", (3_000_000, 1_000_000), world=2)
+    found, same = trainer_ranks(
+        "tests.support.shard_workload.sweep", (3_000_000, 1_000_000), world=2
+    )
     assert found == same
     assert found["planned"] >= 1.6 * found["equal"]
     assert found["planned"] >= 0.9 * found["room"]

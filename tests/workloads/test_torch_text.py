@@ -1,4 +1,6 @@
-"""PyTorch workloads whose rows have lengths: what passes compute, how rows are dealt, and what users may say."""
+"""PyTorch workloads whose rows have lengths: what passes compute, how rows are dealt, and what
+users may say.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ pytestmark = pytest.mark.slow
 
 CPU = Place(("CPU:0",), threads=1)
 MODEL: dict[str, Any] = {"vocabulary": 32, "longest": 64, "width": 8, "layers": 1, "heads": 2}
-TEXTS: dict[str, Any] = {"rows": 200, "median": 12.0, "sigma": 0.8, "longest": 64, "vocabulary": 32, "seed": 0}
+TEXTS: dict[str, Any] = {
+    "rows": 200,
+    "median": 12.0,
+    "sigma": 0.8,
+    "longest": 64,
+    "vocabulary": 32,
+    "seed": 0,
+}
 SETTINGS = {**MODEL, **TEXTS}
 COST = Cost(0.001, 1e-5, 1e-8)
 
@@ -43,7 +52,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def attention() -> Iterator[None]:
-    """Dealt rows turn cuDNN's attention off in the whole process, also those of other tests: give it back."""
+    """Dealt rows turn cuDNN's attention off in the whole process, also those of other tests: give
+    it back.
+    """
     torch.backends.cuda.enable_cudnn_sdp(True)
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -64,7 +75,9 @@ def step(workload: TorchWorkload) -> Work:
     return Work(*(now - then for now, then in pairs))
 
 
-def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_shape(workload: TorchWorkload) -> None:
+def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_shape(
+    workload: TorchWorkload,
+) -> None:
     """Also where the same child measured dealt rows before."""
     workload.prepare_dealt((8,), (COST,), (0,))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -73,7 +86,9 @@ def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_sh
 
 
 def test_each_probe_of_the_same_dealing_has_other_batches(workload: TorchWorkload) -> None:
-    """Shapes that were seen before are faster than those that a training will see; other layouts have the same rows."""
+    """Shapes that were seen before are faster than those that a training will see; other layouts
+    have the same rows.
+    """
     tokens = []
     for cost in (COST, COST, Cost(0.5, 1e-5, 1e-8)):
         workload.prepare_dealt((8,), (cost,), (0,))
@@ -129,12 +144,18 @@ def test_rows_of_one_length_are_padded_to_it_in_every_pass(workload: TorchWorklo
     workload.prepare_length((12,), (4,), length)
     for _ in range(2):
         work = step(workload)
-        assert (work.passes, work.padded, work.padded_lengths) == (3, 12 * length, 12 * length * length)
+        assert (work.passes, work.padded, work.padded_lengths) == (
+            3,
+            12 * length,
+            12 * length * length,
+        )
     workload.prepare_length((300,), (), length)  # more than there are
     assert step(workload).padded == 300 * length
 
 
-def test_dealt_rows_have_little_padding_and_keep_to_the_tokens_of_a_pass(workload: TorchWorkload) -> None:
+def test_dealt_rows_have_little_padding_and_keep_to_the_tokens_of_a_pass(
+    workload: TorchWorkload,
+) -> None:
     """The rows of a global batch are those that come without lengths."""
     workload.prepare((32,))
     plain = [step(workload) for _ in range(6)]
@@ -202,7 +223,7 @@ def training_data():
 
 def lengths(dataset):
     return LENGTHS
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -236,9 +257,13 @@ def test_a_function_beside_the_data_says_lengths(tmp_path: Path, said: str, name
 @two_cores
 @pytest.mark.usefixtures("cores_of_one_user", "shared_servers")
 def test_children_measure_rows_that_are_dealt_by_cost() -> None:
-    """Two real ranks: tokens of whole batches, each rank's own work, and less padding than rows as they come."""
+    """Two real ranks: tokens of whole batches, each rank's own work, and less padding than rows as
+    they come.
+    """
     settings = {**SETTINGS, "median": 24.0, "width": 16}
-    request = Request("cpu:0,cpu:1", workload="torch_text", framework="torch", settings=settings, share=True)
+    request = Request(
+        "cpu:0,cpu:1", workload="torch_text", framework="torch", settings=settings, share=True
+    )
     prober = make_prober(take_in(request))
     stop = threading.Event()
 
@@ -249,8 +274,15 @@ def test_children_measure_rows_that_are_dealt_by_cost() -> None:
 
     try:
         plain = time(layout_of((16, 16)), "race")
-        dealt = time(Layout("split", (20, 12), costs=(COST, msgspec.structs.replace(COST, per_token_s=2e-5)),
-                            tokens=(0, 256)), "split")  # fmt: skip
+        dealt = time(
+            Layout(
+                "split",
+                (20, 12),
+                costs=(COST, msgspec.structs.replace(COST, per_token_s=2e-5)),
+                tokens=(0, 256),
+            ),
+            "split",
+        )
     finally:
         prober.close()
     lengths = prober.facts().lengths

@@ -30,8 +30,12 @@ CPU = Place(devices=("CPU:0",))
 
 
 def a_trainer() -> Any:
-    program = programs.Program(rows=32, arguments={"max_grad_norm": 0.01, "learning_rate": 1.0, "optim": "sgd"})
-    return programs.Trainer(args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program))
+    program = programs.Program(
+        rows=32, arguments={"max_grad_norm": 0.01, "learning_rate": 1.0, "optim": "sgd"}
+    )
+    return programs.Trainer(
+        args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program)
+    )
 
 
 def a_module() -> Any:
@@ -39,7 +43,9 @@ def a_module() -> Any:
 
 
 def probe(built: Any) -> tuple[int, float]:
-    """(rows of the data, how far two steps moved the weights); a rank of `trainer_ranks` calls it."""
+    """(rows of the data, how far two steps moved the weights); a rank of `trainer_ranks` calls
+    it.
+    """
     recipe = find_recipe("train.py:build", built)
     assert recipe is not None
     assert recipe.data is not None
@@ -56,7 +62,9 @@ def probe(built: Any) -> tuple[int, float]:
 
 
 def step_probe(trainer: Any) -> None:
-    """Take a probe's step in three passes; after an evaluation, each begins with train(), whose time counts."""
+    """Take a probe's step in three passes; after an evaluation, each begins with train(), whose
+    time counts.
+    """
     workload = TorchWorkload(CPU, lambda: cast(Recipe, find_recipe("train.py:build", trainer)))
     workload.prepare((8,), (3,))
     trainer.model.eval()
@@ -65,7 +73,9 @@ def step_probe(trainer: Any) -> None:
 
 
 def list_turns(make: Callable[[], Any], run: Callable[[Any], Any]) -> list[str]:
-    """What a run of a Trainer does in turn: forward passes, waiting for a loss, and work on all parameters."""
+    """What a run of a Trainer does in turn: forward passes, waiting for a loss, and work on all
+    parameters.
+    """
     turns: list[str] = []
 
     def note(turn: str, original: Any) -> Any:
@@ -90,7 +100,9 @@ def a_planned_trainer() -> Any:
     """One that trains two steps of 8 rows, in passes of 3."""
     program = programs.Program(rows=32, arguments={"max_grad_norm": 0.01, "max_steps": 2})
     kind = programs.with_plan(programs.Trainer, programs.make_plan((8,), (3,)))
-    return kind(args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program))
+    return kind(
+        args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program)
+    )
 
 
 def list_prefetches() -> list[int | None]:
@@ -144,7 +156,9 @@ def probe_all(folder: Path, rank: int) -> None:
     torch.save(found, folder / f"{rank}.pt")
 
 
-def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[..., list[Any]]) -> None:
+def test_its_own_steps_are_measured_or_it_is_refused(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
     (found,) = trainer_ranks("tests.workloads.test_trainer_models.probe_all")
     rows, moved = found["trainer"]
     assert rows == 32
@@ -153,8 +167,12 @@ def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[...
     assert rows == 32
     assert moved > 0
     assert found["turns"].count("forward") == 3
-    assert found["turns"] == found["trained turns"][-len(found["turns"]) :], "as a training by a plan"
-    assert found["prefetches"] == [0, 0, None], "rows that a trainer fetches between steps are fetched there"
+    assert found["turns"] == found["trained turns"][-len(found["turns"]) :], (
+        "as a training by a plan"
+    )
+    assert found["prefetches"] == [0, 0, None], (
+        "rows that a trainer fetches between steps are fetched there"
+    )
     assert found["lengths"] == 32
     assert found["own batch"] == (12, 6)
     assert "without data" in found["no data"]

@@ -1,5 +1,5 @@
-"""Processes that train a workload, by a RankServer: a rank of a group, which saves the weights after each size, and one
-alone, whose memory nothing else has used.
+"""Processes that train a workload, by a RankServer: a rank of a group, which saves the weights
+after each size, and one alone, whose memory nothing else has used.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ ROWS = 28  # two or three full batches an epoch
 
 
 def recipe() -> Recipe:
-    module = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Tanh(), torch.nn.Linear(11, 3)).double()
+    module = torch.nn.Sequential(
+        torch.nn.Linear(7, 11), torch.nn.Tanh(), torch.nn.Linear(11, 3)
+    ).double()
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    return Recipe(module, optimizer, torch.nn.CrossEntropyLoss(), Data(TensorDataset(*sample_batch(ROWS))))
+    return Recipe(
+        module, optimizer, torch.nn.CrossEntropyLoss(), Data(TensorDataset(*sample_batch(ROWS)))
+    )
 
 
 def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +55,11 @@ def train(folder: Path, rank: int) -> None:
     for _ in range(STEPS):
         time.sleep(PAUSE_SECONDS if rank == 0 else 0.0)
         workload.step()
-    waited = {"waited": waits.read(), "waited since": waits.read(), "on a CPU": workload.read_waits()}
+    waited = {
+        "waited": waits.read(),
+        "waited since": waits.read(),
+        "on a CPU": workload.read_waits(),
+    }
     torch.save({"weights": ended, "facts": dict(workload.facts()), **waited}, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""`evener balance` and `evener compare`: search for the fastest split, or for the fastest of all layouts.
+"""`evener balance` and `evener compare`: search for the fastest split, or for the fastest of all
+layouts.
 
 Such a search can be resumed, and a dry run says what fits.
 """
@@ -41,9 +42,15 @@ app = typer.Typer()
 def balance(
     request: Request,
     budget: Annotated[
-        str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} Default: 120s. With --resume, +5m adds to it.")
+        str | None,
+        LENGTH(
+            "--budget",
+            help=f"{REQUEST_HELP['budget']} Default: 120s. With --resume, +5m adds to it.",
+        ),
     ] = None,
-    resume: Annotated[str | None, LENGTH("--resume", help="Continue a run: its id, or `last`.")] = None,
+    resume: Annotated[
+        str | None, LENGTH("--resume", help="Continue a run: its id, or `last`.")
+    ] = None,
     dry_run: Annotated[
         bool,
         LENGTH(
@@ -53,12 +60,16 @@ def balance(
     ] = False,
     learning: Annotated[
         str | None,
-        LENGTH("--learn", help="First train at your script's own batch this long, to measure --noise-scale: 60s."),
+        LENGTH(
+            "--learn",
+            help="First train at your script's own batch this long, to measure --noise-scale: 60s.",
+        ),
     ] = None,
     export: ExportOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Measure real training steps, find the fastest split of the batch over the devices, and write it as a plan.
+    """Measure real training steps, find the fastest split of the batch over the devices, and write
+    it as a plan.
 
     Your own model: evener help workload.
     """
@@ -67,11 +78,16 @@ def balance(
     request, extend_seconds = _read_budget(request, budget, resume)
     if dry_run:
         if resume is not None or export is not None:
-            raise RequestError("--dry-run makes no plan and goes on with no run.", "Leave --resume and --export out.")
+            raise RequestError(
+                "--dry-run makes no plan and goes on with no run.",
+                "Leave --resume and --export out.",
+            )
         return _run_dry(take_in(request), as_json)
 
     def show(_session: Session, finished: Finished, labels: Sequence[str]) -> None:
-        lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns(), finished.findings)
+        lines = summary_lines(
+            finished.plan, labels, finished.verdict, terminal_columns(), finished.findings
+        )
         print("\n".join(lines), flush=True)
 
     check_export(export)
@@ -80,7 +96,9 @@ def balance(
 
 
 def _learn(request: Request, learning: str, others: dict[str, bool]) -> Request:
-    """The request with a noise scale measured now; RequestError beside options that have no use for it."""
+    """The request with a noise scale measured now; RequestError beside options that have no use for
+    it.
+    """
     seconds = parse_duration(learning, "--learn")
     for option, given in (others | {"--noise-scale": request.noise_scale is not None}).items():
         if given:
@@ -88,8 +106,12 @@ def _learn(request: Request, learning: str, others: dict[str, bool]) -> Request:
     return learn(take_in(request), seconds)
 
 
-def _read_budget(request: Request, budget: str | None, resume: str | None) -> tuple[Request, float | None]:
-    """The request with the budget that was typed, and the seconds from here on that a resumed run gets."""
+def _read_budget(
+    request: Request, budget: str | None, resume: str | None
+) -> tuple[Request, float | None]:
+    """The request with the budget that was typed, and the seconds from here on that a resumed run
+    gets.
+    """
     if budget is None:
         return request, None
     if budget.startswith("+") and resume is None:
@@ -131,7 +153,11 @@ def _say_phases() -> Callable[[ProbeProgress], None]:
 
 def _outlook_json(outlook: Outlook) -> dict[str, object]:
     findings = outlook.findings
-    return {**msgspec.to_builtins(outlook), "verdict": write_verdict(findings), "findings": {"verdict": findings}}
+    return {
+        **msgspec.to_builtins(outlook),
+        "verdict": write_verdict(findings),
+        "findings": {"verdict": findings},
+    }
 
 
 def _outlook_lines(outlook: Outlook) -> list[str]:
@@ -141,7 +167,10 @@ def _outlook_lines(outlook: Outlook) -> list[str]:
         *(f"note: {plain(note)}" for note in outlook.notes),
         plain(write_verdict([tried]), 1000),
         "",
-        *align([("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)], numbers_from=2),
+        *align(
+            [("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)],
+            numbers_from=2,
+        ),
         "",
         write_verdict(rest),
     ]
@@ -161,18 +190,23 @@ def compare(
         str | None,
         WHAT(
             "--layouts",
-            help="Some of solo,even,split,shard,pack,place: one device; equal shares; the best shares; these with part"
-            " of the model's state on each device; several trainings on one device; parts of the model on several."
+            help="Some of solo,even,split,shard,pack,place: one device; equal shares; the best "
+            "shares; these with part"
+            " of the model's state on each device; several trainings on one device; parts of "
+            "the model on several."
             " Default: all that are possible, shard only where nothing else fits.",
         ),
     ] = None,
     knobs: Annotated[
-        str | None, WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
+        str | None,
+        WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision."),
     ] = None,
     export: ExportOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Compare single-device, even, split, packed and placed layouts; the fastest becomes the plan."""
+    """Compare single-device, even, split, packed and placed layouts; the fastest becomes the
+    plan.
+    """
     resolved = take_in_comparison(request, parse_words(layouts), parse_words(knobs) or ())
 
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:

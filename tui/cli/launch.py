@@ -1,4 +1,6 @@
-"""`evener launch` and `evener run`: a process for each device, by a plan or by the devices' speed."""
+"""`evener launch` and `evener run`: a process for each device, by a plan or by the devices'
+speed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from evener.plan.file import Plan
 from evener.program.notes import ProgramSettings
 
 from ..launch.job import HostJob, make_job
-from ..launch.program import choose_plan, measure_plan, read_command, read_notes, save_plan, set_environment, summarize
+from ..launch.program import (
+    choose_plan,
+    measure_plan,
+    read_command,
+    read_notes,
+    save_plan,
+    set_environment,
+    summarize,
+)
 from ..text.formatting import plain, say
 from ..text.parsing import parse_duration
 from .options import DevicesOption, RayAddressOption
@@ -26,7 +36,9 @@ app = typer.Typer()
 RestartsOption = Annotated[
     int,
     typer.Option(
-        "--max-restarts", min=0, help="How often to restart all processes, on the devices left, if one is killed."
+        "--max-restarts",
+        min=0,
+        help="How often to restart all processes, on the devices left, if one is killed.",
     ),
 ]
 
@@ -34,30 +46,42 @@ RestartsOption = Annotated[
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def launch(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The file that --export wrote.")],
-    script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS...", help="Or: -m MODULE ARGS...")],
+    script: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT ARGS...", help="Or: -m MODULE ARGS...")
+    ],
     max_restarts: RestartsOption = 0,
     host: Annotated[
-        str | None, typer.Option("--host", help="Which host of the plan this is. Default: found by name and address.")
+        str | None,
+        typer.Option(
+            "--host", help="Which host of the plan this is. Default: found by name and address."
+        ),
     ] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option("--rendezvous", help="HOST:PORT where hosts find each other. Default: the first host, 29400."),
+        typer.Option(
+            "--rendezvous",
+            help="HOST:PORT where hosts find each other. Default: the first host, 29400.",
+        ),
     ] = None,
     wait: Annotated[
         str, typer.Option("--wait", help="How long to wait for all hosts, like 10m. PyTorch only.")
     ] = "60s",
     ray: Annotated[
-        bool, typer.Option("--ray", help="Start it on all hosts of the plan, through their Ray cluster.")
+        bool,
+        typer.Option("--ray", help="Start it on all hosts of the plan, through their Ray cluster."),
     ] = False,
     ray_address: RayAddressOption = "",
 ) -> int:
-    """Train by a plan: start the script once for each of its devices, as torchrun does; for Keras with TF_CONFIG.
+    """Train by a plan: start the script once for each of its devices, as torchrun does; for Keras
+    with TF_CONFIG.
 
     Split() and with_plan(Trainer) in the script find the plan by themselves.
     """
     wait_seconds = parse_duration(wait, "--wait")
     if ray and host is not None:
-        raise RequestError("--host says which host this is, and --ray starts all of them.", "Give one of them.")
+        raise RequestError(
+            "--host says which host this is, and --ray starts all of them.", "Give one of them."
+        )
     if ray:
         from ..launch.cluster import launch_on_cluster
 
@@ -69,7 +93,9 @@ def launch(
 
 
 def _train(job: HostJob, name: str, starts: str, max_restarts: int) -> int:
-    """Train in all processes of this host, and say when they start and end; returns the exit code."""
+    """Train in all processes of this host, and say when they start and end; returns the exit
+    code.
+    """
     from ..launch.processes import named_output
     from ..launch.restarts import run_job
 
@@ -90,8 +116,12 @@ def _name(job: HostJob) -> str:
 def _list_shares(job: HostJob) -> str:
     """5 rows on CPU:0, 2 × 410 on GPU:1."""
     devices = (device for process in job.processes for device in process)
-    words = (f"{write_share(share.batch, share.micro)} row{'s' * (share.batch > 1)}" for share in job.own)
-    return ", ".join(f"{rows} on {device.label}" for rows, device in zip(words, devices, strict=True))
+    words = (
+        f"{write_share(share.batch, share.micro)} row{'s' * (share.batch > 1)}" for share in job.own
+    )
+    return ", ".join(
+        f"{rows} on {device.label}" for rows, device in zip(words, devices, strict=True)
+    )
 
 
 def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
@@ -102,35 +132,53 @@ def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
             place = ["--host", other, "--rendezvous", "{}:{}".format(*job.meeting)]
             script, *words = job.command
             script = script if script == "-m" else str(Path(script).absolute())
-            line = shlex.join(["evener", "launch", *restarts, *place, str(job.path), script, *words])
+            line = shlex.join(
+                ["evener", "launch", *restarts, *place, str(job.path), script, *words]
+            )
             say(f"on {plain(other)} run: {plain(line)}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="As you would type it in a shell.")
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND...", help="As you would type it in a shell."),
     ] = None,
     devices: DevicesOption = "auto",
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="Keep the shares of this plan. Default: they follow the devices' speed."),
+        typer.Option(
+            "--plan", help="Keep the shares of this plan. Default: they follow the devices' speed."
+        ),
     ] = None,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Measure a plan first, by the program's build() or transformers.Trainer.")
+        bool,
+        typer.Option(
+            "--balance",
+            help="Measure a plan first, by the program's build() or transformers.Trainer.",
+        ),
     ] = False,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="End the program if it can't be balanced. Default: it trains with even shares."),
+        typer.Option(
+            "--strict",
+            help="End the program if it can't be balanced. Default: it trains with even shares.",
+        ),
     ] = False,
     noise: Annotated[
-        bool, typer.Option("--noise", help="Measure the gradient's noise scale: what a larger batch costs in learning.")
+        bool,
+        typer.Option(
+            "--noise",
+            help="Measure the gradient's noise scale: what a larger batch costs in learning.",
+        ),
     ] = False,
     max_restarts: RestartsOption = 0,
 ) -> int:
-    """Start a training program once for each device, as torchrun does, and balance it without changing a line.
+    """Start a training program once for each device, as torchrun does, and balance it without
+    changing a line.
 
-    Its global batch, the order of rows and what it learns stay the same; docs/run.md says which programs work.
+    Its global batch, the order of rows and what it learns stay the same; docs/run.md says which
+    programs work.
     """
     read = read_command(command or [])
     if balance and plan is not None:
@@ -154,14 +202,22 @@ def run(
         say(*summarize(chosen, left))
         saved = None if code or alone or (given and not balance) else save_plan(chosen, read, left)
     if saved is not None:
-        say(f"these shares again: {shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}")
+        say(
+            f"these shares again: "
+            f"{shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}"
+        )
     return code
 
 
 def _check_several(plan: Plan) -> None:
-    """RequestError for a plan of one device, whose gradients `--noise` could compare with no other's."""
+    """RequestError for a plan of one device, whose gradients `--noise` could compare with no
+    other's.
+    """
     if len(plan.layout.active) == 1:
         raise RequestError(
             "--noise compares the processes of a training, and on one device there is one.",
-            "Leave --noise out, give two devices, or write Split(noise=True) in the script (docs/learning.md).",
+            (
+                "Leave --noise out, give two devices, or write Split(noise=True) in the script "
+                "(docs/learning.md)."
+            ),
         )

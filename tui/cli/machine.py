@@ -1,4 +1,6 @@
-"""`evener devices` and `evener doctor`: what this machine has, what is missing, and what to do about it."""
+"""`evener devices` and `evener doctor`: what this machine has, what is missing, and what to do
+about it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def list_devices(
     """List the devices that --devices selects, on this machine or a Ray cluster."""
     found = discover(devices, ray_address=ray_address)
     if as_json:
-        print(json_text({"devices": [_as_json(device) for device in found.devices], "notes": found.notes}))
+        print(
+            json_text(
+                {"devices": [_as_json(device) for device in found.devices], "notes": found.notes}
+            )
+        )
         return
     say(*found.notes)
     rows: list[tuple[str, ...]] = [("device", "name", "memory", "limit", "cores", "id")]
@@ -69,7 +75,8 @@ def doctor(
     ray_address: RayAddressOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Check Python, the driver, frameworks, extras and folders; with --devices ray, on every host, and the network.
+    """Check Python, the driver, frameworks, extras and folders; with --devices ray, on every host,
+    and the network.
 
     Exit code 0: balance can run, 1: it can't.
     """

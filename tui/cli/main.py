@@ -1,6 +1,7 @@
 """The command line: arguments to calls, faults to exit codes.
 
-The module of each command is imported when it runs, so that none pays for another's screens and searches.
+The module of each command is imported when it runs, so that none pays for another's screens and
+searches.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class _Commands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item] # see get_command
+        # see get_command
+        self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name."""
@@ -56,7 +58,10 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="evener",
     cls=_Commands,
-    help="Find the fastest way to train one model on unequal GPUs. Without a command: open the full-screen app.",
+    help=(
+        "Find the fastest way to train one model on unequal GPUs. Without a command: open "
+        "the full-screen app."
+    ),
     epilog="Try it without a GPU: evener demo",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -68,16 +73,25 @@ app = typer.Typer(
 def start(
     context: typer.Context,
     devices: DevicesOption = "auto",
-    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Print the version and exit.")
+    ] = False,
     readonly: ReadonlyOption = False,
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
-    web: Annotated[bool, typer.Option("--web", help="Show the app in a browser on this machine, read-only.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Show the app in a browser on this machine, read-only.")
+    ] = False,
     web_control: Annotated[
-        bool, typer.Option("--web-control", help="The browser may send signals, start searches and change runs, too.")
+        bool,
+        typer.Option(
+            "--web-control",
+            help="The browser may send signals, start searches and change runs, too.",
+        ),
     ] = False,
     web_port: Annotated[
-        int, typer.Option("--web-port", help="Port for the browser; 0: a free one.", min=0, max=65535)
+        int,
+        typer.Option("--web-port", help="Port for the browser; 0: a free one.", min=0, max=65535),
     ] = 0,
 ) -> None:
     """Open the app on a terminal, or in a browser; elsewhere print the devices once."""
@@ -107,13 +121,18 @@ def _refuse_misplaced(context: typer.Context, command: str) -> None:
             flag = option.opts[0]
             raise RequestError(
                 f"{flag} before {command} is an option of the app and has no effect there.",
-                f"Put it after the command, as in evener {command} {flag} ..., if evener {command} --help lists it.",
+                (
+                    f"Put it after the command, as in evener {command} {flag} ..., if evener "
+                    f"{command} --help lists it."
+                ),
             )
 
 
 @app.command("help")
 def show_help(
-    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="workload, or a command.")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(metavar="TOPIC", help="workload, or a command.")
+    ] = None,
 ) -> None:
     """Explain a topic: `evener help workload` shows how to measure your own model."""
     if topic == "workload":
@@ -128,7 +147,9 @@ def main(arguments: list[str]) -> int:
     """`run` in a process of its own, whose standard streams may be lost at any time."""
     guard_streams()
     code = run(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; a key pressed twice must not change the exit code
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # all is done; a key pressed twice must not change the exit code
     return code
 
 
@@ -138,7 +159,9 @@ def run(arguments: list[str]) -> int:
     as_json = "--json" in arguments and not of_script
     try:
         result = app(
-            args=arguments if of_script else spread_lists(arguments), standalone_mode=False, prog_name="evener"
+            args=arguments if of_script else spread_lists(arguments),
+            standalone_mode=False,
+            prog_name="evener",
         )
         sys.stdout.flush()
     except EvenerError as fault:
@@ -150,7 +173,9 @@ def run(arguments: list[str]) -> int:
     except ReaderGoneError:
         return READER_GONE_EXIT_CODE  # the journal has what was measured
     except Exception as error:
-        misuse = usage_fault(error, " ".join(["evener", *(word for word in arguments[:1] if word in _MODULES)]))
+        misuse = usage_fault(
+            error, " ".join(["evener", *(word for word in arguments[:1] if word in _MODULES)])
+        )
         if misuse is None:
             raise
         return report_fault(misuse, as_json)
@@ -158,7 +183,9 @@ def run(arguments: list[str]) -> int:
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """`--gpus 0 1 --batches 820,568` as the parser needs it: the option repeated before each value."""
+    """`--gpus 0 1 --batches 820,568` as the parser needs it: the option repeated before each
+    value.
+    """
     spread: list[str] = []
     current, values = "", 0
     for argument in [*arguments, "--"]:
@@ -173,5 +200,9 @@ def spread_lists(arguments: list[str]) -> list[str]:
         if is_option:
             current = ""
         values += 1
-        spread += [word for value in argument.split(",") for word in (current, value)] if current else [argument]
+        spread += (
+            [word for value in argument.split(",") for word in (current, value)]
+            if current
+            else [argument]
+        )
     return spread[:-1]

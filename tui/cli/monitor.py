@@ -1,4 +1,6 @@
-"""`evener monitor` and `evener demo`: the app, or plain text or JSON, once or every few seconds; `--web`."""
+"""`evener monitor` and `evener demo`: the app, or plain text or JSON, once or every few seconds;
+`--web`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
 from ..view.devices import DEVICES, PanelRow, device_rows
 from ..view.monitor import PROCESS_COLUMNS, PROCESSES, host_line, nothing_there, process_rows
 from ..view.table import Order, sort_rows, whole_table
-from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ThemeOption
+from .options import (
+    OUTPUT,
+    AsciiOption,
+    DevicesOption,
+    RayAddressOption,
+    ReadonlyOption,
+    ThemeOption,
+)
 from .output import draws_screens
 
 if TYPE_CHECKING:
@@ -34,7 +43,11 @@ if TYPE_CHECKING:
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
 SHORTEST_INTERVAL_SECONDS = 0.1
-SHOWN = (5, 11, 20)  # seconds of the demo's training: as planned, while a card is hot, with other shares
+SHOWN = (
+    5,
+    11,
+    20,
+)  # seconds of the demo's training: as planned, while a card is hot, with other shares
 app = typer.Typer()
 
 
@@ -42,14 +55,24 @@ app = typer.Typer()
 def monitor(
     devices: DevicesOption = "auto",
     once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
-    as_json: Annotated[bool, OUTPUT("--json", help="Print one JSON object, with -i one on each line.")] = False,
+    as_json: Annotated[
+        bool, OUTPUT("--json", help="Print one JSON object, with -i one on each line.")
+    ] = False,
     interval: Annotated[
-        str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
+        str | None,
+        typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s."),
     ] = None,
-    only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
+    only_visible: Annotated[
+        bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")
+    ] = False,
     ray_address: RayAddressOption = "",
     metrics: Annotated[
-        str | None, OUTPUT("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus, like 127.0.0.1:9401.")
+        str | None,
+        OUTPUT(
+            "--metrics",
+            metavar="HOST:PORT",
+            help="Serve metrics for Prometheus, like 127.0.0.1:9401.",
+        ),
     ] = None,
     metrics_public: Annotated[
         bool, OUTPUT("--metrics-public", help="Allow an address that other machines can reach.")
@@ -58,13 +81,17 @@ def monitor(
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
 ) -> None:
-    """Show the devices: in the app on a terminal, as text or JSON elsewhere; serve metrics meanwhile."""
+    """Show the devices: in the app on a terminal, as text or JSON elsewhere; serve metrics
+    meanwhile.
+    """
     serving = _metrics_server(metrics, metrics_public, once)
     if not (once or as_json or interval) and draws_screens():
         from ..start import run_app
 
         drawn = {"readonly": readonly, "ascii": ascii_only}
-        raise typer.Exit(run_app(devices, theme=theme, ray_address=ray_address, serving=serving, **drawn))
+        raise typer.Exit(
+            run_app(devices, theme=theme, ray_address=ray_address, serving=serving, **drawn)
+        )
     pause = 1.0 if interval is None else _parse_interval(interval)
     loops = not once and bool(interval or metrics)
     newest: deque[Snapshot] = deque(maxlen=1)
@@ -83,10 +110,14 @@ def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
     """The context that serves metrics, if asked for; RequestError before anything else begins."""
     if address is None:
         if public:
-            raise RequestError("--metrics-public goes with --metrics.", "Add --metrics HOST:PORT, or leave it out.")
+            raise RequestError(
+                "--metrics-public goes with --metrics.", "Add --metrics HOST:PORT, or leave it out."
+            )
         return contextlib.nullcontext
     if once:
-        raise RequestError("--once ends before anybody can ask for metrics.", "Leave out --once or --metrics.")
+        raise RequestError(
+            "--once ends before anybody can ask for metrics.", "Leave out --once or --metrics."
+        )
     from ..serve.metrics import parse_metrics_address, serving_metrics
 
     return partial(serving_metrics, parse_metrics_address(address, public))
@@ -97,7 +128,10 @@ def _parse_interval(text: str) -> float:
     if not SHORTEST_INTERVAL_SECONDS <= seconds <= 86400:
         raise RequestError(
             f"-i {seconds:g} is not a usable interval.",
-            f"Give {SHORTEST_INTERVAL_SECONDS:g} seconds or more; reading more often would slow the devices down.",
+            (
+                f"Give {SHORTEST_INTERVAL_SECONDS:g} seconds or more; reading more often would "
+                f"slow the devices down."
+            ),
         )
     return seconds
 
@@ -123,11 +157,15 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 def _settle(source: Source) -> None:
     """Sample once, and wait until the next sample has rates."""
     source.sample()
-    time.sleep(max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0))
+    time.sleep(
+        max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0)
+    )
 
 
 def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
-    """The reading as text for standard output: in the width and the colours of its terminal, if it is one."""
+    """The reading as text for standard output: in the width and the colours of its terminal, if it
+    is one.
+    """
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
     text = snapshot_text(snapshot, max(80, width), colour=colour)
@@ -193,7 +231,9 @@ def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
 
     yield Line()
     yield from whole_table(TRAININGS, rows, width)
-    for row in [row for row in rows if row.training or len(row.ranks) > 1]:  # of others the table has it all
+    for row in [
+        row for row in rows if row.training or len(row.ranks) > 1
+    ]:  # of others the table has it all
         yield Line()
         yield from text_lines(row.workload or row.framework, width, 1, "strong")
         yield from whole_table(rank_grid(row.ranks), row.ranks, width)
@@ -209,9 +249,11 @@ def _drawn(line: Line) -> str:
 
 
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
-    """Serve the app until a signal; the exit code. `look`: options of the app, which True switches on.
+    """Serve the app until a signal; the exit code. `look`: options of the app, which True switches
+    on.
 
-    RequestError and DeviceError say at once what is wrong with a request that every visitor's app would refuse.
+    RequestError and DeviceError say at once what is wrong with a request that every visitor's app
+    would refuse.
     """
     from evener.devices.sampler import open_sampler
 
@@ -220,13 +262,22 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
     publisher, _ = open_sampler(devices)
     publisher.close()
     given = {**look, "--readonly": readonly}.items()
-    options = [word for name, value in given if value for word in ([name] if value is True else [name, str(value)])]
-    return serve_browser([sys.executable, "-P", "-m", "evener", "monitor", "--devices", devices, *options], port)
+    options = [
+        word
+        for name, value in given
+        if value
+        for word in ([name] if value is True else [name, str(value)])
+    ]
+    return serve_browser(
+        [sys.executable, "-P", "-m", "evener", "monitor", "--devices", devices, *options], port
+    )
 
 
 @app.command()
 def demo(
-    as_text: Annotated[bool, typer.Option("--plain", help="Print text, on a terminal too.")] = False,
+    as_text: Annotated[
+        bool, typer.Option("--plain", help="Print text, on a terminal too.")
+    ] = False,
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
 ) -> None:

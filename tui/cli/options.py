@@ -31,7 +31,15 @@ TRAINING = (
     "engine",
 )
 BATCHES = (
-    *("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective", "max_slowdown"),
+    *(
+        "global_batch",
+        "max_global_batch",
+        "multiple_of",
+        "micro",
+        "tolerance",
+        "objective",
+        "max_slowdown",
+    ),
     *("noise_scale", "own_batch"),
 )
 SEARCH = (*BATCHES, "budget", "seed", "pace")
@@ -41,8 +49,12 @@ _FLAGS = {
     "settings": ("--set",),
     "inputs": ("--input",),
 }
-_MORE_HELP = {"workload": f" Built in: {', '.join(registry.names())}. {DEFAULTS} More: evener help workload."}
-_TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` parses, with their defaults
+_MORE_HELP = {
+    "workload": f" Built in: {', '.join(registry.names())}. {DEFAULTS} More: evener help workload."
+}
+_TYPED: dict[
+    str, tuple[Any, Any]
+] = {  # options whose text `make_request` parses, with their defaults
     "framework": (str | None, None),
     "settings": (list[str] | None, None),
     "inputs": (str, "host"),
@@ -59,19 +71,27 @@ def _request_option(name: str, declare: Callable[..., Any] = typer.Option) -> An
 
 DevicesOption = Annotated[str, _request_option("devices")]
 RayAddressOption = Annotated[str, _request_option("ray_address")]
-ExportOption = Annotated[Path | None, OUTPUT("--export", "-e", help="Write the plan to this .toml or .json file.")]
+ExportOption = Annotated[
+    Path | None, OUTPUT("--export", "-e", help="Write the plan to this .toml or .json file.")
+]
 JsonOption = Annotated[bool, OUTPUT("--json", help="Print one JSON object.")]
 ReadonlyOption = Annotated[
     bool,
     typer.Option("--readonly", help="View only: no signals, no searches, no changes of runs."),
 ]
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
-ThemeOption = Annotated[Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or `last`.")]
+ThemeOption = Annotated[
+    Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")
+]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or `last`.")
+]
 
 
 def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
-    """Gives a command these options of a request; the command gets the request first, and returns its exit code."""
+    """Gives a command these options of a request; the command gets the request first, and returns
+    its exit code.
+    """
     fields = inspect.signature(Request).parameters
     types = inspect.get_annotations(Request, eval_str=True)
 
@@ -79,7 +99,9 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
         kind, default = _TYPED[name] if name in _TYPED else (types[name], fields[name].default)
         group = WHAT if name in TRAINING else BATCH if name in BATCHES else LENGTH
         annotation: Any = Annotated[kind, _request_option(name, group)]
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
 
     def decorate(command: Callable[..., int]) -> Callable[..., None]:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()

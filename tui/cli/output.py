@@ -1,7 +1,8 @@
-"""The outputs of a command: standard streams, which may be lost (a closed pipe, terminal or descriptor), and files.
+"""The outputs of a command: standard streams, which may be lost (a closed pipe, terminal or
+descriptor), and files.
 
-A lost standard error never ends a command. A lost standard output does: `ReaderGoneError` if nobody reads it,
-`OutputError` if its file can't be written. Files are checked before anything is measured.
+A lost standard error never ends a command. A lost standard output does: `ReaderGoneError` if nobody
+reads it, `OutputError` if its file can't be written. Files are checked before anything is measured.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from ..view.cells import to_ascii
 
 
 class ReaderGoneError(Exception):
-    """Nobody reads standard output any more. Not an OSError, since argument parsers handle those themselves."""
+    """Nobody reads standard output any more. Not an OSError, since argument parsers handle those
+    themselves.
+    """
 
 
 class OutputError(RequestError):
-    """Standard output is a file that can't be written, as on a full disk; reported on standard error."""
+    """Standard output is a file that can't be written, as on a full disk; reported on standard
+    error.
+    """
 
 
 class _GuardedFile(io.FileIO):
@@ -54,7 +59,10 @@ class _GuardedFile(io.FileIO):
         if self._is_terminal or error.errno == errno.EPIPE:
             return ReaderGoneError()
         reason = error.strerror or str(error)
-        return OutputError(f"Standard output can't be written: {reason}.", "Free some space, or redirect it elsewhere.")
+        return OutputError(
+            f"Standard output can't be written: {reason}.",
+            "Free some space, or redirect it elsewhere.",
+        )
 
 
 def terminal_columns() -> int | None:
@@ -63,7 +71,9 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """True if the full-screen app can run: in a browser, or on a terminal that can position the cursor."""
+    """True if the full-screen app can run: in a browser, or on a terminal that can position the
+    cursor.
+    """
     if "TEXTUAL_DRIVER" in os.environ:
         return True
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -72,7 +82,8 @@ def draws_screens() -> bool:
 def guard_streams() -> None:
     """Replace this process' streams by guarded ones; a closed one is opened on /dev/null.
 
-    Otherwise the next file that is opened, such as a journal, would get its descriptor and its output.
+    Otherwise the next file that is opened, such as a journal, would get its descriptor and its
+    output.
     """
     for descriptor in range(3):
         try:
@@ -95,14 +106,25 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
     encoding = before.encoding if before is not None else "utf-8"
     codecs.register_error("evener.similar", _similar)
     usual = ("strict", "surrogateescape")  # the latter in the C locale
-    errors = "evener.similar" if descriptor == 2 or before is None or before.errors in usual else before.errors
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=descriptor == 2 or raw.isatty())
+    errors = (
+        "evener.similar"
+        if descriptor == 2 or before is None or before.errors in usual
+        else before.errors
+    )
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, errors, line_buffering=descriptor == 2 or raw.isatty()
+    )
 
 
 def report_fault(fault: EvenerError, as_json: bool) -> int:
     """Print the fault on stderr (as JSON: on stdout) and return its exit code."""
     if as_json:
-        error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy, "findings": fault.findings}
+        error = {
+            "kind": fault.kind,
+            "message": fault.message,
+            "remedy": fault.remedy,
+            "findings": fault.findings,
+        }
         print(json_text({"error": error}), flush=True)
     else:
         print(f"evener: {plain(str(fault), 2000)}", file=sys.stderr, flush=True)
@@ -120,22 +142,30 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else command
     message = str(describe()).strip()
-    return RequestError(message if message.endswith((".", "?")) else f"{message}.", f"See {command} --help.")
+    return RequestError(
+        message if message.endswith((".", "?")) else f"{message}.", f"See {command} --help."
+    )
 
 
 def check_plan_file(path: Path, option: str) -> None:
     """RequestError unless a plan can be written to `path`."""
     if path.suffix not in (".toml", ".json"):
         remedy = f"Name it {path.stem or 'plan'}.toml or {path.stem or 'plan'}.json."
-        raise RequestError(f"{option} {path} ends neither in .toml nor in .json; plans are TOML or JSON.", remedy)
-    with as_request_error(f"{option} {path} can't be written", "Name a file in a folder that you may write to."):
+        raise RequestError(
+            f"{option} {path} ends neither in .toml nor in .json; plans are TOML or JSON.", remedy
+        )
+    with as_request_error(
+        f"{option} {path} can't be written", "Name a file in a folder that you may write to."
+    ):
         if path.is_dir():
             raise RequestError(f"{option} {path} is a folder.", "Name a file in it.")
         tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
-    """RequestError if the file is there and no plan. A plan replaces a plan: the run of the old one still has it."""
+    """RequestError if the file is there and no plan. A plan replaces a plan: the run of the old one
+    still has it.
+    """
     if path.is_file():
         try:
             load_plan(path)
@@ -144,7 +174,9 @@ def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
 
 
 def check_export(path: Path | None) -> None:
-    """RequestError unless `--export`, if it is given, names a file that a plan can be written to."""
+    """RequestError unless `--export`, if it is given, names a file that a plan can be written
+    to.
+    """
     if path is not None:
         check_plan_file(path, "--export")
         check_replaceable(path)
@@ -153,4 +185,6 @@ def check_export(path: Path | None) -> None:
 def check_new(path: Path, force: bool) -> None:
     """RequestError if the file is there, unless `force`."""
     if not force and path.exists():
-        raise RequestError(f"{path} exists already.", "Add --force to replace it, or name another file.")
+        raise RequestError(
+            f"{path} exists already.", "Add --force to replace it, or name another file."
+        )

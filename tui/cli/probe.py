@@ -34,19 +34,28 @@ app = typer.Typer()
 @takes_request(*TRAINING, "seed")
 def probe(
     request: Request,
-    batches: Annotated[list[int], BATCH("--batches", help="Samples per step for each device, like 820 568.")],
-    micro: Annotated[list[int] | None, BATCH("--micro", help="Rows of one pass on each device, like 410 568.")] = None,
-    gpus: Annotated[list[str] | None, WHAT("--gpus", help="Which devices, like 0 1. Default: the first ones.")] = None,
+    batches: Annotated[
+        list[int], BATCH("--batches", help="Samples per step for each device, like 820 568.")
+    ],
+    micro: Annotated[
+        list[int] | None, BATCH("--micro", help="Rows of one pass on each device, like 410 568.")
+    ] = None,
+    gpus: Annotated[
+        list[str] | None, WHAT("--gpus", help="Which devices, like 0 1. Default: the first ones.")
+    ] = None,
     repeat: Annotated[int, LENGTH("--repeat", min=1, help="Number of runs.")] = 3,
     seconds: Annotated[
         str | None, LENGTH("--seconds", help="Length of each run without warm-up. Default: 10s.")
     ] = None,
     steps: Annotated[
-        int | None, LENGTH("--steps", min=1, help="Length in optimizer steps, instead of --seconds.")
+        int | None,
+        LENGTH("--steps", min=1, help="Length in optimizer steps, instead of --seconds."),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Time training at batch sizes that you choose: `evener probe --batches 820 568 --micro 410 568`."""
+    """Time training at batch sizes that you choose: `evener probe --batches 820 568 --micro 410
+    568`.
+    """
     length = _parse_length(seconds, steps)
     spec, positions = _parse_gpus(request.devices, gpus)
     resolved = take_in(msgspec.structs.replace(request, devices=spec))
@@ -70,35 +79,52 @@ def probe(
             for doubt in describe_doubts(run.warnings, resolved.devices, _name_more(length))
         ]
         said = {"warnings": say_all(doubts), "findings": {"warnings": doubts}}
-        print(json_text({"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set(), **said}))
+        print(
+            json_text(
+                {"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set(), **said}
+            )
+        )
     elif finished:
-        print("\n".join(_table(finished, layout, labels).lines(terminal_columns())[:-1]), flush=True)
+        print(
+            "\n".join(_table(finished, layout, labels).lines(terminal_columns())[:-1]), flush=True
+        )
     return (caught[0] if caught else 130) if stop.is_set() else 0
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> RunLength:
-    """The length of a run by `--seconds` or `--steps`; RequestError if both are given, or the time is out of range."""
+    """The length of a run by `--seconds` or `--steps`; RequestError if both are given, or the time
+    is out of range.
+    """
     if steps is not None:
         if seconds is not None:
-            raise RequestError("--seconds and --steps both set the length of a run.", "Give one of them.")
+            raise RequestError(
+                "--seconds and --steps both set the length of a run.", "Give one of them."
+            )
         return RunLength(steps=steps)
     if seconds is None:
         return RunLength()
     span = parse_duration(seconds, "--seconds")
     if not 0 < span <= LONGEST_SECONDS:
-        raise RequestError(f"A run can't last --seconds {seconds}.", "Give more than 0s, and at most 24h.")
+        raise RequestError(
+            f"A run can't last --seconds {seconds}.", "Give more than 0s, and at most 24h."
+        )
     return RunLength(span)
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
     """The devices of `--gpus 0 1`, and the positions among them that compute; None: the first ones.
 
-    With `--devices` they are positions in it; without, indices of the kind of device that this machine has.
+    With `--devices` they are positions in it; without, indices of the kind of device that this
+    machine has.
     """
     if gpus is None:
         return spec, None
-    if not all(gpu.isascii() and gpu.isdigit() and len(gpu) < 7 for gpu in gpus) or len(set(gpus)) != len(gpus):
-        raise RequestError(f"--gpus {' '.join(gpus)} are not different indices.", "Write it like --gpus 0 1.")
+    if not all(gpu.isascii() and gpu.isdigit() and len(gpu) < 7 for gpu in gpus) or len(
+        set(gpus)
+    ) != len(gpus):
+        raise RequestError(
+            f"--gpus {' '.join(gpus)} are not different indices.", "Write it like --gpus 0 1."
+        )
     if spec != "auto":
         return spec, tuple(int(gpu) for gpu in gpus)
     from evener.devices.discover import discover
@@ -113,7 +139,9 @@ def _announce(resolved: Job, repeat: int, length: RunLength) -> None:
     say(*resolved.notes, f"{runs}, besides warm-up")
 
 
-def _print_run(run: TimedRun, number: int, repeat: int, devices: Sequence[Device], length: RunLength) -> None:
+def _print_run(
+    run: TimedRun, number: int, repeat: int, devices: Sequence[Device], length: RunLength
+) -> None:
     """Print a run that has ended, and doubts about it, to stderr."""
     figure = run.this_run
     error = half_width(figure.value, figure.low, figure.high)
@@ -131,15 +159,27 @@ def _table(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> T
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (
-            "was measured alone at its share" if runs[-1].alone else "leaves out the time in which it waits for others"
+            "was measured alone at its share"
+            if runs[-1].alone
+            else "leaves out the time in which it waits for others"
         )
         note += f" The samples/s of one device {how}."
     energy = any(run.power for run in runs)
-    heads = "run", "device", "batch", "samples/s", "±", "memory", *(("samples/J", "W", "idle W") if energy else ())
+    heads = (
+        "run",
+        "device",
+        "batch",
+        "samples/s",
+        "±",
+        "memory",
+        *(("samples/J", "W", "idle W") if energy else ()),
+    )
     return Table("", [heads, *_rows(runs, layout, labels, energy)], 2, note)
 
 
-def _rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str], energy: bool) -> Iterator[tuple[str, ...]]:
+def _rows(
+    runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str], energy: bool
+) -> Iterator[tuple[str, ...]]:
     def row(
         run: str,
         device: str,
@@ -151,14 +191,23 @@ def _rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str], energ
     ) -> tuple[str, ...]:
         power = power or Power(0.0, 0.0)
         drawn = energy_cells(speed or 0.0, power.active_watts, power.idle_watts) if energy else ()
-        figure, held = "-" if speed is None else rate(speed), "-" if memory is None else size(memory)
+        figure, held = (
+            "-" if speed is None else rate(speed),
+            "-" if memory is None else size(memory),
+        )
         return (run, device, share, figure, error, held, *drawn)
 
     several = len(layout.active) > 1
     for number, run in enumerate(runs, 1):
-        whole = run.this_run.value, half_width(run.this_run.value, run.this_run.low, run.this_run.high)
+        whole = (
+            run.this_run.value,
+            half_width(run.this_run.value, run.this_run.low, run.this_run.high),
+        )
         for i in layout.active:
-            share, power = write_share(layout.shares[i], layout.pass_rows[i]), None if several else run.power
+            share, power = (
+                write_share(layout.shares[i], layout.pass_rows[i]),
+                None if several else run.power,
+            )
             own = (run.own[i], "-") if several else whole
             yield row(str(number), labels[i], share, *own, run.memory_bytes[i], power)
         if several:

@@ -1,4 +1,6 @@
-"""`evener runs`, `export`, `report` and `replay`: past runs listed, shown, deleted, written and replayed."""
+"""`evener runs`, `export`, `report` and `replay`: past runs listed, shown, deleted, written and
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ _KEYS: dict[str, Callable[[RunSummary], Any]] = {
 }
 _WIDEST_TEXT = 40
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
-ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
-runs_app = typer.Typer(help="Past runs: list them; show or delete them.", invoke_without_command=True)
+ForceOption = Annotated[
+    bool, typer.Option("--force", "-f", help="Replace the file if it is there.")
+]
+runs_app = typer.Typer(
+    help="Past runs: list them; show or delete them.", invoke_without_command=True
+)
 app = typer.Typer()
 app.add_typer(runs_app, name="runs")
 
@@ -47,33 +53,48 @@ app.add_typer(runs_app, name="runs")
 def list_runs(
     context: typer.Context,
     states: Annotated[
-        str | None, typer.Option("--state", help="Only these: running,finished,stopped,failed,unreadable.")
+        str | None,
+        typer.Option("--state", help="Only these: running,finished,stopped,failed,unreadable."),
     ] = None,
     workload: Annotated[
-        str | None, typer.Option("--workload", "-w", help="Only runs whose workload's name contains this.")
+        str | None,
+        typer.Option("--workload", "-w", help="Only runs whose workload's name contains this."),
     ] = None,
     order: Annotated[
         Literal["created", "workload", "samples/s", "time"] | None,
         typer.Option("--sort", help="Sort by this, the newest or largest first. Default: created."),
     ] = None,
-    most: Annotated[int | None, typer.Option("--most", "-n", min=1, help="List at most this many runs.")] = None,
+    most: Annotated[
+        int | None, typer.Option("--most", "-n", min=1, help="List at most this many runs.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List past runs, the newest first: their state, and why they failed."""
     if context.invoked_subcommand is not None:
-        if context.invoked_subcommand in ("list", "show"):  # which take these options too, as in `runs --json list`
+        if context.invoked_subcommand in (
+            "list",
+            "show",
+        ):  # which take these options too, as in `runs --json list`
             given = {name: value for name, value in context.params.items() if value}
             context.default_map = {context.invoked_subcommand: given}
         return
     found, among = store.list_runs(), _parse_states(states) or get_args(State)
-    listed = [one for one in found if one.state in among and (workload is None or workload in one.workload)]
+    listed = [
+        one
+        for one in found
+        if one.state in among and (workload is None or workload in one.workload)
+    ]
     listed = sorted(listed, key=_KEYS.get(order or "", lambda _: 0))[:most]
     if as_json:
         print(json_text({"runs": listed}))
     elif listed:
         _print_table(listed)
     else:
-        words = "no run matches; evener runs lists all" if found else "no runs yet; make one with evener balance"
+        words = (
+            "no run matches; evener runs lists all"
+            if found
+            else "no runs yet; make one with evener balance"
+        )
         say(words)
 
 
@@ -82,12 +103,17 @@ def _parse_states(text: str | None) -> list[State] | None:
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):
-            raise RequestError(f"--state {word!r} is not known.", f"Choose from {', '.join(get_args(State))}.")
+            raise RequestError(
+                f"--state {word!r} is not known.", f"Choose from {', '.join(get_args(State))}."
+            )
     return words  # type: ignore[return-value]  # checked above
 
 
 def _print_table(listed: Sequence[RunSummary]) -> None:
-    rows = [("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"), *map(_row, listed)]
+    rows = [
+        ("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"),
+        *map(_row, listed),
+    ]
     about = [plain(one.trouble, 1000) for one in listed]
     lines = zip(align(rows, numbers_from=5), ["trouble" if any(about) else "", *about], strict=True)
     width = terminal_columns()
@@ -100,7 +126,9 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
     devices = plain(", ".join(summary.devices[:4])) + (" …" if len(summary.devices) > 4 else "")
-    ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
+    ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (
+        " …" if len(summary.ratios) > 4 else ""
+    )
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
     seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
     workload = plain(summary.named_workload, _WIDEST_TEXT)
@@ -110,24 +138,43 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 @runs_app.command("show")
 def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
-    """Show a run: its state, measurements and plan; or a training: its speed, shares and restarts."""
+    """Show a run: its state, measurements and plan; or a training: its speed, shares and
+    restarts.
+    """
     name = store.find_any(run_id)
     training = store.load_training(name)
     if training is not None:
-        print(json_text(_training_as_json(training)) if as_json else "\n".join(training_report(training)))
+        print(
+            json_text(_training_as_json(training))
+            if as_json
+            else "\n".join(training_report(training))
+        )
         return
     run = store.load_run(name)
     if as_json:
         print(json_text(_as_json(run)))
         return
     labels = tuple(device.label for device in run.header.devices)
-    print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
+    print(
+        plain(
+            f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, "
+            f"{run.header.created}"
+        )
+    )
     seconds = run.record.clock_seconds
-    print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(seconds)}")
+    print(
+        plain(f"{run.state}: {run.trouble}", 1000)
+        if run.trouble
+        else f"{run.state}, {duration(seconds)}"
+    )
     for seen in run.record.observations:
         print(f"  {observation_words(seen, labels)}")
     width = terminal_columns()
-    summary = summary_lines(run.end.plan, labels, run.end.verdict, width, run.end.findings) if run.end else None
+    summary = (
+        summary_lines(run.end.plan, labels, run.end.verdict, width, run.end.findings)
+        if run.end
+        else None
+    )
     print("\n".join(["", *summary] if summary else ["this run has no plan"]))
 
 
@@ -153,13 +200,18 @@ def _as_json(run: StoredRun) -> dict[str, Any]:
         "plan": run.plan,
         "verdict": end.verdict if end else "",
         "interrupted": end is None or end.interrupted,
-        "findings": {**said, "faults": last.findings if isinstance(last, journal.FailedEntry) else ()},
+        "findings": {
+            **said,
+            "faults": last.findings if isinstance(last, journal.FailedEntry) else (),
+        },
     }
 
 
 @runs_app.command("delete")
 def delete_runs(
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids, beginnings of ids, or `last`.")],
+    run_ids: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Ids, beginnings of ids, or `last`.")
+    ],
     yes: YesOption = False,
 ) -> None:
     """Delete runs, after asking."""
@@ -170,8 +222,14 @@ def _delete(found: Sequence[str], yes: bool) -> None:
     """Delete these; asks first on a terminal, and needs --yes elsewhere."""
     if not yes:
         if not sys.stdin.isatty():
-            raise RequestError("Deleting runs needs a confirmation.", "Add --yes, or answer on a terminal.")
-        what = ", ".join(found) if len(found) <= 5 else f"{len(found)} runs, from {found[-1]} to {found[0]}"
+            raise RequestError(
+                "Deleting runs needs a confirmation.", "Add --yes, or answer on a terminal."
+            )
+        what = (
+            ", ".join(found)
+            if len(found) <= 5
+            else f"{len(found)} runs, from {found[-1]} to {found[0]}"
+        )
         if input(f"Delete {what}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("evener: nothing deleted", file=sys.stderr)
             return
@@ -184,10 +242,12 @@ def _delete(found: Sequence[str], yes: bool) -> None:
 def export(
     run_id: RunName,
     form: Annotated[
-        Format | None, typer.Option("--format", help="Default: what the file's name ends in, else toml.")
+        Format | None,
+        typer.Option("--format", help="Default: what the file's name ends in, else toml."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
+        Path | None,
+        typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output."),
     ] = None,
     force: ForceOption = False,
 ) -> None:
@@ -196,7 +256,8 @@ def export(
         check_plan_file(output, "-o")
         if form is not None and output.suffix != f".{form}":
             raise RequestError(
-                f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
+                f"--format {form} and -o {output} differ.",
+                "Give one of them; the file name's ending is enough.",
             )
         if not force:
             check_replaceable(output, "Add --force to replace it, or name another file.")
@@ -225,13 +286,21 @@ def report(
 
 @app.command()
 def replay(
-    source: Annotated[str, typer.Argument(metavar="FILE|RUN", help="A journal, or a run by its id, or `last`.")],
-    speed: Annotated[float, typer.Option("--speed", min=0.1, max=1000.0, help="Times faster than it ran.")] = 8.0,
-    as_text: Annotated[bool, typer.Option("--plain", help="Print text, on a terminal too.")] = False,
+    source: Annotated[
+        str, typer.Argument(metavar="FILE|RUN", help="A journal, or a run by its id, or `last`.")
+    ],
+    speed: Annotated[
+        float, typer.Option("--speed", min=0.1, max=1000.0, help="Times faster than it ran.")
+    ] = 8.0,
+    as_text: Annotated[
+        bool, typer.Option("--plain", help="Print text, on a terminal too.")
+    ] = False,
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
 ) -> None:
-    """Replay a run from its journal: in the app on a terminal, as text elsewhere. Nothing is measured."""
+    """Replay a run from its journal: in the app on a terminal, as text elsewhere. Nothing is
+    measured.
+    """
     from evener.balancer.intake import read_job
 
     named = Path(source).is_file() or "/" in source
@@ -253,6 +322,8 @@ def print_events(events: Iterable[Event]) -> Finished | None:
         if (line := event_line(event, state.devices)) is not None:
             print(plain(line), file=sys.stderr)
     if (finished := state.finished) is not None:
-        lines = summary_lines(finished.plan, state.devices, finished.verdict, terminal_columns(), finished.findings)
+        lines = summary_lines(
+            finished.plan, state.devices, finished.verdict, terminal_columns(), finished.findings
+        )
         print("\n".join(lines))
     return finished

@@ -1,4 +1,6 @@
-"""Running a session on a terminal or in a pipe: its progress as lines, its plan in a file, its end by a signal."""
+"""Running a session on a terminal or in a pipe: its progress as lines, its plan in a file, its end
+by a signal.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,19 @@ def run_session(
     as_json: bool,
     more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
-    """Run a session to its end, save its plan to `export`, and `show` the result, given the devices' labels.
+    """Run a session to its end, save its plan to `export`, and `show` the result, given the
+    devices' labels.
 
-    As JSON it has `more` than the plan and its verdict. The exit code is 0, or that of the signal that interrupted it.
-    Signals are caught until everything is written, so that none leaves half a file.
+    As JSON it has `more` than the plan and its verdict. The exit code is 0, or that of the signal
+    that interrupted it. Signals are caught until everything is written, so that none leaves half a
+    file.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
-    unsaved = f"ended at once; {'the plan is not written; ' if export else ''}to go on: evener balance --resume"
+    unsaved = (
+        f"ended at once; {'the plan is not written; ' if export else ''}to go on: evener "
+        f"balance --resume"
+    )
 
     def say(text: str) -> None:
         if progress.drawn:
@@ -83,13 +90,19 @@ def run_session(
             labels = progress.state.devices
             measured = progress.state.replayed < finished.plan.search.probes
             path = "" if export is None else str(export)
-            steps = find_next_steps(session.run_id, finished.plan, path, finished.interrupted, measured)
+            steps = find_next_steps(
+                session.run_id, finished.plan, path, finished.interrupted, measured
+            )
             if as_json:
                 found = more(session, finished, labels)
                 print(json_text(result_json(session.run_id, finished, steps, found)), flush=True)
             else:
                 show(session, finished, labels)
-                print("".join(f"evener: {plain(step)}\n" for step in say_all(steps)), end="", file=sys.stderr)
+                print(
+                    "".join(f"evener: {plain(step)}\n" for step in say_all(steps)),
+                    end="",
+                    file=sys.stderr,
+                )
         except ReaderGoneError:
             if not caught:
                 raise
@@ -101,10 +114,18 @@ def run_session(
 def result_json(
     run: str, finished: Finished, steps: Sequence[Finding], more: Mapping[str, object]
 ) -> dict[str, object]:
-    """The result as data: the run, `more`, the plan, what to do next, and what all sentences say as codes."""
+    """The result as data: the run, `more`, the plan, what to do next, and what all sentences say as
+    codes.
+    """
     head = {"run": run, "verdict": finished.verdict, "interrupted": finished.interrupted}
     found = {**msgspec.to_builtins(finished.findings), "next": steps}
-    return {**head, **more, **msgspec.to_builtins(finished.plan), "next": say_all(steps), "findings": found}
+    return {
+        **head,
+        **more,
+        **msgspec.to_builtins(finished.plan),
+        "next": say_all(steps),
+        "findings": found,
+    }
 
 
 def _write_error(text: str) -> None:
@@ -168,11 +189,16 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
     console = Console(stderr=True, highlight=False)
 
     def draw() -> Group:
-        lines = [*(line.text for line in search_screen(progress.state, console.width)), *progress.said]
+        lines = [
+            *(line.text for line in search_screen(progress.state, console.width)),
+            *progress.said,
+        ]
         return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in lines))
 
     try:
-        with Live(get_renderable=draw, console=console, transient=True, refresh_per_second=4) as live:
+        with Live(
+            get_renderable=draw, console=console, transient=True, refresh_per_second=4
+        ) as live:
             yield live
     finally:
         progress.drawn = False
@@ -181,7 +207,9 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """The lines of a running search on a terminal: its devices, the best so far, what it does, and the time left."""
+    """The lines of a running search on a terminal: its devices, the best so far, what it does, and
+    the time left.
+    """
     lanes = whole_table(LANES, lane_rows(state)[:MOST_LANES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 

@@ -1,6 +1,8 @@
-"""A training on all hosts of a plan, through Ray: `evener launch` on each, started by evener's actor there.
+"""A training on all hosts of a plan, through Ray: `evener launch` on each, started by evener's
+actor there.
 
-A host that goes is left out, if restarts are allowed: the training starts again on those that are left.
+A host that goes is left out, if restarts are allowed: the training starts again on those that are
+left.
 """
 
 from __future__ import annotations
@@ -35,19 +37,27 @@ from .job import check_plan
 from .restarts import compare_rows
 
 POLL_SECONDS = 0.1
-HEAD_SECONDS = 5.0  # between two looks at Ray's head: without it, Ray ends this process after a minute
+HEAD_SECONDS = (
+    5.0  # between two looks at Ray's head: without it, Ray ends this process after a minute
+)
 HEAD_SILENT_SECONDS = SILENT_SECONDS = 15.0
 OTHERS_SECONDS = 30.0  # that the other hosts have to end by themselves, once one has failed
 LOST_EXIT_CODE = 3
 
 
 def launch_on_cluster(
-    path: Path, command: Sequence[str], max_restarts: int, rendezvous: str | None, address: str, wait_seconds: float
+    path: Path,
+    command: Sequence[str],
+    max_restarts: int,
+    rendezvous: str | None,
+    address: str,
+    wait_seconds: float,
 ) -> int:
-    """Start the training on each host of the plan and wait for its end; the exit code. EvenerError if it can't start.
+    """Start the training on each host of the plan and wait for its end; the exit code. EvenerError
+    if it can't start.
 
-    The plan and the script, with the Python files beside it, are sent to each host. Up to `max_restarts` times hosts
-    that are lost are left out, by a plan for the others.
+    The plan and the script, with the Python files beside it, are sent to each host. Up to
+    `max_restarts` times hosts that are lost are left out, by a plan for the others.
     """
     planned = plan = load_plan(path)
     check_plan(plan, command)
@@ -66,7 +76,11 @@ def launch_on_cluster(
                 break
             check_head()
             left = {agent.host for agent in agents}
-            gone = {(share.host, share.device) for share in planned.layout.share if share.host not in left}
+            gone = {
+                (share.host, share.device)
+                for share in planned.layout.share
+                if share.host not in left
+            }
             before, plan = plan, leave_out(planned, gone)
             say(f"{', '.join(sorted(lost))} is left out: {compare_rows(before, plan)} rows")
             say(f"all others start again, {attempt + 1} of {max_restarts} times")
@@ -80,13 +94,19 @@ def _train(
     command: Sequence[str],
     caught: Sequence[int],
 ) -> tuple[int, set[str]]:
-    """Start once on these hosts and wait until it has ended on all; the exit code, and the hosts that were lost."""
+    """Start once on these hosts and wait until it has ended on all; the exit code, and the hosts
+    that were lost.
+    """
     parts: list[HostPart] = []
     lost: set[str] = set()
     try:
         if "--rendezvous" not in options:
             first = agents[0].host
-            options = [*options, "--rendezvous", f"{first}:{agents[0].call(find_free_ports, 1, first)[0]}"]
+            options = [
+                *options,
+                "--rendezvous",
+                f"{first}:{agents[0].call(find_free_ports, 1, first)[0]}",
+            ]
         for agent in agents:
             own = ["--host", agent.host, *options]
             kept = agent.keep(make, own, tuple(command), str(Path.cwd()))
@@ -125,7 +145,9 @@ class HostPart:
             while code is None:
                 lines, code = self._training.ask("read", seconds=SILENT_SECONDS)
                 for line in lines:
-                    print(f"[{self.host}] {plain(line.decode(errors='replace').rstrip())}", flush=True)
+                    print(
+                        f"[{self.host}] {plain(line.decode(errors='replace').rstrip())}", flush=True
+                    )
         except HostLostError as gone:
             say(f"the host {gone.host} {gone.why}")
             self.lost, code = True, LOST_EXIT_CODE
@@ -133,9 +155,11 @@ class HostPart:
 
 
 def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
-    """Wait until all have ended, a signal comes, or one has failed and the others have had their time; its exit code.
+    """Wait until all have ended, a signal comes, or one has failed and the others have had their
+    time; its exit code.
 
-    The others can't go on without a host that is lost, and needn't end by themselves. DeviceError if Ray's head is.
+    The others can't go on without a host that is lost, and needn't end by themselves. DeviceError
+    if Ray's head is.
     """
     deadline, code, answered = float("inf"), 0, time.monotonic()
     while not caught and any(part.code is None for part in parts) and time.monotonic() < deadline:
@@ -232,7 +256,9 @@ class HostTraining:
             self._written.close()
 
     def _run(self) -> None:
-        """Run in a thread that lasts as long: the kernel ends the process with the thread that started it."""
+        """Run in a thread that lasts as long: the kernel ends the process with the thread that
+        started it.
+        """
         try:
             self._process = process = subprocess.Popen(
                 self._command,

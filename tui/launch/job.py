@@ -1,4 +1,6 @@
-"""This host's part of a training by a plan: its shares on their devices, and where the processes of all hosts meet."""
+"""This host's part of a training by a plan: its shares on their devices, and where the processes of
+all hosts meet.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from evener.devices.registry import BACKENDS, child_environment, find_backend, i
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError, RequestError
 from evener.plan.file import Plan, Share, load_plan, to_json
-from evener.training.launched import DEVICE, HOST, ONE_PROCESS, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
+from evener.training.launched import (
+    DEVICE,
+    HOST,
+    ONE_PROCESS,
+    PLAN,
+    REPLACED_PLAN,
+    RESTART,
+    RUN,
+    find_host,
+    resolve,
+)
 from evener.training.start_rank import STARTS
 from evener.workloads.user_code import script_framework
 
@@ -39,10 +51,14 @@ class HostJob(msgspec.Struct, frozen=True):
     wait_seconds: float = WAIT_SECONDS  # in which every host has to be there
     attempt: int = 0  # starts before this one
     replaced: Path | None = None  # the file that was launched, where devices are left out since
-    run: str = ""  # the name of the training's journal; all its processes have it in their environment
+    run: str = (
+        ""  # the name of the training's journal; all its processes have it in their environment
+    )
     folder: Path = Path()  # for files of this launch; it ends with it
     reason: str = ""  # of this start, if it isn't the first
-    output: tuple[tuple[str, str], ...] = ()  # the files that each process has for standard output and error
+    output: tuple[
+        tuple[str, str], ...
+    ] = ()  # the files that each process has for standard output and error
     executable: str = ""  # that takes the command as its arguments, where it isn't for Python
 
     @property
@@ -52,11 +68,15 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes if there are several; over several hosts their ranks aren't known."""
+        """The names of this host's processes if there are several; over several hosts their ranks
+        aren't known.
+        """
         if len(self.processes) < 2:
             return ()
         alone = len(self.hosts) == 1
-        return tuple(f"rank {i}" if alone else devices[0].label for i, devices in enumerate(self.processes))
+        return tuple(
+            f"rank {i}" if alone else devices[0].label for i, devices in enumerate(self.processes)
+        )
 
     @property
     def identity(self) -> str:
@@ -66,13 +86,21 @@ class HostJob(msgspec.Struct, frozen=True):
     def with_a_process_each(self) -> HostJob:
         """The job with a process for each device, as Keras' engine multiworker wants it."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
-        processes = arrange([device for each in self.processes for device in each], one_process=False)
+        processes = arrange(
+            [device for each in self.processes for device in each], one_process=False
+        )
         plan = msgspec.structs.replace(self.plan, layout=layout)
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """The processes' environment: what all share, and for `start_rank` what each has for itself, with `more`."""
-        variables = {**os.environ, PLAN: str(self.path), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
+        """The processes' environment: what all share, and for `start_rank` what each has for
+        itself, with `more`.
+        """
+        variables = {
+            **os.environ,
+            PLAN: str(self.path),
+            "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
+        }
         variables |= {REPLACED_PLAN: str(self.replaced or ""), RUN: self.run, RESTART: self.reason}
         alone = not self.plan.layout.engine and len(self.processes) < len(self.own)
         variables |= {ONE_PROCESS: "1" if alone else ""}
@@ -86,13 +114,20 @@ class HostJob(msgspec.Struct, frozen=True):
         return {**variables, STARTS: json.dumps(starts)}
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
-        """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that of LOCAL_RANK."""
+        """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that
+        of LOCAL_RANK.
+        """
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
         if self.framework == "torch":
             variables |= find_backend(devices[0].kind).show([share.device for share in self.own])
         launcher = {"launcher": os.getpid(), "folder": str(self.folder)}
-        return {"variables": variables, "cores": child.cores, "executable": self.executable, **launcher}
+        return {
+            "variables": variables,
+            "cores": child.cores,
+            "executable": self.executable,
+            **launcher,
+        }
 
 
 def make_job(
@@ -103,12 +138,15 @@ def make_job(
     wait_seconds: float = WAIT_SECONDS,
     executable: str = "",
 ) -> HostJob:
-    """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here.
+    """The training by the plan in this file; EvenerError, in a sentence, if it can't be started
+    here.
 
     With an `executable`, the command is its arguments, and trains with PyTorch.
     """
     if path.exists() and not path.is_file():
-        raise PlanError(f"{path} isn't a file, and each process reads the plan.", "Write the plan to a file.")
+        raise PlanError(
+            f"{path} isn't a file, and each process reads the plan.", "Write the plan to a file."
+        )
     plan = load_plan(path)
     check_plan(plan, ["-m", executable] if executable else command)
     active = plan.layout.active
@@ -119,12 +157,15 @@ def make_job(
     one_process = framework != "torch" and plan.layout.engine != "multiworker"
     if one_process and len(own) < len(active):
         raise PlanError(
-            f"The plan's engine is {plan.layout.engine}, one process, but its devices are on several hosts.",
+            f"The plan's engine is {plan.layout.engine}, one process, but its devices are on "
+            f"several hosts.",
             "Make it with evener balance --engine multiworker.",
         )
     place = _parse_meeting(meeting) if meeting else (active[0].host, RENDEZVOUS_PORT)
     if place[0] and not resolve(place[0]):
-        raise DeviceError(f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT.")
+        raise DeviceError(
+            f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT."
+        )
     return HostJob(
         plan=plan,
         framework=framework,
@@ -154,11 +195,16 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
         )
     if plan.layout.traits.side_by_side:
         raise PlanError(
-            f"The plan packs {plan.layout.processes} trainings of their own onto one device.", "Start each with python."
+            f"The plan packs {plan.layout.processes} trainings of their own onto one device.",
+            "Start each with python.",
         )
     script = command[0]
     if script != "-m" and not Path(script).is_file():
-        remedy = "Options of launch stand before the plan." if script.startswith("-") else "Correct its name."
+        remedy = (
+            "Options of launch stand before the plan."
+            if script.startswith("-")
+            else "Correct its name."
+        )
         raise RequestError(f"There is no script {script}.", remedy)
     if command == ["-m"]:
         raise RequestError("-m names no module.", "Write evener launch PLAN -m MODULE.")
@@ -171,8 +217,12 @@ def _choose_framework(plan: Plan, script: str) -> str:
         return imported or "torch"
     if imported and imported != plan.framework:
         raise PlanError(
-            f"The plan is for {FRAMEWORKS[plan.framework]}, and {script} trains with {FRAMEWORKS[imported]}.",
-            f"Make one with evener balance --framework {imported}, or launch a script for this one.",
+            f"The plan is for {FRAMEWORKS[plan.framework]}, and {script} trains with "
+            f"{FRAMEWORKS[imported]}.",
+            (
+                f"Make one with evener balance --framework {imported}, or launch a script for "
+                f"this one."
+            ),
         )
     return plan.framework
 
@@ -185,7 +235,8 @@ def _choose_host(plan: Plan, named: str | None) -> str:
     listed = ", ".join(filter(None, hosts)) or "this one alone"
     if named is None:
         raise RequestError(
-            f"It isn't clear which of the plan's hosts this machine is: {listed}.", "Say it with --host."
+            f"It isn't clear which of the plan's hosts this machine is: {listed}.",
+            "Say it with --host.",
         )
     raise RequestError(f"{named!r} is none of the plan's hosts: {listed}.", "Correct --host.")
 
@@ -209,5 +260,8 @@ def _request(share: Share) -> str:
 def _parse_meeting(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise RequestError(f"--rendezvous {text} isn't an address.", f"Write HOST:PORT, as in node1:{RENDEZVOUS_PORT}.")
+        raise RequestError(
+            f"--rendezvous {text} isn't an address.",
+            f"Write HOST:PORT, as in node1:{RENDEZVOUS_PORT}.",
+        )
     return host, int(port)

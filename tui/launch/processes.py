@@ -1,4 +1,6 @@
-"""The processes of this host: children of this one, or under PyTorch's elastic agent; their output and their end."""
+"""The processes of this host: children of this one, or under PyTorch's elastic agent; their output
+and their end.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,43 @@ class Ending(msgspec.Struct, frozen=True):
     """The end of all processes of one start; without a signal and failures, all ended well."""
 
     signal: int = 0  # that asked the launcher to end
-    failures: dict[int, int] = {}  # rank -> exit code of those that failed by themselves; below 0 the signal
-    left: tuple[int, ...] = ()  # ranks that ended well before the others: in mid-epoch that is why those failed
+    failures: dict[
+        int, int
+    ] = {}  # rank -> exit code of those that failed by themselves; below 0 the signal
+    left: tuple[
+        int, ...
+    ] = ()  # ranks that ended well before the others: in mid-epoch that is why those failed
 
     @property
     def is_loss(self) -> bool:
-        """True if a process was killed, or aborted by an error; False for a script that raised an exception.
+        """True if a process was killed, or aborted by an error; False for a script that raised an
+        exception.
 
         SIGTERM is what the others get when one has failed.
         """
         codes = set(self.failures.values())
-        return bool(codes) and (any(code < 0 and code != -signal.SIGTERM for code in codes) or max(codes) < 0)
+        return bool(codes) and (
+            any(code < 0 and code != -signal.SIGTERM for code in codes) or max(codes) < 0
+        )
 
     @property
     def words(self) -> str:
         """The process that failed, and how; before it, one that had left."""
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
-        left = f"rank {self.left[0]} left with exit code 0, and " if self.left and code != -signal.SIGKILL else ""
-        return f"{left}rank {rank} " + (f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code}")
+        left = (
+            f"rank {self.left[0]} left with exit code 0, and "
+            if self.left and code != -signal.SIGKILL
+            else ""
+        )
+        return f"{left}rank {rank} " + (
+            f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        )
 
 
 def _order(code: int) -> int:
-    """A process that was killed is why others abort or raise exceptions, and these are why others get SIGTERM."""
+    """A process that was killed is why others abort or raise exceptions, and these are why others
+    get SIGTERM.
+    """
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 
 
@@ -68,10 +85,17 @@ _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # of lines, also a progress bar's
 
 @contextmanager
 def named_output(names: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
-    """The files that each process opens as its standard output and error; after it, all that was written is out."""
+    """The files that each process opens as its standard output and error; after it, all that was
+    written is out.
+    """
     end = secrets.token_bytes(16)  # the pipes may stay open, in what the processes have started
-    pipes = [(*os.pipe(), f"[{name}] ".encode(), stream) for name, stream in product(names, STREAMS)]
-    threads = [threading.Thread(target=_copy, args=(read, end, *place), daemon=True) for read, _, *place in pipes]
+    pipes = [
+        (*os.pipe(), f"[{name}] ".encode(), stream) for name, stream in product(names, STREAMS)
+    ]
+    threads = [
+        threading.Thread(target=_copy, args=(read, end, *place), daemon=True)
+        for read, _, *place in pipes
+    ]
     for thread in threads:
         thread.start()
     paths = [f"/proc/{os.getpid()}/fd/{write}" for _, write, *_ in pipes]
@@ -132,18 +156,36 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
     environment = job.environment([_rank(job)] if job.executable else _cluster(job))
     starts = json.loads(environment[STARTS])
     command = [sys.executable, "-m", "evener.training.start_rank", *job.command]
-    return [subprocess.Popen(command, env={**environment, STARTS: json.dumps([start])}) for start in starts]
+    return [
+        subprocess.Popen(command, env={**environment, STARTS: json.dumps([start])})
+        for start in starts
+    ]
 
 
 def _rank(job: HostJob) -> dict[str, str]:
-    """The variables of the only rank of a program, as PyTorch's agent sets them, which takes two seconds to import."""
+    """The variables of the only rank of a program, as PyTorch's agent sets them, which takes two
+    seconds to import.
+    """
     port, attempt = find_free_ports(1)[0], str(job.attempt)
-    numbers = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": attempt}
+    numbers = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    return {
+        **numbers,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+    }
 
 
 def _cluster(job: HostJob) -> list[dict[str, str]]:
-    """TF_CONFIG of each process of this host, where there are several in all; their order is the plan's."""
+    """TF_CONFIG of each process of this host, where there are several in all; their order is the
+    plan's.
+    """
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
         return []
@@ -157,9 +199,13 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Wait until all have ended well, one hasn't, or a signal comes; the exit codes of those that have ended."""
+    """Wait until all have ended well, one hasn't, or a signal comes; the exit codes of those that
+    have ended.
+    """
     while not caught:
-        codes = {i: code for i, process in enumerate(running) if (code := process.poll()) is not None}
+        codes = {
+            i: code for i, process in enumerate(running) if (code := process.poll()) is not None
+        }
         if any(codes.values()) or len(codes) == len(running):
             return codes
         time.sleep(POLL_SECONDS)
@@ -167,7 +213,9 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """End those that still run, by force if they don't end by themselves; Ctrl-C on a terminal they get from it."""
+    """End those that still run, by force if they don't end by themselves; Ctrl-C on a terminal they
+    get from it.
+    """
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
             process.send_signal(number)
@@ -191,10 +239,14 @@ FORCE_SECONDS = 25  # a process that ends later than the first one was ended by 
 
 
 def run_agent(job: HostJob, max_restarts: int) -> Ending:
-    """Start the processes and wait for their end; on several hosts the agents start them again by themselves."""
+    """Start the processes and wait for their end; on several hosts the agents start them again by
+    themselves.
+    """
     more = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
     environment = job.environment([more] * len(job.processes))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it has pages about a host that isn't there
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
+    )  # it has pages about a host that isn't there
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -207,7 +259,8 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
     logging.disable(logging.CRITICAL)  # the agent's own words about what is said here in a sentence
     if "TORCH_CPP_LOG_LEVEL" not in environment:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
-    # A store for each start: the agent's own still has the addresses of processes that were ended before a restart.
+    # A store for each start: the agent's own still has the addresses of processes that were ended
+    # before a restart.
     os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
     with restored_signals():
         config = LaunchConfig(
@@ -222,17 +275,25 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
         except ChildFailedError as error:
             first = min(failure.timestamp for failure in error.failures.values())
             ended = {
-                rank: each.exitcode for rank, each in error.failures.items() if each.timestamp < first + FORCE_SECONDS
+                rank: each.exitcode
+                for rank, each in error.failures.items()
+                if each.timestamp < first + FORCE_SECONDS
             }
             own = range(len(job.processes)) if len(job.hosts) == 1 else ()
-            return Ending(failures=ended, left=tuple(rank for rank in own if rank not in error.failures))
+            return Ending(
+                failures=ended, left=tuple(rank for rank in own if rank not in error.failures)
+            )
         except SignalException as error:
             return Ending(error.sigval)
         except RendezvousError:
             host, port = job.meeting
             raise DeviceError(
-                f"The hosts {', '.join(job.hosts)} didn't meet at {host}:{port} within {job.wait_seconds:g} s.",
-                "Run the line for each other host there, see that the port is open, or wait longer (--wait 10m).",
+                f"The hosts {', '.join(job.hosts)} didn't meet at {host}:{port} within "
+                f"{job.wait_seconds:g} s.",
+                (
+                    "Run the line for each other host there, see that the port is open, or wait "
+                    "longer (--wait 10m)."
+                ),
             ) from None
     return Ending()
 
@@ -240,7 +301,11 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
 def _meet(job: HostJob) -> dict[str, Any]:
     """The address where the agents of all hosts find each other; alone, at any free port."""
     if len(job.hosts) == 1:
-        place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1", "run_id": job.identity}
+        place: dict[str, Any] = {
+            "rdzv_endpoint": "localhost:0",
+            "local_addr": "127.0.0.1",
+            "run_id": job.identity,
+        }
     else:
         host, port = job.meeting
         seconds = math.ceil(job.wait_seconds)
@@ -251,4 +316,9 @@ def _meet(job: HostJob) -> dict[str, Any]:
             "local_addr": job.host,
             "rdzv_configs": {**times, "is_host": host == job.host},
         }
-    return {"rdzv_backend": "c10d", "min_nodes": len(job.hosts), "max_nodes": len(job.hosts), **place}
+    return {
+        "rdzv_backend": "c10d",
+        "min_nodes": len(job.hosts),
+        "max_nodes": len(job.hosts),
+        **place,
+    }

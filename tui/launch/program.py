@@ -1,4 +1,6 @@
-"""A training program of the user's as `evener run` starts it: its command, its shares, and what it says at its end."""
+"""A training program of the user's as `evener run` starts it: its command, its shares, and what it
+says at its end.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ HOOKS = Path(evener.program.__file__).parent / "site"
 
 
 class ProgramCommand(msgspec.Struct, frozen=True):
-    """The start of a program: an executable, its arguments, and a name that is the same next time."""
+    """The start of a program: an executable, its arguments, and a name that is the same next
+    time.
+    """
 
     executable: str
     words: tuple[str, ...]
@@ -48,7 +52,9 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """The command behind `--`; RequestError for one that isn't there, or that starts processes itself."""
+    """The command behind `--`; RequestError for one that isn't there, or that starts processes
+    itself.
+    """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
     first, *rest = words
@@ -58,7 +64,9 @@ def read_command(words: Sequence[str]) -> ProgramCommand:
         raise _starts_itself(Path(first).name, rest)
     executable = shutil.which(first)
     if executable is None:
-        raise RequestError(f"There is no command {first}.", "Correct its name, or give the path of a script.")
+        raise RequestError(
+            f"There is no command {first}.", "Correct its name, or give the path of a script."
+        )
     if Path(executable).name.startswith("python"):
         return _read_python(executable, rest)
     return ProgramCommand(executable, tuple(rest), str(Path(executable).absolute()))
@@ -68,7 +76,11 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
     options = _skip_options(rest)
     script = options[0] if options else ""
     if script == "-m" and len(options) > 1:
-        if options[1] in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
+        if options[1] in (
+            "torch.distributed.run",
+            "torch.distributed.launch",
+            "accelerate.commands.launch",
+        ):
             raise _starts_itself(f"python -m {options[1]}", options[2:])
         module = Path(*options[1].split("."))
         _refuse_tensorflow(module / "__main__.py" if module.is_dir() else module.with_suffix(".py"))
@@ -86,12 +98,17 @@ def _refuse_tensorflow(script: Path) -> None:
     if script_framework(script) == "tensorflow":
         raise RequestError(
             f"{script} trains with TensorFlow, and evener run balances PyTorch.",
-            "Build its model by Split().build(build), and start it by evener launch with a plan (docs/training.md).",
+            (
+                "Build its model by Split().build(build), and start it by evener launch with a "
+                "plan (docs/training.md)."
+            ),
         )
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """A Python command line from its script on, or from `-m` or `-c`, which end Python's own options."""
+    """A Python command line from its script on, or from `-m` or `-c`, which end Python's own
+    options.
+    """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
         takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")
@@ -105,24 +122,36 @@ def _starts_itself(name: str, rest: Sequence[str]) -> RequestError:
     command = shlex.join(rest[place:]) if place is not None else "python train.py ARGS"
     return RequestError(
         f"{name} starts a process for each device itself, which evener run does in its place.",
-        f"Write evener run -- {command}; what {name} would set beside that, set in the environment.",
+        (
+            f"Write evener run -- {command}; what {name} would set beside that, set in the "
+            f"environment."
+        ),
     )
 
 
 def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, bool]:
-    """The plan that is given, else the last one of this program on these devices, else an even one; True if given."""
+    """The plan that is given, else the last one of this program on these devices, else an even one;
+    True if given.
+    """
     if given is not None:
         plan = load_plan(given)
         if len({share.host for share in plan.layout.active}) > 1:
-            raise RequestError("The plan is for several hosts.", "Make one for the devices of this machine.")
+            raise RequestError(
+                "The plan is for several hosts.", "Make one for the devices of this machine."
+            )
         return msgspec.structs.replace(plan, workload=identity), True
     found = discover(devices).devices
     if any(find_backend(device.kind).simulated for device in found):
         raise DeviceError("A simulated device trains nothing.", "Name real devices.")
-    if limited := [f"{device.label} @{limit}" for device in found if (limit := write_limit(device.limit))]:
+    if limited := [
+        f"{device.label} @{limit}" for device in found if (limit := write_limit(device.limit))
+    ]:
         raise RequestError(
             f"A program isn't held to a limit: {', '.join(limited)}.",
-            "Omit the limit; evener balance measures under it, and evener run --plan takes the shares of its plan.",
+            (
+                "Omit the limit; evener balance measures under it, and evener run --plan takes "
+                "the shares of its plan."
+            ),
         )
     templates = tuple(Share(device.id, device.index, device.name, 0, 0.0) for device in found)
     even = make_plan(identity, templates, (1,) * len(found))
@@ -130,29 +159,55 @@ def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, 
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | None:
-    """Measure a split into a file, by the program's build() or its trainer; RequestError where that gives none.
+    """Measure a split into a file, by the program's build() or its trainer; RequestError where that
+    gives none.
 
     None for a plan that leaves a device out: the program's global batch is that of all of them.
     """
-    python = command.executable if Path(command.executable).name.startswith("python") else sys.executable
-    words = _skip_options(command.words) if python == command.executable else [command.executable, *command.words]
-    entry = f"{words[0]}:build" if words and _has_build(Path(words[0])) else "evener.program.trainers:build"
+    python = (
+        command.executable if Path(command.executable).name.startswith("python") else sys.executable
+    )
+    words = (
+        _skip_options(command.words)
+        if python == command.executable
+        else [command.executable, *command.words]
+    )
+    entry = (
+        f"{words[0]}:build"
+        if words and _has_build(Path(words[0]))
+        else "evener.program.trainers:build"
+    )
     environment = {
         **os.environ,
         PROGRAM_COMMAND: json.dumps(words),
         "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
     }
-    options = ("--framework", "torch", "--workload", entry, "--devices", devices, "--export", str(path))
+    options = (
+        "--framework",
+        "torch",
+        "--workload",
+        entry,
+        "--devices",
+        devices,
+        "--export",
+        str(path),
+    )
     code = subprocess.run(
-        [python, "-m", "evener", "compare", "--layouts", "split", *options], env=environment, check=False
+        [python, "-m", "evener", "compare", "--layouts", "split", *options],
+        env=environment,
+        check=False,
     ).returncode
     if code or not path.exists():
         raise RequestError(
-            f"No plan was measured for {command.name}.", "Correct what is said above, or omit --balance."
+            f"No plan was measured for {command.name}.",
+            "Correct what is said above, or omit --balance.",
         )
     if len(load_plan(path).layout.active) == len(discover(devices).devices):
         return path
-    print("evener: this plan leaves a device out, and the program is asked for all: it isn't used", file=sys.stderr)
+    print(
+        "evener: this plan leaves a device out, and the program is asked for all: it isn't used",
+        file=sys.stderr,
+    )
     return None
 
 
@@ -160,7 +215,9 @@ def _has_build(path: Path) -> bool:
     """True for a script with a function build()."""
     with suppress(OSError, ValueError, SyntaxError):
         body = ast.parse(path.read_text()).body
-        return path.suffix == ".py" and any(isinstance(each, ast.FunctionDef) and each.name == "build" for each in body)
+        return path.suffix == ".py" and any(
+            isinstance(each, ast.FunctionDef) and each.name == "build" for each in body
+        )
     return False
 
 
@@ -177,7 +234,10 @@ def find_last_plan(even: Plan) -> Plan | None:
     for path in sorted(runs_folder().glob(f"*/{PLAN_FILE}"), reverse=True):
         with suppress(EvenerError):
             plan = load_plan(path)
-            if plan.workload == even.workload and {share.device for share in plan.layout.active} == wanted:
+            if (
+                plan.workload == even.workload
+                and {share.device for share in plan.layout.active} == wanted
+            ):
                 return plan
     return None
 
@@ -200,8 +260,15 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """The shares at the end as a plan beside the training's journal; None without a training by shares."""
-    if not notes or not notes[0].run or notes[0].last is None or len(notes) < len(notes[0].last.shares):
+    """The shares at the end as a plan beside the training's journal; None without a training by
+    shares.
+    """
+    if (
+        not notes
+        or not notes[0].run
+        or notes[0].last is None
+        or len(notes) < len(notes[0].last.shares)
+    ):
         return None
     shares = {note.device: notes[0].last.shares[note.rank] for note in notes}
     active = [share for share in plan.layout.active if share.device in shares]
@@ -212,26 +279,41 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
-    """A table of each device's share and own work, first and last, then samples/s and what else happened."""
+    """A table of each device's share and own work, first and last, then samples/s and what else
+    happened.
+    """
     if not notes or notes[0].first is None or notes[0].last is None:
         return []
     labels = {share.device: f"{share.name} ({share.device})" for share in plan.layout.active}
     rows = [("device", "share", "own work", "share at the end", "own work at the end")]
     for note in notes:
         if note.first is not None and note.last is not None:
-            cells = [_cells(each.shares[note.rank], each.own_work_s) for each in (note.first, note.last)]
+            cells = [
+                _cells(each.shares[note.rank], each.own_work_s) for each in (note.first, note.last)
+            ]
             rows.append((labels.get(note.device, note.device), *cells[0], *cells[1]))
     lines = Table("", rows, 1).lines()
-    before, after = (sum(each.shares) / each.step_s if each.step_s else 0.0 for each in (notes[0].first, notes[0].last))
+    before, after = (
+        sum(each.shares) / each.step_s if each.step_s else 0.0
+        for each in (notes[0].first, notes[0].last)
+    )
     if before and after:
         shares = notes[0].first.shares
-        was = "" if len(shares) == 1 else " (even)" if len(set(shares)) == 1 else f" ({'+'.join(map(str, shares))})"
+        was = (
+            ""
+            if len(shares) == 1
+            else " (even)"
+            if len(set(shares)) == 1
+            else f" ({'+'.join(map(str, shares))})"
+        )
         moved = shares != notes[0].last.shares
         gain = f", {percent(after / before - 1)} more" if moved and after > before else ""
         lines.append(f"{rate(after)} samples/s at the end, {rate(before)} at first{was}{gain}")
     retreats = sum(note.retreats for note in notes)
     if retreats:
-        lines.append(f"passes that ran out of memory and were computed again in smaller ones: {retreats}")
+        lines.append(
+            f"passes that ran out of memory and were computed again in smaller ones: {retreats}"
+        )
     return [line for line in (*lines, notes[0].noise) if line]
 
 

@@ -1,4 +1,6 @@
-"""A training that outlives lost devices: after a killed process all start again, on the devices that still compute."""
+"""A training that outlives lost devices: after a killed process all start again, on the devices
+that still compute.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ from .processes import Ending, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
-    """Train until all processes have ended well, one fails by its own fault, or there were too many restarts.
+    """Train until all processes have ended well, one fails by its own fault, or there were too many
+    restarts.
 
-    The exit code. Unless it is 0, nothing that the training has started is left, however this process ends.
+    The exit code. Unless it is 0, nothing that the training has started is left, however this
+    process ends.
     """
     run = new_run_id()
     folder = Path(tempfile.gettempdir(), f"evener-launch-{run}-{secrets.token_hex(4)}")
@@ -60,8 +64,8 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 def _run(first: HostJob, max_restarts: int) -> int:
     """Run the training; after a loss every device is tried, also one that was left out before.
 
-    On several hosts nobody sees all failures: there, each is taken for a loss, and a device that is lost ends the
-    training. The exit code.
+    On several hosts nobody sees all failures: there, each is taken for a loss, and a device that is
+    lost ends the training. The exit code.
     """
     job = first
     several = len(first.hosts) > 1
@@ -101,19 +105,28 @@ def _start(job: HostJob, restarts_of_agents: int) -> Ending:
 
 
 def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """The training without the broken devices, by a plan of its own. PlanError if the plan has become another."""
+    """The training without the broken devices, by a plan of its own. PlanError if the plan has
+    become another.
+    """
     if load_plan(first.path) != first.plan:
-        raise PlanError(f"{first.path} has changed since the training began.", "Launch it again with the current plan.")
+        raise PlanError(
+            f"{first.path} has changed since the training began.",
+            "Launch it again with the current plan.",
+        )
     if not broken:
         return first
     names = {device.id for device in broken}
     if len(first.hosts) > 1 or len(names) == len(first.own):
         listed = ", ".join(device.label for device in broken)
-        raise DeviceError(f"{listed} no longer computes.", "Run evener doctor, and make a plan for what is left.")
+        raise DeviceError(
+            f"{listed} no longer computes.", "Run evener doctor, and make a plan for what is left."
+        )
     plan = leave_out(first.plan, {(first.host, name) for name in names})
     path = first.folder / f"plan-{first.attempt}.toml"
     plan.save(path)
-    left = tuple(device for device in chain.from_iterable(first.processes) if device.id not in names)
+    left = tuple(
+        device for device in chain.from_iterable(first.processes) if device.id not in names
+    )
     return msgspec.structs.replace(
         first,
         plan=plan,
@@ -142,8 +155,12 @@ CHECK_SECONDS = 10.0  # in which a device has to compute
 POLL_SECONDS = 0.05
 
 
-def find_broken(devices: Sequence[Device], framework: str, caught: Sequence[int]) -> tuple[Device, ...]:
-    """The devices that compute nothing in 10 s; all are tried at the same time. A caught signal ends the search."""
+def find_broken(
+    devices: Sequence[Device], framework: str, caught: Sequence[int]
+) -> tuple[Device, ...]:
+    """The devices that compute nothing in 10 s; all are tried at the same time. A caught signal
+    ends the search.
+    """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS
     while not caught and None in [check.poll() for check in checks] and time.monotonic() < deadline:
@@ -153,7 +170,9 @@ def find_broken(devices: Sequence[Device], framework: str, caught: Sequence[int]
             check.kill()
             with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver can't be ended
                 check.wait(1.0)
-    return tuple(device for device, check in zip(devices, checks, strict=True) if check.returncode != 0)
+    return tuple(
+        device for device, check in zip(devices, checks, strict=True) if check.returncode != 0
+    )
 
 
 def _start_check(device: Device, framework: str) -> subprocess.Popen[bytes]:

@@ -1,7 +1,8 @@
-"""The process that outlives a launcher: `python watcher.py RUN FOLDER`, with a pipe from the launcher as its input.
+"""The process that outlives a launcher: `python watcher.py RUN FOLDER`, with a pipe from the
+launcher as its input.
 
-Unless the launcher says that all is well, what is left of its training ends with it, however that ended. It imports
-nothing of evener, so that it is there at once.
+Unless the launcher says that all is well, what is left of its training ends with it, however that
+ended. It imports nothing of evener, so that it is there at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def main() -> None:
     run, folder = sys.argv[1:]
     if sys.stdin.buffer.read() != WELL:
         began = time.monotonic()
-        while (age := time.monotonic() - began) < LONGEST_SECONDS and find_and_signal(run, age > GRACE_SECONDS):
+        while (age := time.monotonic() - began) < LONGEST_SECONDS and find_and_signal(
+            run, age > GRACE_SECONDS
+        ):
             time.sleep(POLL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
 

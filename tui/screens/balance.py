@@ -1,4 +1,6 @@
-"""The Balance screen: a form that says what to search for, then the running search, then its verdict and the plan."""
+"""The Balance screen: a form that says what to search for, then the running search, then its
+verdict and the plan.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,24 @@ from .run_dialogs import RunActions, errors_file, plan_dialog
 
 _OWN = "your own"
 SPLIT, COMPARE = "find the best split", "compare layouts"
-_SEARCH_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "max_slowdown": ""}
+_SEARCH_FIELDS = {
+    "budget": "120s",
+    "global_batch": "",
+    "max_global_batch": "",
+    "tolerance": "0.02",
+    "max_slowdown": "",
+}
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _HINTS = REQUEST_HELP | {
     "task": "What to do; left and right choose.",
-    "objective": "throughput: tokens/s where rows have lengths, else samples/s; samples-per-joule: the most efficient.",
+    "objective": (
+        "throughput: tokens/s where rows have lengths, else samples/s; samples-per-joule: "
+        "the most efficient."
+    ),
     "layouts": f"Some of {', '.join(FAMILIES)}; empty: all that are possible.",
-    "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
+    "engine": (
+        f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device."
+    ),
     "global_batch": f"{REQUEST_HELP['global_batch'][:-1]}; empty: free.",
     "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
     "framework": "The framework of your own workload; auto: the one that its file imports.",
@@ -63,10 +76,14 @@ def _label(name: str) -> str:
 
 
 def form_words(text: str) -> tuple[str, str]:
-    """A command's complaint in the form's words, and the field that it is about, by its first option; "" if by none."""
+    """A command's complaint in the form's words, and the field that it is about, by its first
+    option; "" if by none.
+    """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
-    shown = re.sub(r"--([a-z][a-z-]*)", lambda found: _WORDS.get(found[1]) or found[1].replace("-", " "), text)
+    shown = re.sub(
+        r"--([a-z][a-z-]*)", lambda found: _WORDS.get(found[1]) or found[1].replace("-", " "), text
+    )
     return shown, fields[options[0]] if options else ""
 
 
@@ -97,14 +114,20 @@ class Setup(UsesApp, VerticalScroll):
             "precision": PRECISIONS,
             "inputs": INPUTS,
         }
-        choices |= {"share": ("no", "yes")} if self._simulated else {"engine": ENGINES, "share": ("no", "yes")}
+        choices |= (
+            {"share": ("no", "yes")}
+            if self._simulated
+            else {"engine": ENGINES, "share": ("no", "yes")}
+        )
         for name, words in choices.items():
             yield self._row(name, OneOf(words, id=name))
         yield from self._typed_options()
 
     def _typed_options(self) -> Iterable[Widget]:
         own = Input(placeholder="file.py:build", id="own", compact=True)
-        yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
+        yield self._row(
+            "own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),))
+        )
         fields = {"layouts": "", **_SEARCH_FIELDS, "settings": ""}
         for name, default in (fields | {"pace": "0.2"} if self._simulated else fields).items():
             yield self._row(name, Input(default, _HINTS[name], id=name, compact=True))
@@ -121,19 +144,26 @@ class Setup(UsesApp, VerticalScroll):
     def on_mount(self) -> None:
         """List the devices of this machine and the workloads of the registry."""
         devices = self.evener.trainable
-        rows = [(each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices]
+        rows = [
+            (each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices
+        ]
         self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
         entries = [registry.find(name) for name in registry.names()]
         on_cpu = bool(devices) and devices[0].on_cpu
         ticked = registry.names().index(registry.default_name("tensorflow", on_cpu))
         self.query_one("#pick-workload", Ticks).offer(
-            [*((entry.name, entry.summary) for entry in entries), (_OWN, "the function named below; its code is run")],
+            [
+                *((entry.name, entry.summary) for entry in entries),
+                (_OWN, "the function named below; its code is run"),
+            ],
             frozenset({ticked}),
         )
         self.on_one_of_changed()
 
     def on_one_of_changed(self) -> None:
-        """Show layouts for a comparison alone, and how much slower it may be for efficiency alone."""
+        """Show layouts for a comparison alone, and how much slower it may be for efficiency
+        alone.
+        """
         self.query_one("#row-layouts").display = self.query_one("#task", OneOf).value == COMPARE
         self.query_one("#row-max_slowdown").display = self._trades_speed
         self.call_after_refresh(self.redraw)
@@ -148,7 +178,9 @@ class Setup(UsesApp, VerticalScroll):
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
         others = sum(row.display for row in self.query(".field")) + frame + self._problem_rows
-        self.query_one("#picks").styles.height = min(height, max(3, self.size.height - others - frame)) + frame
+        self.query_one("#picks").styles.height = (
+            min(height, max(3, self.size.height - others - frame)) + frame
+        )
         for panel in self.query(Ticks):
             panel.redraw()
 
@@ -185,12 +217,20 @@ class Setup(UsesApp, VerticalScroll):
         """Show what is wrong with the form and mark the field, until it is sent again."""
         self._complaint, named = form_words(text)
         own = self.query_one("#own", Input).value.partition(":")[0]
-        wrong = named if named and self.query(f"#{named}") else "own" if own and own in text else "pick-devices"
+        wrong = (
+            named
+            if named and self.query(f"#{named}")
+            else "own"
+            if own and own in text
+            else "pick-devices"
+        )
         for row in self.query(".field"):
             marked = bool(text) and row.id == f"row-{wrong}"
             row.set_class(marked, "-wrong")
             sign = Mark.ALARM if marked else " "
-            row.query_one(".label", Static).update(f"{sign}{_label((row.id or '').removeprefix('row-'))}")
+            row.query_one(".label", Static).update(
+                f"{sign}{_label((row.id or '').removeprefix('row-'))}"
+            )
         if text:
             self.call_after_refresh(self.query_one(f"#{wrong}").focus)
         self._explain()
@@ -205,7 +245,9 @@ class Setup(UsesApp, VerticalScroll):
     def _explain(self) -> None:
         """Show the complaint; without one, explain the field or the row under its cursor."""
         problem, field = self.query_one("#problem", Lines), self.screen.focused
-        room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # 0 before the first layout
+        room = (
+            problem.size.width or self.app.size.width - _BUTTON_CELLS
+        )  # 0 before the first layout
         if self._complaint:
             problem.show(text_lines(self._complaint, room, _COMPLAINT_ROWS, "bad"))
         else:
@@ -220,7 +262,11 @@ class Setup(UsesApp, VerticalScroll):
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
         spec = select_devices(self.evener.devices, devices, chosen)
         typed = {field.id or "": field.value for field in (*self.query(Input), *self.query(OneOf))}
-        task, own, framework = typed.pop("task"), typed.pop("own").strip(), typed.pop("framework", None)
+        task, own, framework = (
+            typed.pop("task"),
+            typed.pop("own").strip(),
+            typed.pop("framework", None),
+        )
         layouts, share = typed.pop("layouts"), typed.pop("share") == "yes"
         if not self._trades_speed:
             del typed["max_slowdown"]
@@ -228,7 +274,9 @@ class Setup(UsesApp, VerticalScroll):
         if place < len(names):
             own, framework = names[place], None
         elif not own:
-            raise RequestError("No --workload of your own is named.", "Write train.py:build, or tick another one.")
+            raise RequestError(
+                "No --workload of your own is named.", "Write train.py:build, or tick another one."
+            )
         fields = request_fields(typed) | {"share": share}
         if task == COMPARE:
             words = tuple(parse_words(layouts) or ()) if layouts.strip() else tuple(FAMILIES)
@@ -311,7 +359,11 @@ class BalanceScreen(RunActions, PanelScreen):
         if replays and action in ("stop", "go_on", "report"):
             return False
         if action in ("pause", "stop"):
-            return state.active and state.finished is None and (action == "stop" or parameters[0] is not state.paused)
+            return (
+                state.active
+                and state.finished is None
+                and (action == "stop" or parameters[0] is not state.paused)
+            )
         if action in ("export", "report"):
             return state.finished is not None and not self.evener.readonly
         if action == "traceback":

@@ -45,7 +45,9 @@ class PanelScreen(UsesApp, Screen[None]):
         raise NotImplementedError
 
     def settle_frames(self) -> int:
-        """Give the panels frames where there is room, and stack them where it is narrow; the rows of a frame."""
+        """Give the panels frames where there is room, and stack them where it is narrow; the rows
+        of a frame.
+        """
         width, height = self.app.size
         self.set_class(width < NARROW or height < LOW, "-bare")
         self.set_class(width < NARROW, "-narrow")
@@ -57,7 +59,9 @@ class PanelScreen(UsesApp, Screen[None]):
         self.call_after_refresh(self.redraw)
 
     def open_details(self, title: str, draw: Callable[[int], tuple[Line, ...]]) -> None:
-        """A page of text over the screen; what dialogs need is imported when the first one opens."""
+        """A page of text over the screen; what dialogs need is imported when the first one
+        opens.
+        """
         from .dialogs import DetailsDialog
 
         self.app.push_screen(DetailsDialog(title, draw))
@@ -104,7 +108,9 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Give each panel its rows, borders included; 0 hides it. Nothing is laid out again that hasn't changed."""
+        """Give each panel its rows, borders included; 0 hides it. Nothing is laid out again that
+        hasn't changed.
+        """
         if self._placed == (placed := (self.app.size, rows)):
             return
         self._placed = placed
@@ -210,7 +216,8 @@ class TopBar(Lines):
 class KeysBar(Lines):
     """The keys that have an effect now; a click on one presses it.
 
-    Textual's footer makes a widget for each key whenever the focus moves, and keeps a thousand of them.
+    Textual's footer makes a widget for each key whenever the focus moves, and keeps a thousand of
+    them.
     """
 
     def __init__(self) -> None:
@@ -222,9 +229,13 @@ class KeysBar(Lines):
 
     def redraw(self) -> None:
         """Rebuild the line."""
-        offered = [each.binding for each in self.screen.active_bindings.values() if each.binding.show]
+        offered = [
+            each.binding for each in self.screen.active_bindings.values() if each.binding.show
+        ]
         spans: list[Span] = []
-        for binding in {each.action: each for each in reversed(offered)}.values():  # of several keys, the first
+        for binding in {
+            each.action: each for each in reversed(offered)
+        }.values():  # of several keys, the first
             action = f"app.simulate_key('{binding.key}')"
             key = Span(f" {self.app.get_key_display(binding)}", "key", action)
             spans = [key, Span(f" {binding.description}", "text", action), *spans]

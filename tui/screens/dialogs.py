@@ -1,4 +1,6 @@
-"""Dialogs over a screen: a page of text, such as the help; a question with its answers, a line to type."""
+"""Dialogs over a screen: a page of text, such as the help; a question with its answers, a line to
+type.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,13 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
 
 
 class DetailsDialog(Dialog[None]):
-    """A page of text, scrolled where it doesn't fit; `draw(width)` gives its lines, again at each new snapshot."""
+    """A page of text, scrolled where it doesn't fit; `draw(width)` gives its lines, again at each
+    new snapshot.
+    """
 
-    def __init__(self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False) -> None:
+    def __init__(
+        self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False
+    ) -> None:
         super().__init__(title)
         self._draw = draw
         self.set_class(wide, "-wide")
@@ -89,14 +95,18 @@ class DetailsDialog(Dialog[None]):
 
 
 class ChoiceDialog(Dialog[str]):
-    """Asks for one of a few answers, by its key or its button; the button in focus is the first, which is harmless."""
+    """Asks for one of a few answers, by its key or its button; the button in focus is the first,
+    which is harmless.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right", "app.focus_next", "Next", show=False),
         Binding("left", "app.focus_previous", "Previous", show=False),
     ]
 
-    def __init__(self, title: str, draw: Callable[[int], Iterable[Line]], answers: Mapping[str, str]) -> None:
+    def __init__(
+        self, title: str, draw: Callable[[int], Iterable[Line]], answers: Mapping[str, str]
+    ) -> None:
         super().__init__(title)
         self._draw = draw
         self.answers = answers  # by their keys
@@ -106,7 +116,12 @@ class ChoiceDialog(Dialog[str]):
         yield Text(id="question")
         with Horizontal():
             for key, label in self.answers.items():
-                yield Button(label, id=f"answer-{key}", compact=True, variant="error" if key == "y" else "default")
+                yield Button(
+                    label,
+                    id=f"answer-{key}",
+                    compact=True,
+                    variant="error" if key == "y" else "default",
+                )
 
     def on_mount(self) -> None:
         """Show the question."""
@@ -123,14 +138,20 @@ class ChoiceDialog(Dialog[str]):
         self.dismiss((event.button.id or "")[-1])
 
 
-def confirm(app: App[int], action: str, question: str, then: Callable[[], Any], title: str = "") -> None:
-    """Ask before what can't be undone, and call `then` if the answer is yes; `action` is its button."""
+def confirm(
+    app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
+) -> None:
+    """Ask before what can't be undone, and call `then` if the answer is yes; `action` is its
+    button.
+    """
 
     def draw(width: int) -> Iterable[Line]:
         return (line(Span(row)) for row in wrap(plain(question), width, 8))
 
     answers = {"n": "No", "y": action}
-    app.push_screen(ChoiceDialog(title or action, draw, answers), lambda key: then() if key == "y" else None)
+    app.push_screen(
+        ChoiceDialog(title or action, draw, answers), lambda key: then() if key == "y" else None
+    )
 
 
 class FieldDialog(Dialog[bool]):
@@ -153,7 +174,9 @@ class FieldDialog(Dialog[bool]):
     def tell(self, text: str, *, bad: bool = False) -> None:
         """Say this below the line."""
         rows = wrap(plain(text), self.text_width, 8)
-        self.query_one("#hint", Text).show([line(Span(row, "bad" if bad else "dim")) for row in rows])
+        self.query_one("#hint", Text).show(
+            [line(Span(row, "bad" if bad else "dim")) for row in rows]
+        )
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
         """Do it, or say why not."""
@@ -167,7 +190,9 @@ class FieldDialog(Dialog[bool]):
                 self.dismiss(True)
 
     async def take(self, text: str) -> bool:
-        """Do what the line says, and whether that is all; EvenerError says what is wrong with it."""
+        """Do what the line says, and whether that is all; EvenerError says what is wrong with
+        it.
+        """
         raise NotImplementedError
 
 
@@ -181,7 +206,9 @@ _MEANINGS = {
 
 def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
     """Ask which signal to send to these processes, and whether to."""
-    once = tuple({(each.pid, each.start_time): each for each in chosen}.values())  # each may be on several devices
+    once = tuple(
+        {(each.pid, each.start_time): each for each in chosen}.values()
+    )  # each may be on several devices
 
     def draw(width: int) -> Iterable[Line]:
         yield from (_process_line(row, width) for row in once[:MOST_NAMED])
@@ -195,10 +222,14 @@ def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
         name = next((name for name in _MEANINGS if name[0].lower() == key), None)
         if name is None:
             return
-        what = f"process {once[0].pid} ({cut(plain(once[0].command), 120)}) of {plain(once[0].user)}"
+        what = (
+            f"process {once[0].pid} ({cut(plain(once[0].command), 120)}) of {plain(once[0].user)}"
+        )
         if len(once) > 1:
             what = f"{len(once)} processes: {', '.join(str(row.pid) for row in once)}"
-        confirm(app, f"Send {name}", f"Send SIG{name} to {what}?", lambda: send(name), "Are you sure?")
+        confirm(
+            app, f"Send {name}", f"Send SIG{name} to {what}?", lambda: send(name), "Are you sure?"
+        )
 
     def send(name: str) -> None:
         for row in once:
@@ -275,7 +306,9 @@ def help_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
 def _entry(sign: str, text: str, tone: Tone, width: int) -> list[Line]:
     rows = wrap(text, max(8, width - 14), 4)
     signs = [sign, *[""] * (len(rows) - 1)]
-    return [line(Span(f"  {sign:<12}", tone), Span(row)) for sign, row in zip(signs, rows, strict=True)]
+    return [
+        line(Span(f"  {sign:<12}", tone), Span(row)) for sign, row in zip(signs, rows, strict=True)
+    ]
 
 
 def _legend(width: int) -> list[Line]:
@@ -286,7 +319,14 @@ def _legend(width: int) -> list[Line]:
         (f"{Mark.LOST} lost", "the device or its driver is gone", "bad"),
         (f"{Mark.STALE}62", "an old value; details say how old", "dim"),
         (Mark.ALARM, "the device reported an error; details say which", "bad"),
-        ("12P", "12 % of the time throttled: P power, T thermal, B brake, S sync or software, H hardware", "warn"),
+        (
+            "12P",
+            (
+                "12 % of the time throttled: P power, T thermal, B brake, S sync or software, H "
+                "hardware"
+            ),
+            "warn",
+        ),
         ("history", "samples/s where a training reports them, else utilisation", "speed"),
         ("link", "PCIe and NVLink together, both ways, in bytes/s", "text"),
         ("work", "the part of a training's step that isn't waiting for other ranks", "speed"),

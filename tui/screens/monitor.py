@@ -1,4 +1,6 @@
-"""The Monitor screen and its panels: every device, the graphs of the chosen one, and what runs on them."""
+"""The Monitor screen and its panels: every device, the graphs of the chosen one, and what runs on
+them.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,11 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         notes.display = bool(snapshot.notes)
         filtering = self.query_one("#filter").has_class("-open")
         width, height = self.app.size
-        self.place_panels(arrange(width, height - _BARS - notes.display - filtering, self.settle_frames(), devices))
+        self.place_panels(
+            arrange(
+                width, height - _BARS - notes.display - filtering, self.settle_frames(), devices
+            )
+        )
 
     def _draw_bars(self, snapshot: Snapshot) -> None:
         width = self.app.size.width
@@ -96,7 +102,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             self.redraw()
             return
         sample = chosen.sample
-        self.open_details(sample.device.label, lambda width: device_details(self._newest(sample), width))
+        self.open_details(
+            sample.device.label, lambda width: device_details(self._newest(sample), width)
+        )
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
         """The newest reading of a device; the one given if it isn't there any more."""
@@ -114,7 +122,11 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             snapshot = self.evener.snapshot
             there = snapshot.processes if snapshot is not None else ()
             sample = next((each for each in there if identity(each) == key), None)
-            ended = () if sample is not None else (line(Span(" This process is no longer on the device.", "warn")),)
+            ended = (
+                ()
+                if sample is not None
+                else (line(Span(" This process is no longer on the device.", "warn")),)
+            )
             return (*ended, *process_details(sample or chosen.sample, started, width))
 
         self.open_details(f"Process {chosen.sample.pid}", draw)
@@ -197,11 +209,17 @@ class ProcessPanel(SortedPanel[ProcessRow]):
     def follow(self, snapshot: Snapshot) -> None:
         """Show this snapshot, and for a moment the processes that it doesn't have any more."""
         now = snapshot.at_seconds
-        kept = {key: (each, at) for key, (each, at) in self._seen.items() if 0 <= now - at <= STAY_SECONDS}
+        kept = {
+            key: (each, at)
+            for key, (each, at) in self._seen.items()
+            if 0 <= now - at <= STAY_SECONDS
+        }
         self._seen = kept | {identity(each): (each, now) for each in snapshot.processes}
         self._nothing = nothing_there(snapshot.devices)
         self.take(process_rows(snapshot, [each for each, at in self._seen.values() if at != now]))
 
     def grid(self) -> Grid[ProcessRow]:
         """The table of these rows."""
-        return PROCESSES._replace(nothing="No process matches the filter." if self.words else self._nothing)
+        return PROCESSES._replace(
+            nothing="No process matches the filter." if self.words else self._nothing
+        )

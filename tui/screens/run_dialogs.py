@@ -1,4 +1,6 @@
-"""Dialogs for one run: its plan and report are written to files; it is continued, and its errors shown."""
+"""Dialogs for one run: its plan and report are written to files; it is continued, and its errors
+shown.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from .dialogs import DetailsDialog, FieldDialog, confirm
 MORE_SECONDS = 300.0
 MOST_ERROR_BYTES = 1 << 20  # of what failing children wrote; the newest are shown
 _FRAME = re.compile(r'^  File "([^"\n]+)", line .*\n(?:    .*\n)*', re.MULTILINE)
-_FOREIGN = re.compile(rf"<|{re.escape(str(Path(evener.__file__).parent))}/|.*/lib/python3|.*/(?:site|dist)-packages/")
+_FOREIGN = re.compile(
+    rf"<|{re.escape(str(Path(evener.__file__).parent))}/|.*/lib/python3|.*/(?:site|dist)-packages/"
+)
 
 
 class ContinueDialog(FieldDialog):
@@ -40,7 +44,10 @@ class ContinueDialog(FieldDialog):
         budget = run.header.request.budget_seconds
         seconds = run.record.clock_seconds
         left = budget - seconds if budget is not None and run.state != "finished" else 0.0
-        hint = f"{duration(seconds)} were measured. How much longer? Like 90s or 5m. What was measured is kept."
+        hint = (
+            f"{duration(seconds)} were measured. How much longer? Like 90s or 5m. What was "
+            f"measured is kept."
+        )
         more = f"{left if left >= 1 else MORE_SECONDS:.0f}s"
         super().__init__("Continue the run", Input(more, id="line", compact=True), hint)
         self._run = run
@@ -49,12 +56,16 @@ class ContinueDialog(FieldDialog):
         """Start the session."""
         header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
-        self.evener.start_session(header.request, header.devices, kept, resume=header.run, extend_seconds=more)
+        self.evener.start_session(
+            header.request, header.devices, kept, resume=header.run, extend_seconds=more
+        )
         return True
 
 
 def errors_file(run: str) -> Path | None:
-    """The errors that children of a run wrote, without a run those of the last probe; None if there are none."""
+    """The errors that children of a run wrote, without a run those of the last probe; None if there
+    are none.
+    """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
         return path if path.is_file() else None
@@ -62,8 +73,12 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """The frames of tracebacks that are neither in evener nor in Python's or installed packages, each once."""
-    frames = dict.fromkeys(found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1]))
+    """The frames of tracebacks that are neither in evener nor in Python's or installed packages,
+    each once.
+    """
+    frames = dict.fromkeys(
+        found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
+    )
     return f"Your own code:\n{''.join(frames)}\n" if frames else ""
 
 
@@ -71,11 +86,20 @@ def errors_dialog(run: str) -> DetailsDialog:
     """The tracebacks of a run, whole."""
     path, text = errors_file(run), ""
     if path is not None:
-        with suppress(OSError), os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+        with (
+            suppress(OSError),
+            os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream,
+        ):
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - MOST_ERROR_BYTES))
             text = stream.read(MOST_ERROR_BYTES).decode(errors="replace")
-    text = f"{path}\n\n{own_frames(text)}{text}" if text else "No child of this run has written an error."
-    return DetailsDialog("Traceback", functools.cache(lambda width: whole_lines(text, width)), wide=True)
+    text = (
+        f"{path}\n\n{own_frames(text)}{text}"
+        if text
+        else "No child of this run has written an error."
+    )
+    return DetailsDialog(
+        "Traceback", functools.cache(lambda width: whole_lines(text, width)), wide=True
+    )
 
 
 class RunActions(UsesApp):
@@ -132,7 +156,10 @@ class SaveDialog(FieldDialog):
 
     def _check(self, path: Path) -> None:
         if path.suffix not in self._endings:
-            raise RequestError(f"{path} doesn't end in {' or '.join(self._endings)}.", "The ending chooses the format.")
+            raise RequestError(
+                f"{path} doesn't end in {' or '.join(self._endings)}.",
+                "The ending chooses the format.",
+            )
         if os.path.isdir(path):
             raise RequestError(f"{path} is a folder.", "Name a file in it.")
 

@@ -51,7 +51,11 @@ class RunPanel(SortedPanel[RunSummary]):
 
     def grid(self) -> Grid[RunSummary]:
         """The table of these rows."""
-        nothing = "No run matches." if self.words else "No runs yet: make one on the Balance screen, key 2."
+        nothing = (
+            "No run matches."
+            if self.words
+            else "No runs yet: make one on the Balance screen, key 2."
+        )
         return Grid(RUN_COLUMNS, nothing)
 
 
@@ -145,7 +149,11 @@ class RunsScreen(RunActions, SortedScreen):
         try:
             training = runs.load_training(name)
             if training is not None:
-                return tuple(line for text in training_report(training) for line in text_lines(text, width, 3))
+                return tuple(
+                    line
+                    for text in training_report(training)
+                    for line in text_lines(text, width, 3)
+                )
             found = self._plans.get(name) or runs.load_run(name)
         except EvenerError as fault:
             return text_lines(str(fault), width, 6, "bad")
@@ -185,7 +193,11 @@ class RunsScreen(RunActions, SortedScreen):
     def action_delete(self) -> None:
         """Delete the marked runs, or the one under the cursor, after asking."""
         names = [row.run for row in self.query_one(RunPanel).chosen_rows]
-        what = f"the run {names[0]} and its journal" if len(names) == 1 else f"{len(names)} runs and their journals"
+        what = (
+            f"the run {names[0]} and its journal"
+            if len(names) == 1
+            else f"{len(names)} runs and their journals"
+        )
         question = f"Delete {what}? This can't be undone."
         confirm(self.evener, "Delete", question, lambda: self._delete(names))
 

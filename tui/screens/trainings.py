@@ -1,4 +1,6 @@
-"""The Trainings screen and its panels: every training, who waits for whom in one of them, and what would mend it."""
+"""The Trainings screen and its panels: every training, who waits for whom in one of them, and what
+would mend it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from ..text.formatting import plain
 from ..view.cells import Line
 from ..view.ranks import RankRow
 from ..view.table import Grid
-from ..view.training_lines import TRAININGS, arrange_trainings, rank_grid, training_graph_lines, training_lines
+from ..view.training_lines import (
+    TRAININGS,
+    arrange_trainings,
+    rank_grid,
+    training_graph_lines,
+    training_lines,
+)
 from ..view.trainings import TrainingRow, join_trainings
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel
@@ -49,14 +57,20 @@ class TrainingsScreen(SnapshotScreen):
         trainings, app = self.query_one(TrainingPanel), self.evener
         row = trainings.chosen
         ranks = len(row.ranks) if row is not None else 0
-        self.place_panels(arrange_trainings(app.size.height - _BARS, self.settle_frames(), trainings.count, ranks))
+        self.place_panels(
+            arrange_trainings(app.size.height - _BARS, self.settle_frames(), trainings.count, ranks)
+        )
         self.query_one(RankPanel).take(row)
         causes, graphs = self.query_one("#causes", Lines), self.query_one("#training-graphs", Lines)
-        causes.show(training_lines(row, snapshot.at_seconds, causes.size.width) if row is not None else ())
+        causes.show(
+            training_lines(row, snapshot.at_seconds, causes.size.width) if row is not None else ()
+        )
         if row is None or not graphs.display:
             graphs.show(())
         else:
-            graphs.show(training_graph_lines(row, snapshot.devices, app.publisher.history, *graphs.size))
+            graphs.show(
+                training_graph_lines(row, snapshot.devices, app.publisher.history, *graphs.size)
+            )
 
     def action_open_training(self) -> None:
         """Show all that is said of the training under the cursor."""

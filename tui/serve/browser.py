@@ -1,7 +1,9 @@
-"""Serves the app to a browser on this machine: a process of the app for each visitor, by textual-serve.
+"""Serves the app to a browser on this machine: a process of the app for each visitor, by
+textual-serve.
 
-textual-serve lets every web page that the user visits open and drive the app. Here a request must name this machine's
-loopback as its host, come from the page that evener serves, and know the token in the printed URL.
+textual-serve lets every web page that the user visits open and drive the app. Here a request must
+name this machine's loopback as its host, come from the page that evener serves, and know the token
+in the printed URL.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ try:
     from aiohttp import web
     from textual_serve.server import Server
 except ImportError:
-    raise RequestError("The browser needs textual-serve.", "Install it: pip install 'evener[web]'.") from None
+    raise RequestError(
+        "The browser needs textual-serve.", "Install it: pip install 'evener[web]'."
+    ) from None
 
 HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 5.0  # for the processes of the visitors
@@ -63,7 +67,9 @@ class BrowserServer(Server):
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         token = request.path.split("/")[1]
         own = origin == f"http://{host}" or (origin is None and not request.path.endswith("/ws"))
-        if not (own and is_loopback(host) and hmac.compare_digest(token.encode(), self.token.encode())):
+        if not (
+            own and is_loopback(host) and hmac.compare_digest(token.encode(), self.token.encode())
+        ):
             return web.Response(status=403, text=REFUSED)
         response = await handler(request)
         if not response.prepared:
@@ -93,7 +99,9 @@ class BrowserServer(Server):
 
     async def run(self, listening: socket.socket) -> int:
         """Serve until a signal asks to end; 128 plus its number."""
-        runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        runner = web.AppRunner(
+            await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
+        )
         await runner.setup()
         await web.SockSite(runner, listening).start()
         loop = asyncio.get_running_loop()
@@ -102,7 +110,9 @@ class BrowserServer(Server):
             loop.add_signal_handler(number, partial(_end, ended, 128 + number))
         port = listening.getsockname()[1]
         print(
-            f"evener: open http://{HOST}:{port}/{self.token}/ in a browser on this machine", file=sys.stderr, flush=True
+            f"evener: open http://{HOST}:{port}/{self.token}/ in a browser on this machine",
+            file=sys.stderr,
+            flush=True,
         )
         try:
             return await ended
@@ -111,13 +121,19 @@ class BrowserServer(Server):
 
 
 def serve_browser(command: Sequence[str], port: int) -> int:
-    """Serve what `command` draws, until a signal; the exit code. RequestError if the port can't be used."""
+    """Serve what `command` draws, until a signal; the exit code. RequestError if the port can't be
+    used.
+    """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with as_request_error(f"The app can't be served at {HOST}:{port}", "Give a free port to --web-port."):
+        with as_request_error(
+            f"The app can't be served at {HOST}:{port}", "Give a free port to --web-port."
+        ):
             listening.bind((HOST, port))
             listening.listen()
-        logging.disable(logging.CRITICAL)  # its libraries print a traceback for each request that isn't one
+        logging.disable(
+            logging.CRITICAL
+        )  # its libraries print a traceback for each request that isn't one
         return asyncio.run(BrowserServer(command).run(listening))
 
 
@@ -127,7 +143,9 @@ def _end(ended: asyncio.Future[int], code: int) -> None:
 
 
 def _page_headers(host: str) -> dict[str, str]:
-    """Headers that allow no requests to elsewhere, no frame around the page, no token in a Referer."""
+    """Headers that allow no requests to elsewhere, no frame around the page, no token in a
+    Referer.
+    """
     sources = {
         "default-src": "'none'",
         "script-src": "'self'",

@@ -1,6 +1,8 @@
-"""A reading of the monitor as Prometheus metrics, under dcgm-exporter's names where it has the figure, over HTTP.
+"""A reading of the monitor as Prometheus metrics, under dcgm-exporter's names where it has the
+figure, over HTTP.
 
-A figure that isn't current has no sample, as Prometheus wants it: the series ends and is never a false zero.
+A figure that isn't current has no sample, as Prometheus wants it: the series ends and is never a
+false zero.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ try:
     from prometheus_client.exposition import ThreadingWSGIServer
     from prometheus_client.metrics_core import Metric
 except ImportError:
-    raise RequestError("Metrics need prometheus-client.", "Install it: pip install 'evener[metrics]'.") from None
+    raise RequestError(
+        "Metrics need prometheus-client.", "Install it: pip install 'evener[metrics]'."
+    ) from None
 
-WHAT_IS_SERVED = "this machine's name, its devices and their load, and the names and speed of your trainings"
+WHAT_IS_SERVED = (
+    "this machine's name, its devices and their load, and the names and speed of your trainings"
+)
 
 
 class _Reading:
@@ -65,7 +71,9 @@ class _Server6(_Server4):
 
 
 def parse_metrics_address(text: str, public: bool) -> Address:
-    """The address of the metrics' server; RequestError for one that others can reach, unless that is wanted."""
+    """The address of the metrics' server; RequestError for one that others can reach, unless that
+    is wanted.
+    """
     address = parse_address(text, "--metrics")
     if not public and not is_loopback(address.authority):
         raise RequestError(
@@ -112,37 +120,110 @@ SHARE_LABELS = (*TRAINING_LABELS, "UUID", "device")
 Labels = tuple[str, ...]
 
 _DEVICES = (  # name, field of DeviceSample, factor, help
-    ("DCGM_FI_DEV_GPU_UTIL", "utilization_percent", 1, "Share of time in which any kernel ran (in %)."),
+    (
+        "DCGM_FI_DEV_GPU_UTIL",
+        "utilization_percent",
+        1,
+        "Share of time in which any kernel ran (in %).",
+    ),
     ("DCGM_FI_DEV_GPU_TEMP", "temperature_celsius", 1, "Temperature (in C)."),
-    ("DCGM_FI_DEV_SLOWDOWN_TEMP", "temperature_limit_celsius", 1, "Where the device slows itself down (in C)."),
+    (
+        "DCGM_FI_DEV_SLOWDOWN_TEMP",
+        "temperature_limit_celsius",
+        1,
+        "Where the device slows itself down (in C).",
+    ),
     ("DCGM_FI_DEV_POWER_USAGE", "power_watts", 1, "Power draw (in W)."),
-    ("DCGM_FI_DEV_ENFORCED_POWER_LIMIT", "power_limit_watts", 1, "Power limit that the driver enforces (in W)."),
+    (
+        "DCGM_FI_DEV_ENFORCED_POWER_LIMIT",
+        "power_limit_watts",
+        1,
+        "Power limit that the driver enforces (in W).",
+    ),
     ("DCGM_FI_DEV_SM_CLOCK", "clock_mhz", 1, "Clock of the multiprocessors (in MHz)."),
-    ("DCGM_FI_DEV_MAX_SM_CLOCK", "clock_max_mhz", 1, "Highest clock of the multiprocessors (in MHz)."),
+    (
+        "DCGM_FI_DEV_MAX_SM_CLOCK",
+        "clock_max_mhz",
+        1,
+        "Highest clock of the multiprocessors (in MHz).",
+    ),
     ("DCGM_FI_DEV_FB_USED", "memory_used_bytes", MIB, "Memory in use (in MiB)."),
     ("DCGM_FI_DEV_FB_TOTAL", "memory_total_bytes", MIB, "Memory of the device (in MiB)."),
     ("DCGM_FI_DEV_FAN_SPEED", "fan_percent", 1, "Fan speed (in %)."),
     ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "ecc_errors", 1, "Uncorrected memory errors since boot."),
-    ("DCGM_FI_PROF_SM_ACTIVE", "sm_percent", 0.01, "Ratio of time in which multiprocessors were busy."),
-    ("DCGM_FI_PROF_SM_OCCUPANCY", "occupancy_percent", 0.01, "Ratio of resident warps to the most possible."),
-    ("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "tensor_percent", 0.01, "Ratio of time in which tensor cores were busy."),
+    (
+        "DCGM_FI_PROF_SM_ACTIVE",
+        "sm_percent",
+        0.01,
+        "Ratio of time in which multiprocessors were busy.",
+    ),
+    (
+        "DCGM_FI_PROF_SM_OCCUPANCY",
+        "occupancy_percent",
+        0.01,
+        "Ratio of resident warps to the most possible.",
+    ),
+    (
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+        "tensor_percent",
+        0.01,
+        "Ratio of time in which tensor cores were busy.",
+    ),
     ("DCGM_FI_PROF_DRAM_ACTIVE", "dram_percent", 0.01, "Ratio of the memory bandwidth in use."),
-    ("DCGM_FI_PROF_PCIE_RX_BYTES", "pcie_receive_bytes_per_second", 1, "Received over PCIe (in bytes/s)."),
+    (
+        "DCGM_FI_PROF_PCIE_RX_BYTES",
+        "pcie_receive_bytes_per_second",
+        1,
+        "Received over PCIe (in bytes/s).",
+    ),
     ("DCGM_FI_PROF_PCIE_TX_BYTES", "pcie_send_bytes_per_second", 1, "Sent over PCIe (in bytes/s)."),
-    ("DCGM_FI_PROF_NVLINK_RX_BYTES", "link_receive_bytes_per_second", 1, "Received over NVLink (in bytes/s)."),
-    ("DCGM_FI_PROF_NVLINK_TX_BYTES", "link_send_bytes_per_second", 1, "Sent over NVLink (in bytes/s)."),
-    ("evener_throttled_ratio", "throttled_percent", 0.01, "Ratio of time in which the device was throttled."),
-    ("evener_device_samples_per_second", "samples_per_second", 1, "Samples/s of all trainings on the device."),
+    (
+        "DCGM_FI_PROF_NVLINK_RX_BYTES",
+        "link_receive_bytes_per_second",
+        1,
+        "Received over NVLink (in bytes/s).",
+    ),
+    (
+        "DCGM_FI_PROF_NVLINK_TX_BYTES",
+        "link_send_bytes_per_second",
+        1,
+        "Sent over NVLink (in bytes/s).",
+    ),
+    (
+        "evener_throttled_ratio",
+        "throttled_percent",
+        0.01,
+        "Ratio of time in which the device was throttled.",
+    ),
+    (
+        "evener_device_samples_per_second",
+        "samples_per_second",
+        1,
+        "Samples/s of all trainings on the device.",
+    ),
 )
-_TRAININGS = (  # name, field of Training, help; 0 is unknown and left out, except where a training stands still
+# name, field of Training, help; 0 is unknown and left out, except where a training stands still
+_TRAININGS = (
     ("evener_tokens_per_second", "tokens_per_second", "Tokens/s of the rank, without padding."),
     ("evener_padding_ratio", "padding", "Ratio of the computed tokens that is padding."),
     ("evener_step_seconds", "step_s", "Median time of a step."),
     ("evener_step_spread_ratio", "step_spread", "Interquartile range of a step over its median."),
     ("evener_input_seconds", "input_s", "Median time of a step that goes into waiting for data."),
-    ("evener_between_seconds", "between_s", "Median time of a step between its passes and the next batch."),
-    ("evener_out_of_memory_passes", "retreats", "Passes that ran out of memory and were computed again."),
-    ("evener_plan_samples_per_second", "plan_samples_per_second", "Samples/s of the whole training by its plan."),
+    (
+        "evener_between_seconds",
+        "between_s",
+        "Median time of a step between its passes and the next batch.",
+    ),
+    (
+        "evener_out_of_memory_passes",
+        "retreats",
+        "Passes that ran out of memory and were computed again.",
+    ),
+    (
+        "evener_plan_samples_per_second",
+        "plan_samples_per_second",
+        "Samples/s of the whole training by its plan.",
+    ),
 )
 
 _NOISE = (  # name, field of NoiseScale, help; an end that isn't known is left out
@@ -155,17 +236,30 @@ _NOISE = (  # name, field of NoiseScale, help; an end that isn't known is left o
 def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
     """Every metric of this reading."""
     hostname = clean(snapshot.host.hostname)
-    yield _gauge("evener_reading_timestamp_seconds", "When the devices were read.", (), [((), snapshot.at_seconds)])
+    yield _gauge(
+        "evener_reading_timestamp_seconds",
+        "When the devices were read.",
+        (),
+        [((), snapshot.at_seconds)],
+    )
     yield from _device_families(snapshot, hostname)
-    # Prometheus refuses an answer with a series twice: of two reports under one name, the newer one counts
-    named = {_name(each, hostname): each for each in sorted(snapshot.reports, key=lambda each: each.updated_at)}
+    # Prometheus refuses an answer with a series twice: of two reports under one name, the newer one
+    # counts
+    named = {
+        _name(each, hostname): each
+        for each in sorted(snapshot.reports, key=lambda each: each.updated_at)
+    }
     yield from _training_families(named)
-    yield from _share_families(named, {sample.device.id: sample.device for sample in snapshot.devices})
+    yield from _share_families(
+        named, {sample.device.id: sample.device for sample in snapshot.devices}
+    )
 
 
 def _energy_family(samples: Sequence[tuple[Labels, DeviceSample]]) -> Metric:
     family = UnknownMetricFamily(
-        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", "Energy since evener began to read (in mJ).", labels=DEVICE_LABELS
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+        "Energy since evener began to read (in mJ).",
+        labels=DEVICE_LABELS,
     )
     for labels, sample in samples:
         if sample.energy_joules.current is not None:
@@ -178,35 +272,67 @@ def _device_families(snapshot: Snapshot, hostname: str) -> Iterator[Metric]:
     for name, field, factor, help_text in _DEVICES:
         current = ((labels, getattr(sample, field).current) for labels, sample in samples)
         yield _gauge(
-            name, help_text, DEVICE_LABELS, ((labels, factor * got) for labels, got in current if got is not None)
+            name,
+            help_text,
+            DEVICE_LABELS,
+            ((labels, factor * got) for labels, got in current if got is not None),
         )
     yield _energy_family(samples)
-    lost = ((labels, float(sample.utilization_percent.state is State.LOST)) for labels, sample in samples)
-    yield _gauge("evener_device_lost", "1 if the device or its driver has gone.", DEVICE_LABELS, lost)
+    lost = (
+        (labels, float(sample.utilization_percent.state is State.LOST))
+        for labels, sample in samples
+    )
+    yield _gauge(
+        "evener_device_lost", "1 if the device or its driver has gone.", DEVICE_LABELS, lost
+    )
 
 
 def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
     speeds = ((labels, each.samples_per_second) for labels, each in named.items())
     yield _gauge("evener_samples_per_second", "Samples/s of the rank.", TRAINING_LABELS, speeds)
     ages = ((labels, max(0.0, time.time() - each.updated_at)) for labels, each in named.items())
-    yield _gauge("evener_report_age_seconds", "Since the rank's last report.", TRAINING_LABELS, ages)
+    yield _gauge(
+        "evener_report_age_seconds", "Since the rank's last report.", TRAINING_LABELS, ages
+    )
     late = ((labels, each.late_seconds(time.time())) for labels, each in named.items())
-    yield _gauge("evener_report_late_seconds", "For how long the rank's next report is due.", TRAINING_LABELS, late)
-    steps = CounterMetricFamily("evener_steps", "Steps that the rank has reported.", labels=TRAINING_LABELS)
+    yield _gauge(
+        "evener_report_late_seconds",
+        "For how long the rank's next report is due.",
+        TRAINING_LABELS,
+        late,
+    )
+    steps = CounterMetricFamily(
+        "evener_steps", "Steps that the rank has reported.", labels=TRAINING_LABELS
+    )
     for labels, each in named.items():
         steps.add_metric(labels, each.step)
     yield steps
     for name, field, help_text in _TRAININGS:
         found = ((labels, getattr(each, field)) for labels, each in named.items())
-        yield _gauge(name, help_text, TRAINING_LABELS, ((labels, got) for labels, got in found if got))
+        yield _gauge(
+            name, help_text, TRAINING_LABELS, ((labels, got) for labels, got in found if got)
+        )
     for name, field, help_text in _NOISE:
-        ends = ((labels, getattr(each.noise, field)) for labels, each in named.items() if each.noise is not None)
-        yield _gauge(name, help_text, TRAINING_LABELS, ((labels, rows) for labels, rows in ends if rows < ENDLESS))
+        ends = (
+            (labels, getattr(each.noise, field))
+            for labels, each in named.items()
+            if each.noise is not None
+        )
+        yield _gauge(
+            name,
+            help_text,
+            TRAINING_LABELS,
+            ((labels, rows) for labels, rows in ends if rows < ENDLESS),
+        )
 
 
-def _share_families(trainings: Mapping[Labels, Training], devices: Mapping[str, Device]) -> Iterator[Metric]:
+def _share_families(
+    trainings: Mapping[Labels, Training], devices: Mapping[str, Device]
+) -> Iterator[Metric]:
     named = {
-        (*labels, *_place(live, devices)): live for labels, training in trainings.items() for live in training.devices
+        (*labels, *_place(live, devices)): live
+        for labels, training in trainings.items()
+        for live in training.devices
     }
     shares = ((labels, live.batch) for labels, live in named.items() if live.batch)
     yield _gauge("evener_share_rows", "Rows of each global batch.", SHARE_LABELS, shares)
@@ -217,7 +343,9 @@ def _share_families(trainings: Mapping[Labels, Training], devices: Mapping[str, 
     own = ((labels, live.own_work_s) for labels, live in timed)
     yield _gauge("evener_own_work_seconds", own_help, SHARE_LABELS, own)
     waits = ((labels, live.waiting_s) for labels, live in timed)
-    yield _gauge("evener_wait_seconds", "From there to the end of the backward pass.", SHARE_LABELS, waits)
+    yield _gauge(
+        "evener_wait_seconds", "From there to the end of the backward pass.", SHARE_LABELS, waits
+    )
 
 
 def _gauge(
@@ -230,7 +358,13 @@ def _gauge(
 
 
 def _describe(device: Device, hostname: str) -> Labels:
-    return str(device.index), clean(device.id), _short(device), clean(device.name), clean(device.host) or hostname
+    return (
+        str(device.index),
+        clean(device.id),
+        _short(device),
+        clean(device.name),
+        clean(device.host) or hostname,
+    )
 
 
 def _short(device: Device) -> str:

@@ -20,25 +20,37 @@ _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def unbroken(text: str) -> str:
-    """`text` with no-break spaces within its figures (2 165, 0.7 %, ± 0.7 %), to be broken into lines."""
+    """`text` with no-break spaces within its figures (2 165, 0.7 %, ± 0.7 %), to be broken into
+    lines.
+    """
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 
 def folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    """A sentence in lines of at most `width` characters, broken between words; whole without a width."""
+    """A sentence in lines of at most `width` characters, broken between words; whole without a
+    width.
+    """
     if width is None:
         return [text]
     lines = textwrap.wrap(
-        unbroken(text), max(20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        unbroken(text),
+        max(20, width),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return [line.replace(NO_BREAK, " ") for line in lines] or [""]
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Foreign text with every control and format character replaced, so that it can't control a terminal."""
+    """Foreign text with every control and format character replaced, so that it can't control a
+    terminal.
+    """
     clean = text
     if not text.isprintable():
-        clean = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
+        clean = "".join(
+            " " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text
+        )
         clean = "".join("?" if unicodedata.category(char) == "Cs" else char for char in clean)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
@@ -49,8 +61,12 @@ def say(*lines: str) -> None:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
 
-def energy_cells(samples_per_second: float, active_watts: float, idle_watts: float) -> tuple[str, str, str]:
-    """Samples per joule of all devices, the watts of those that compute and of idle ones; - where they are unknown."""
+def energy_cells(
+    samples_per_second: float, active_watts: float, idle_watts: float
+) -> tuple[str, str, str]:
+    """Samples per joule of all devices, the watts of those that compute and of idle ones; - where
+    they are unknown.
+    """
     watts = active_watts + idle_watts
     if not watts:
         return "-", "-", "-"
@@ -58,7 +74,9 @@ def energy_cells(samples_per_second: float, active_watts: float, idle_watts: flo
 
 
 class Table(NamedTuple):
-    """Rows of text, the headings first; columns from `numbers_from` on hold numbers. `note` explains the headings."""
+    """Rows of text, the headings first; columns from `numbers_from` on hold numbers. `note`
+    explains the headings.
+    """
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -66,14 +84,20 @@ class Table(NamedTuple):
     note: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Title, rows and note, then an empty line; of a table without rows, what its title and note say.
+        """Title, rows and note, then an empty line; of a table without rows, what its title and
+        note say.
 
         With `width`, that of a terminal, the note is broken between words.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
         notes = folded(self.note, width) if self.note else ()
-        return [*((f"{self.title}:",) if self.title else ()), *align(self.rows, self.numbers_from), *notes, ""]
+        return [
+            *((f"{self.title}:",) if self.title else ()),
+            *align(self.rows, self.numbers_from),
+            *notes,
+            "",
+        ]
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
@@ -115,4 +139,7 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
     """The text with every non-ASCII control character escaped."""
     if text.isascii() and "\x7f" not in text:
         return text
-    return "".join(escape(sign) if sign > "\x7e" and unicodedata.category(sign) in _UNSAFE else sign for sign in text)
+    return "".join(
+        escape(sign) if sign > "\x7e" and unicodedata.category(sign) in _UNSAFE else sign
+        for sign in text
+    )

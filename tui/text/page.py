@@ -1,4 +1,6 @@
-"""A run's report as one self-contained page: inline pictures, no script, no network, dark or light."""
+"""A run's report as one self-contained page: inline pictures, no script, no network, dark or
+light.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,13 @@ th, td { border-bottom: 1px solid var(--lines); padding: .25rem .8rem .25rem 0; 
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .bar { display: flex; width: 10rem; height: .9rem; } .bar i { display: block; height: 100%; min-width: 1px; }
 @media screen { .long { max-height: 24rem; overflow-y: auto; } }
-"""
+"""  # noqa: E501
 
 
 class SoloCurve(msgspec.Struct, frozen=True):
-    """A device alone: measured (batch, samples/s), by batch, and the smallest batch that did not fit."""
+    """A device alone: measured (batch, samples/s), by batch, and the smallest batch that did not
+    fit.
+    """
 
     label: str
     points: tuple[tuple[int, float], ...]
@@ -79,7 +83,8 @@ def save_report(name: str, output: Path) -> None:
 
 
 def read_report(name: str) -> RunReport:
-    """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no plan.
+    """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no
+    plan.
 
     An unfinished run has the plan of what it measured, as in an export.
     """
@@ -99,7 +104,11 @@ def read_report(name: str) -> RunReport:
 
 def _label(device: Device) -> str:
     """A device's label with its limit, as in the plan's table."""
-    return f"{device.label} @{limit}" if (limit := plain(write_limit(device.limit), 32)) else device.label
+    return (
+        f"{device.label} @{limit}"
+        if (limit := plain(write_limit(device.limit), 32))
+        else device.label
+    )
 
 
 def _curve(record: Record, position: int) -> SoloCurve:
@@ -110,7 +119,9 @@ def _curve(record: Record, position: int) -> SoloCurve:
         if not layout.traits.alone or layout.active != (position,) or layout.knobs or layout.length:
             continue
         if isinstance(entry.seen, Timed):
-            points[layout.global_batch] = max(entry.seen.samples_per_second, points.get(layout.global_batch, 0.0))
+            points[layout.global_batch] = max(
+                entry.seen.samples_per_second, points.get(layout.global_batch, 0.0)
+            )
         elif isinstance(entry.seen, OutOfMemory):
             failed.append(layout.global_batch)
     label = _label(record.header.devices[position])
@@ -118,12 +129,20 @@ def _curve(record: Record, position: int) -> SoloCurve:
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
-    """The plan and its rivals, without the solos, which are in the curves, and without a second name of one of them."""
-    own = [rival for rival in plan.evidence if rival.layout.batches == plan.layout.batches and rival.gain is None]
+    """The plan and its rivals, without the solos, which are in the curves, and without a second
+    name of one of them.
+    """
+    own = [
+        rival
+        for rival in plan.evidence
+        if rival.layout.batches == plan.layout.batches and rival.gain is None
+    ]
     rivals = [
         msgspec.structs.replace(rival, name=plain(rival.name, 40))
         for rival in plan.evidence
-        if not rival.name.startswith(SOLO_PREFIX) and rival.name != LARGER_BATCH and rival not in own
+        if not rival.name.startswith(SOLO_PREFIX)
+        and rival.name != LARGER_BATCH
+        and rival not in own
     ]
     bars = [Evidence(THE_PLAN, plan.layout, plan.throughput), *rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
@@ -132,7 +151,11 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
 def write_layout(layout: PlanLayout, header: Header) -> str:
     """The devices of a layout with their shares: GPU:0[820] + GPU:1[568]."""
     parts = zip(header.devices, layout.share, strict=True)
-    where = " + ".join(f"{each.label}[{write_share(share.batch, share.micro)}]" for each, share in parts if share.batch)
+    where = " + ".join(
+        f"{each.label}[{write_share(share.batch, share.micro)}]"
+        for each, share in parts
+        if share.batch
+    )
     return f"{layout.processes} x {where}" if layout.processes > 1 else where
 
 
@@ -144,20 +167,32 @@ def html_page(report: RunReport) -> str:
         f'<p class="verdict">{unbroken(escape(report.verdict))}</p>',
         *(f"<p>Warning: {unbroken(escape(words))}</p>" for words in report.plan.warnings),
         _shares(report),
-        f"<h2>Throughput of each device alone</h2><figure>{_chart(report)}</figure>{_curves(report)}",
+        (
+            f"<h2>Throughput of each device "
+            f"alone</h2><figure>{_chart(report)}</figure>{_curves(report)}"
+        ),
         _ranking(report),
         _probes(report),
         _facts(report),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width"><title>{escape(title)}</title>'
+    )
     body = "".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>{body}</body></html>\n'
+    return (
+        f"<!doctype html>\n<html "
+        f'lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>{body}</body></html>\n'
+    )
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Pieces of (length, colour, opacity) one after the other, of a bar whose whole width is `most`."""
+    """Pieces of (length, colour, opacity) one after the other, of a bar whose whole width is
+    `most`.
+    """
+    scale = 100 / most if most else 0
     pieces = (
-        f'<i style="width:{100 * length / most if most else 0:.2f}%;background:{colour};opacity:{opacity:g}"></i>'
+        f'<i style="width:{length * scale:.2f}%;background:{colour};opacity:{opacity:g}"></i>'
         for length, colour, opacity in parts
     )
     return Html(f'<span class="bar" aria-hidden="true">{"".join(pieces)}</span>')
@@ -177,7 +212,10 @@ def _shares(report: RunReport) -> str:
     ]
     kind = f"{layout.kind}{f', {layout.processes} trainings' if layout.processes > 1 else ''}"
     kind += f", {layout.placement}" if layout.placement else ""
-    return f"<h2>The plan: {escape(kind)}</h2>{_table(('device', 'name', 'share', 'ratio', ''), rows, range(2, 4))}"
+    return (
+        f"<h2>The plan: "
+        f"{escape(kind)}</h2>{_table(('device', 'name', 'share', 'ratio', ''), rows, range(2, 4))}"
+    )
 
 
 WIDE, HIGH, LEFT, BELOW = 720, 280, 64, 40  # of the chart, and of its margins, in pixels
@@ -197,14 +235,25 @@ def _chart(report: RunReport) -> str:
         return f"{x:.1f}", f"{y:.1f}"
 
     def path(line: Iterable[tuple[float, float]], style: str) -> str:
-        return f'<polyline fill="none" points="{" ".join(",".join(at(*point)) for point in line)}" {style}/>'
+        return (
+            f'<polyline fill="none" '
+            f'points="{" ".join(",".join(at(*point)) for point in line)}" {style}/>'
+        )
 
     def text(batch: float, speed: float, words: str, shift: tuple[int, int], anchor: str) -> str:
         x, y = at(batch, speed)
-        return f'<text x="{x}" y="{y}" dx="{shift[0]}" dy="{shift[1]}" text-anchor="{anchor}">{escape(words)}</text>'
+        return (
+            f'<text x="{x}" y="{y}" dx="{shift[0]}" dy="{shift[1]}" '
+            f'text-anchor="{anchor}">{escape(words)}</text>'
+        )
 
-    parts = [path([(0, top), (0, 0), (last, 0)], 'stroke="currentColor"'), text(0, top, "samples/s", (6, 14), "start")]
-    parts += [text(last * part / 4, 0, f"{last * part / 4:.0f}", (0, 18), "end") for part in range(1, 5)]
+    parts = [
+        path([(0, top), (0, 0), (last, 0)], 'stroke="currentColor"'),
+        text(0, top, "samples/s", (6, 14), "start"),
+    ]
+    parts += [
+        text(last * part / 4, 0, f"{last * part / 4:.0f}", (0, 18), "end") for part in range(1, 5)
+    ]
     parts += [text(0, top * part / 4, rate(top * part / 4), (-6, 4), "end") for part in range(1, 4)]
     parts.append(text(last, 0, "batch", (0, 34), "end"))
     for number, curve in enumerate(report.curves):
@@ -217,37 +266,60 @@ def _chart(report: RunReport) -> str:
             parts.append(text(*best, f"{curve.label}: {rate(best[1])}", (0, -8), "end"))
         if curve.wall_batch is not None:
             wall = curve.wall_batch
-            parts.append(path([(wall, 0), (wall, top)], f'stroke="{colour}" stroke-dasharray="2 4"'))
-            parts.append(text(wall, top, f"{curve.label}: out of memory", (-6, 28 + 16 * number), "end"))
+            parts.append(
+                path([(wall, 0), (wall, top)], f'stroke="{colour}" stroke-dasharray="2 4"')
+            )
+            parts.append(
+                text(wall, top, f"{curve.label}: out of memory", (-6, 28 + 16 * number), "end")
+            )
     parts += [path(fast, 'stroke="currentColor" stroke-dasharray="8 4"')] if fast else []
     parts += [path(worth, 'stroke="currentColor" stroke-dasharray="8 3 2 3"')] if worth else []
     label = "Throughput of each device alone; a table of its figures is below"
-    return f'<svg role="img" aria-label="{label}" viewBox="0 0 {WIDE} {HIGH}">{"".join(parts)}</svg>'
+    return (
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {WIDE} {HIGH}">{"".join(parts)}</svg>'
+    )
 
 
 def _curves(report: RunReport) -> str:
     rows: list[tuple[str, ...]] = []
     for curve in report.curves:
         rows += [
-            (curve.label, str(batch), rate(figure), f"{batch / figure * 1000:.2f}") for batch, figure in curve.points
+            (curve.label, str(batch), rate(figure), f"{batch / figure * 1000:.2f}")
+            for batch, figure in curve.points
         ]
-        rows += [(curve.label, str(curve.wall_batch), "out of memory", "")] if curve.wall_batch is not None else []
+        rows += (
+            [(curve.label, str(curve.wall_batch), "out of memory", "")]
+            if curve.wall_batch is not None
+            else []
+        )
     table = _table(("device", "batch", "samples/s", "step ms"), rows, range(1, 4), "long")
     worth = [(str(batch), rate(speed), rate(value)) for batch, speed, value in report.frontier]
-    head = ("batch of the fastest layout (dashed)", "samples/s", "worth, in small batches (dash-dotted)")
+    head = (
+        "batch of the fastest layout (dashed)",
+        "samples/s",
+        "worth, in small batches (dash-dotted)",
+    )
     return table + (_table(head, worth, range(3), "long") if worth else "")
 
 
 def _ranking(report: RunReport) -> str:
     heads = ("tokens/s", "padding") if report.plan.throughput.tokens_per_second else ()
-    energy = ("samples/J", "W", "idle W") if any(bar.throughput.samples_per_joule for bar in report.ranking) else ()
+    energy = (
+        ("samples/J", "W", "idle W")
+        if any(bar.throughput.samples_per_joule for bar in report.ranking)
+        else ()
+    )
     most = max(bar.throughput.high for bar in report.ranking)
-    rows = [_ranking_row(bar, report.header, bool(heads), bool(energy), most) for bar in report.ranking]
+    rows = [
+        _ranking_row(bar, report.header, bool(heads), bool(energy), most) for bar in report.ranking
+    ]
     head = ("layout", "where", "", *heads, "samples/s", "95 % interval", *energy, "step ms")
     return f"<h2>Ranking</h2>{_table(head, rows, range(3, len(head)))}"
 
 
-def _ranking_row(bar: Evidence, header: Header, tokens: bool, energy: bool, most: float) -> tuple[str, ...]:
+def _ranking_row(
+    bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
+) -> tuple[str, ...]:
     """One layout; the faint end of its bar is the 95 % interval."""
     figure, speed = bar.throughput, bar.throughput.samples_per_second
     colour = SERIES[1] if bar.name == THE_PLAN else SERIES[0]
@@ -294,7 +366,9 @@ def _facts(report: RunReport) -> str:
     return f"<h2>How it was measured</h2>{_table(('', ''), rows, range(0))}"
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: range, kind: str = "") -> str:
+def _table(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: range, kind: str = ""
+) -> str:
     """A table whose columns `numbers` hold numbers; one of `kind` "long" scrolls by itself."""
 
     def cells(tag: str, row: tuple[str, ...]) -> str:

@@ -22,9 +22,14 @@ from evener.errors import RequestError
 from evener.training.noise_scale import ENDLESS, NoiseScale
 
 REQUEST_HELP = {
-    "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices), ray (every host of a Ray cluster), ray:HOST/gpu:0 or"
-    " sim:gtx1080ti,gtx1080 (simulated); @ limits a device to a part of its cores and memory: gpu:0@60%+8GiB.",
-    "ray_address": "HOST:PORT of the Ray cluster. Default: RAY_ADDRESS, else the one that runs on this machine.",
+    "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices), ray (every host of a Ray cluster), "
+    "ray:HOST/gpu:0 or"
+    " sim:gtx1080ti,gtx1080 (simulated); @ limits a device to a part of its cores and memory: "
+    "gpu:0@60%+8GiB.",
+    "ray_address": (
+        "HOST:PORT of the Ray cluster. Default: RAY_ADDRESS, else the one that runs on "
+        "this machine."
+    ),
     "workload": "A built-in workload, or file.py:build for your own (its code is run).",
     "framework": "tensorflow or torch. Default: the workload's own, or what your file imports.",
     "settings": "Set a parameter of the workload: key=value.",
@@ -37,12 +42,23 @@ REQUEST_HELP = {
     "global_batch": "Fixed number of samples per step.",
     "max_global_batch": "Upper limit for the global batch, in samples.",
     "multiple_of": "Make every share a multiple of this number.",
-    "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
-    "objective": f"What to maximise; {'; '.join(f'{name}: {one.summary}' for name, one in OBJECTIVES.items())}.",
-    "max_slowdown": "How much slower than the fastest the most efficient layout may be. Default: 10%.",
-    "noise_scale": "Noise scale of the gradient: rows, or the training that measured it with --noise: its id, or"
+    "micro": (
+        "auto: compute a share that doesn't fit in memory in several passes; off: keep to "
+        "what fits at once."
+    ),
+    "objective": (
+        f"What to maximise; "
+        f"{'; '.join(f'{name}: {one.summary}' for name, one in OBJECTIVES.items())}."
+    ),
+    "max_slowdown": (
+        "How much slower than the fastest the most efficient layout may be. Default: 10%."
+    ),
+    "noise_scale": "Noise scale of the gradient: rows, or the training that measured it with "
+    "--noise: "
+    "its id, or"
     " `last`.",
-    "own_batch": "Rows per step of your script today, over all processes, for advice on the learning rate. Default:"
+    "own_batch": "Rows per step of your script today, over all processes, for advice on the "
+    "learning rate. Default:"
     " that of --noise-scale's training.",
     "budget": "Longest time to measure, like 90s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
@@ -52,7 +68,9 @@ _FRAMEWORKS = ("tensorflow", "torch")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _LIKE_ROWS = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?", re.IGNORECASE)  # no run's id
 _THOUSANDS = re.compile(r",(?=\d{3}(?!\d))")
-_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h|d)(?![a-z]) *")  # linear: no digit is read twice
+_PART = re.compile(
+    r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h|d)(?![a-z]) *"
+)  # linear: no digit is read twice
 
 
 def make_request(
@@ -68,7 +86,11 @@ def make_request(
 ) -> Request:
     """The request for these options; RequestError names the one that is wrong."""
     if framework not in (None, *_FRAMEWORKS):
-        raise refuse(Finding("request.word", {"option": "--framework", "word": framework, "words": _FRAMEWORKS}))
+        raise refuse(
+            Finding(
+                "request.word", {"option": "--framework", "word": framework, "words": _FRAMEWORKS}
+            )
+        )
     if max_slowdown is not None:
         if not find_objective(fields.get("objective", SPEED.name)).trades_speed:
             raise refuse(Finding("request.goes_with", {"objectives": that_trade_speed()}))
@@ -89,11 +111,15 @@ def make_request(
 def _parse_part(text: str) -> float:
     """10% or 0.1; RequestError for anything else."""
     number = text.strip()
-    return _parse_number(number.removesuffix("%"), "--max-slowdown") / (100 if number.endswith("%") else 1)
+    return _parse_number(number.removesuffix("%"), "--max-slowdown") / (
+        100 if number.endswith("%") else 1
+    )
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """The noise scale, given in rows or by the training that measured it, and the batch of that training."""
+    """The noise scale, given in rows or by the training that measured it, and the batch of that
+    training.
+    """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
         return measured.scale, measured.batch or None
@@ -104,7 +130,9 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """The framework of the workload; where that isn't clear, the one that is installed, tensorflow before torch."""
+    """The framework of the workload; where that isn't clear, the one that is installed, tensorflow
+    before torch.
+    """
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
         return installed
@@ -118,7 +146,9 @@ def _default_framework(workload: str | None) -> str:
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
     """The fault of an option whose text isn't of this kind."""
-    return refuse(Finding("request.text", {"option": option, "text": text, "kind": kind, "example": example}))
+    return refuse(
+        Finding("request.text", {"option": option, "text": text, "kind": kind, "example": example})
+    )
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -159,7 +189,9 @@ def parse_budget(text: str) -> float | None:
 
 
 def parse_duration(text: str, name: str) -> float:
-    """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the option."""
+    """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the
+    option.
+    """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
         given += "s"
@@ -170,7 +202,9 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """`--devices` for the chosen ones of the devices in `spec`; RequestError for none, or a part of a machine file."""
+    """`--devices` for the chosen ones of the devices in `spec`; RequestError for none, or a part of
+    a machine file.
+    """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
     if len(chosen) == len(devices):
@@ -183,7 +217,9 @@ def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) 
 
 def _select_on_host(host: str, picked: Sequence[Device]) -> str:
     where = f"ray:{host}/" if host else ""
-    return ",".join(where + _limited(find_backend(each.kind).write_term(each.id), each) for each in picked)
+    return ",".join(
+        where + _limited(find_backend(each.kind).write_term(each.id), each) for each in picked
+    )
 
 
 def _limited(name: str, device: Device) -> str:
@@ -194,7 +230,9 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
     kind = f"{devices[0].kind}:"
     pieces = [piece.strip().removeprefix(kind) for piece in spec.split(",")]
     if len(pieces) != len(devices):
-        raise RequestError("A machine file can't be used in part.", "Tick every device, or write a smaller file.")
+        raise RequestError(
+            "A machine file can't be used in part.", "Tick every device, or write a smaller file."
+        )
     return kind + ",".join(pieces[position] for position in chosen)
 
 

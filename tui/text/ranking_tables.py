@@ -20,24 +20,43 @@ from .summaries import outcome_name, share_words
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps
 RANKING_NOTE = (
-    "±: half of the 95 % interval. waiting: part of a step in which even the busiest device waits for others or for"
-    " data. against the winner: as measured in turn, which the samples/s alone may not show. turns: how often it was"
+    "±: half of the 95 % interval. waiting: part of a step in which even the busiest device "
+    "waits for others or for"
+    " data. against the winner: as measured in turn, which the samples/s alone may not show. "
+    "turns: how often it was"
     " measured in the race."
 )
 
 
 def ranking_table(found: Search, labels: Sequence[str]) -> Table:
-    """A table with a row per layout, the winner first: throughput, step time, and the difference from the winner."""
+    """A table with a row per layout, the winner first: throughput, step time, and the difference
+    from the winner.
+    """
     counts = ("tokens/s", "padding") if found.mean_length else ()
     drawn = [mean_power(found.turns(one.candidate.layout)) for one in found.ranking()]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
     rows = [
-        ("layout", "where", *counts, "samples/s", "±", *energy, "step ms", "waiting", "against the winner", "turns")
+        (
+            "layout",
+            "where",
+            *counts,
+            "samples/s",
+            "±",
+            *energy,
+            "step ms",
+            "waiting",
+            "against the winner",
+            "turns",
+        )
     ]
     standings = found.ranking()
     titles = say_all(describe_all([one.candidate for one in standings], len(labels)))
     for title, one, power in zip(titles, standings, drawn, strict=True):
-        waiting = waiting_share(found.turns(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
+        waiting = (
+            waiting_share(found.turns(one.candidate.layout))
+            if len(one.candidate.layout.active) > 1
+            else None
+        )
         rows.append(
             (
                 title,
@@ -90,7 +109,9 @@ def packing_tables(found: Search) -> list[Table]:
     """Combined throughput and the time of each training, by the number of concurrent trainings."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = ((mode, packing.seen) for mode, packing in found.race.packings)
-    return [Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in packs]
+    return [
+        Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in packs
+    ]
 
 
 def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
@@ -109,7 +130,11 @@ def scaling_table(found: Search) -> Table:
     """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
     plain_ones = [one for one in found.ranking() if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
-    evens = [one for one in plain_ones if one.candidate.layout.traits.together and is_even(one.candidate.layout)]
+    evens = [
+        one
+        for one in plain_ones
+        if one.candidate.layout.traits.together and is_even(one.candidate.layout)
+    ]
     evens.sort(key=lambda one: len(one.candidate.layout.active))
     rows = [("devices", "global batch", f"s per {SCALING_STEPS} steps", "samples/s", "times one")]
     scaled = [single, *evens] if single is not None and evens else []
@@ -117,7 +142,13 @@ def scaling_table(found: Search) -> Table:
         layout = one.candidate.layout
         times = one.throughput.value / scaled[0].throughput.value
         seconds = f"{one.step.value * SCALING_STEPS:.1f}"
-        row = (str(len(layout.active)), str(layout.global_batch), seconds, rate(one.throughput.value), f"{times:.2f}")
+        row = (
+            str(len(layout.active)),
+            str(layout.global_batch),
+            seconds,
+            rate(one.throughput.value),
+            f"{times:.2f}",
+        )
         rows.append(row)
     return Table("evenly over 1, 2, ... devices", rows, 0)
 
@@ -128,7 +159,8 @@ def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
     titles = say_all(describe_all([one.candidate for one in standings], len(labels)))
     return {
         "layouts": [
-            {"name": title, **_standing_json(found, one)} for title, one in zip(titles, standings, strict=True)
+            {"name": title, **_standing_json(found, one)}
+            for title, one in zip(titles, standings, strict=True)
         ],
         "packing": [
             {"mode": mode or "processes", "measured": [_pack_json(one) for one in packing.seen]}

@@ -1,4 +1,6 @@
-"""A search and its plan as text: its measurements, the tables of shares and rivals, and the journal of a training."""
+"""A search and its plan as text: its measurements, the tables of shares and rivals, and the journal
+of a training.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,25 @@ import time
 from collections.abc import Iterator, Sequence
 
 from evener.balancer.events import Event, Observed, Started
-from evener.balancer.number_format import count_words, duration, half_width, percent, rate, write_share
+from evener.balancer.number_format import (
+    count_words,
+    duration,
+    half_width,
+    percent,
+    rate,
+    write_share,
+)
 from evener.balancer.result.learning import find_frontier
 from evener.balancer.result.rivals import is_certain, write_gain
-from evener.balancer.session_state import SUM, RivalRate, SessionState, figure_of, plan_rate, plan_rivals, seconds_left
+from evener.balancer.session_state import (
+    SUM,
+    RivalRate,
+    SessionState,
+    figure_of,
+    plan_rate,
+    plan_rivals,
+    seconds_left,
+)
 from evener.balancer.types import Layout, Observation, OutOfMemory, Said, Timed
 from evener.devices.registry import is_simulated
 from evener.live.journal import (
@@ -51,25 +68,39 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
 
 
 def left_words(state: SessionState) -> str:
-    """The rest of the budget in words; simulated devices have other seconds than the clock on the wall."""
+    """The rest of the budget in words; simulated devices have other seconds than the clock on the
+    wall.
+    """
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
-    return "" if left is None else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
+    return (
+        ""
+        if left is None
+        else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
+    )
 
 
 def observation_words(seen: Observation, labels: Sequence[str]) -> str:
     """A measurement in words, on a line: its stage, layout and outcome."""
-    return f"{seen.probe.stage:<5} {layout_words(seen.probe.layout, labels)}: {outcome_words(seen, labels)}"
+    return (
+        f"{seen.probe.stage:<5} {layout_words(seen.probe.layout, labels)}: "
+        f"{outcome_words(seen, labels)}"
+    )
 
 
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
-    """The outcome of one measurement in words: samples/s with doubts, out of memory, or why it failed."""
+    """The outcome of one measurement in words: samples/s with doubts, out of memory, or why it
+    failed.
+    """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
         doubts = "".join(f", {DOUBTS[warning.code]}" for warning in seen.warnings)
         figure = f"{rate(seen.samples_per_second)} samples/s"
         if seen.tokens and not seen.probe.layout.length:
-            figure = f"{rate(seen.tokens / seen.step_seconds)} tokens/s, {percent(seen.padding)} padding, {figure}"
+            figure = (
+                f"{rate(seen.tokens / seen.step_seconds)} tokens/s, {percent(seen.padding)} "
+                f"padding, {figure}"
+            )
         return f"{figure} {plus_minus}{error}{doubts}"
     if isinstance(seen, OutOfMemory):
         who = ", ".join(labels[i] for i in seen.devices)
@@ -79,17 +110,27 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "�
 
 def outcome_name(seen: Observation) -> str:
     """The name of an outcome: timed, out of memory or failed."""
-    return "timed" if isinstance(seen, Timed) else "out of memory" if isinstance(seen, OutOfMemory) else "failed"
+    return (
+        "timed"
+        if isinstance(seen, Timed)
+        else "out of memory"
+        if isinstance(seen, OutOfMemory)
+        else "failed"
+    )
 
 
 def share_words(layout: Layout, device: int) -> str:
-    """A device's share, with its passes: 820 = 2 × 410; and the length of its rows, if a probe is about one."""
+    """A device's share, with its passes: 820 = 2 × 410; and the length of its rows, if a probe is
+    about one.
+    """
     share = write_share(layout.shares[device], layout.pass_rows[device])
     return f"{share} of {layout.length} tokens" if layout.length else share
 
 
 def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """The devices that compute, with their shares: GPU:0[820] GPU:1[568]; of more than `most`, some are counted."""
+    """The devices that compute, with their shares: GPU:0[820] GPU:1[568]; of more than `most`, some
+    are counted.
+    """
     words = [f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
         words.insert(0, f"{layout.processes} x")
@@ -100,9 +141,14 @@ def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
 
 
 def summary_lines(
-    plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None, said: Said | None = None
+    plan: Plan,
+    labels: Sequence[str],
+    verdict: str = "",
+    width: int | None = None,
+    said: Said | None = None,
 ) -> list[str]:
-    """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's order.
+    """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's
+    order.
 
     With `width`, that of a terminal, sentences are broken between words.
     """
@@ -114,9 +160,13 @@ def summary_lines(
 
 
 def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
-    """A table with a row per device: its share, its ratio, its samples/s within the layout and alone."""
+    """A table with a row per device: its share, its ratio, its samples/s within the layout and
+    alone.
+    """
     alone = {
-        rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
+        rival.name.removeprefix(SOLO_PREFIX): rival
+        for rival in plan.evidence
+        if rival.name.startswith(SOLO_PREFIX)
     }
     rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
     combined, known = plan.throughput.samples_per_second, is_certain(figure_of(plan.throughput))
@@ -132,9 +182,17 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
                 _alone(solo),
             )
         )
-    total, error = plan.layout.global_batch, half_width(combined, plan.throughput.low, plan.throughput.high)
-    rows.append(("together", "", str(total), "1.000", rate(combined) if known else "unknown", f"± {error}"))
-    tokens = f"{rate(plan.throughput.tokens_per_second)} tokens/s, {percent(plan.throughput.padding)} padding"
+    total, error = (
+        plan.layout.global_batch,
+        half_width(combined, plan.throughput.low, plan.throughput.high),
+    )
+    rows.append(
+        ("together", "", str(total), "1.000", rate(combined) if known else "unknown", f"± {error}")
+    )
+    tokens = (
+        f"{rate(plan.throughput.tokens_per_second)} tokens/s, "
+        f"{percent(plan.throughput.padding)} padding"
+    )
     return [
         *align(rows, numbers_from=2),
         *([tokens] if plan.throughput.tokens_per_second else []),
@@ -143,15 +201,23 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
 
 
 def frontier_table(said: Said) -> Table:
-    """A table of the batches that are faster than all smaller ones, and what they are worth in learning, if known."""
+    """A table of the batches that are faster than all smaller ones, and what they are worth in
+    learning, if known.
+    """
     rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in find_frontier(said)]
     return Table("", [("batch", "samples/s", "worth in learning"), *rows], 0)
 
 
 def _write_energy(figure: Throughput) -> str:
-    """Samples per joule of all devices, and what they draw for it; those that are left out apart."""
-    efficiency, active, idle = energy_cells(figure.samples_per_second, figure.active_watts, figure.idle_watts)
-    return f"{efficiency} samples/J at {active} W" + (f", and {idle} W in idle devices" if figure.idle_watts else "")
+    """Samples per joule of all devices, and what they draw for it; those that are left out
+    apart.
+    """
+    efficiency, active, idle = energy_cells(
+        figure.samples_per_second, figure.active_watts, figure.idle_watts
+    )
+    return f"{efficiency} samples/J at {active} W" + (
+        f", and {idle} W in idle devices" if figure.idle_watts else ""
+    )
 
 
 def _alone(solo: Evidence | None) -> str:
@@ -163,12 +229,20 @@ def _alone(solo: Evidence | None) -> str:
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
-    """Lines on the plan's gain over the even split and the best single device, and its part of the sum of solos."""
+    """Lines on the plan's gain over the even split and the best single device, and its part of the
+    sum of solos.
+    """
     lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels)):
         where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
-        figure = f"{rate(rival.figure.value)} samples/s" if is_certain(rival.figure) else "samples/s aren't known"
-        if rival.batches != own.batches and (rival.name != LARGER_BATCH or rival.figure.value > own.figure.value):
+        figure = (
+            f"{rate(rival.figure.value)} samples/s"
+            if is_certain(rival.figure)
+            else "samples/s aren't known"
+        )
+        if rival.batches != own.batches and (
+            rival.name != LARGER_BATCH or rival.figure.value > own.figure.value
+        ):
             lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
     return lines
 
@@ -199,13 +273,19 @@ WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the las
 
 
 def training_report(training: TrainingRecord) -> Iterator[str]:
-    """Lines for the terminal: the whole, then each start, change, and speed that differs from the one before."""
+    """Lines for the terminal: the whole, then each start, change, and speed that differs from the
+    one before.
+    """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
-    about = ", ".join(filter(None, (start.workload, start.framework, began)))  # a script may have no name
+    about = ", ".join(
+        filter(None, (start.workload, start.framework, began))
+    )  # a script may have no name
     yield plain(f"training {training.run}: {about}", 1000)
     yield plain(
-        f"{training.state}, {duration(training.seconds)}" + (f": {training.failure}" * bool(training.failure)), 1000
+        f"{training.state}, {duration(training.seconds)}"
+        + (f": {training.failure}" * bool(training.failure)),
+        1000,
     )
     yield from _noise_words(training)
     said = 0.0
@@ -222,7 +302,9 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
                     yield f"  {_clock(entry.at)}  step {count_words(entry.step)}: {speed}"
                     said = steps
             case ChangeEntry(change=change):
-                shares = " → ".join("+".join(map(str, each)) for each in (change.before, change.after))
+                shares = " → ".join(
+                    "+".join(map(str, each)) for each in (change.before, change.after)
+                )
                 yield plain(f"  {_clock(change.at)}  {change.reason}: {shares}", 1000)
             case RetreatEntry(line=line):
                 yield plain(f"  {_clock(entry.at)}  {line}", 1000)
@@ -242,7 +324,10 @@ def _noise_words(training: TrainingRecord) -> Iterator[str]:
 
 def _start_words(start: StartEntry) -> str:
     shares = "+".join(map(str, start.shares))
-    words = f"{'started again' if start.reason else 'started'}: {shares} rows on {', '.join(start.devices)}"
+    words = (
+        f"{'started again' if start.reason else 'started'}: {shares} rows on "
+        f"{', '.join(start.devices)}"
+    )
     promise = start.plan_samples_per_second
     words += f"; the plan says {rate(promise)} samples/s" if promise else ""
     return f"{words} ({start.reason})" if start.reason else words

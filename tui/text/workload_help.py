@@ -1,4 +1,6 @@
-"""The text of `evener help workload`: the built-in workloads, and how to measure one's own model."""
+"""The text of `evener help workload`: the built-in workloads, and how to measure one's own
+model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ build() and trains what it returns; evener's own process only parses it. So keep
                     of each row. Layouts are then compared by tokens/s.
   sample_batch(n)   Instead of training_data(): returns (x, y) of n rows. Without either, Keras gets made-up rows.
 
-The framework is the one that the file imports; --framework tensorflow or torch names it where that isn't clear."""
+The framework is the one that the file imports; --framework tensorflow or torch names it where that isn't clear."""  # noqa: E501
 
 KERAS_EXAMPLE = """\
 import keras
@@ -86,7 +88,8 @@ def workload_help() -> str:
     entries = [registry.find(name) for name in registry.names()]
     rows = [(f"  {entry.name}", entry.summary) for entry in entries]
     settings = [
-        (f"  {entry.name}", " ".join(f"{key}={value}" for key, value in entry.settings.items())) for entry in entries
+        (f"  {entry.name}", " ".join(f"{key}={value}" for key, value in entry.settings.items()))
+        for entry in entries
     ]
     return "\n".join(
         [
@@ -98,10 +101,16 @@ def workload_help() -> str:
             "",
             CONTRACT,
             "",
-            "train_keras.py, whole; evener balance --workload train_keras.py:build --export plan.toml measures it:",
+            (
+                "train_keras.py, whole; evener balance --workload train_keras.py:build --export "
+                "plan.toml measures it:"
+            ),
             "",
             KERAS_EXAMPLE,
-            "train_torch.py, whole; evener launch plan.toml train_torch.py starts it on the devices of its plan:",
+            (
+                "train_torch.py, whole; evener launch plan.toml train_torch.py starts it on the "
+                "devices of its plan:"
+            ),
             "",
             TORCH_EXAMPLE,
         ]
@@ -111,6 +120,7 @@ def workload_help() -> str:
 DEFAULTS = (
     f"Default: {registry.default_name('tensorflow', False)} on GPUs and simulated devices,"
     f" {registry.default_name('tensorflow', True)} on CPUs;"
-    f" with --framework torch, or where TensorFlow isn't installed, {registry.default_name('torch', False)}"
+    f" with --framework torch, or where TensorFlow isn't installed, "
+    f"{registry.default_name('torch', False)}"
     f" and {registry.default_name('torch', True)}."
 )

@@ -6,13 +6,34 @@ from collections.abc import Sequence
 
 from evener.balancer.number_format import duration, percent, rate, relative_error
 from evener.balancer.result.rivals import list_samples, write_gain
-from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
+from evener.balancer.session_state import (
+    SUM,
+    RivalRate,
+    SessionState,
+    chosen_layout,
+    rivals,
+    seconds_left,
+    timed,
+)
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares.whole_rows import apportion
 
 from ..text.formatting import plain
 from ..text.summaries import layout_words, left_words, outcome_words, share_words
-from .cells import Line, Mark, Span, Tone, cut, device_pattern, device_tone, line, pad, span_cells, text_lines, wrap
+from .cells import (
+    Line,
+    Mark,
+    Span,
+    Tone,
+    cut,
+    device_pattern,
+    device_tone,
+    line,
+    pad,
+    span_cells,
+    text_lines,
+    wrap,
+)
 from .charts import bar
 
 DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
@@ -20,13 +41,19 @@ MOST_NAMED = 6  # devices of a layout; the others are counted
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """The best layout's shares as one bar, each device with its colour and pattern, and a legend below.
+    """The best layout's shares as one bar, each device with its colour and pattern, and a legend
+    below.
 
-    While another split is measured, its shares are shown too, as a second bar if there is a row for it.
+    While another split is measured, its shares are shown too, as a second bar if there is a row for
+    it.
     """
     chosen = chosen_layout(state)
     if chosen is None or not chosen.global_batch or width < 4:
-        return (line(Span(f" No layout has been {'chosen' if timed(state) else 'measured'} yet.", "dim")),)
+        return (
+            line(
+                Span(f" No layout has been {'chosen' if timed(state) else 'measured'} yet.", "dim")
+            ),
+        )
     legend = _legend(state, chosen, width)
     total = line(Span(f" global batch {chosen.global_batch}", "dim"))
     tried = _tried_layout(state, chosen)
@@ -38,12 +65,19 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
         words = f"now {tried.global_batch} over {len(tried.active)} devices"
     facts = line(*before, Span(words))
     bars = [_shares_bar(layout.shares, width) for layout in (chosen, tried)]
-    return (*bars[: max(1, min(2, height - len(legend) - 1))], *legend, Line(pad(facts.spans, width)))
+    return (
+        *bars[: max(1, min(2, height - len(legend) - 1))],
+        *legend,
+        Line(pad(facts.spans, width)),
+    )
 
 
 def _shares_bar(shares: Sequence[int], width: int) -> Line:
     parts = apportion(width - 2, [float(share) for share in shares])
-    spans = (Span(device_pattern(device) * part, device_tone(device)) for device, part in enumerate(parts))
+    spans = (
+        Span(device_pattern(device) * part, device_tone(device))
+        for device, part in enumerate(parts)
+    )
     return Line((Span(" "), *spans))
 
 
@@ -51,7 +85,11 @@ def _legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
     """The share of each device; where there are many, those that are left out are only counted."""
     shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
-    items = [_share_item(state, layout, device) for device, share in enumerate(shares) if share or detailed]
+    items = [
+        _share_item(state, layout, device)
+        for device, share in enumerate(shares)
+        if share or detailed
+    ]
     if not detailed and 0 in shares:
         items.append((Span(f" {shares.count(0)} left out ", "dim"),))
     legend: list[Line] = []
@@ -66,11 +104,18 @@ def _legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
 
 def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span, ...]:
     share = layout.shares[device]
-    part = f" ({percent(share / layout.global_batch, 0)})" if len(layout.shares) <= DETAILED_SHARES else ""
+    part = (
+        f" ({percent(share / layout.global_batch, 0)})"
+        if len(layout.shares) <= DETAILED_SHARES
+        else ""
+    )
     return (
         Span(f" {device_pattern(device)} ", device_tone(device)),
         Span(f"{state.devices[device]} ", "strong"),
-        Span(f"{share_words(layout, device)}{part} " if share else "left out ", "text" if share else "dim"),
+        Span(
+            f"{share_words(layout, device)}{part} " if share else "left out ",
+            "text" if share else "dim",
+        ),
     )
 
 
@@ -172,7 +217,9 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _searching_words(state: SessionState) -> str:
-    """Where the model is being built, if that is all that goes on, else what is measured and why."""
+    """Where the model is being built, if that is all that goes on, else what is measured and
+    why.
+    """
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
         where = {state.devices[i]: None for each in building for i in each.probe.layout.active}
@@ -186,7 +233,10 @@ def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
     seconds = search.seconds if search is not None else state.at_seconds
-    facts = f"{state.probes} probe{'s' * (state.probes != 1)}, {state.out_of_memory} out of memory, {duration(seconds)}"
+    facts = (
+        f"{state.probes} probe{'s' * (state.probes != 1)}, {state.out_of_memory} out of "
+        f"memory, {duration(seconds)}"
+    )
     if search is not None:
         return text_lines(f"{facts}. {search.why_stopped}", width, 2, "dim")
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
@@ -199,9 +249,15 @@ def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width: int) -> Line:
     mark, tone = _mark(seen)
     what = plain(outcome_words(seen, state.devices, "±"))
-    head = (Span(f" {duration(at_seconds):>10} ", "dim"), Span(f"{mark} ", tone), Span(f"{seen.probe.stage:<6}"))
+    head = (
+        Span(f" {duration(at_seconds):>10} ", "dim"),
+        Span(f"{mark} ", tone),
+        Span(f"{seen.probe.stage:<6}"),
+    )
     room = width - span_cells(head) - 2
-    texts = [layout_words(seen.probe.layout, state.devices, most) for most in range(MOST_NAMED, 1, -1)]
+    texts = [
+        layout_words(seen.probe.layout, state.devices, most) for most in range(MOST_NAMED, 1, -1)
+    ]
     where = next((text for text in texts if len(text) + len(what) <= room), texts[-1])
     spans = (*head, Span(f"{where}: "))
     room = width - span_cells(spans)
@@ -215,7 +271,9 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 
 
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """A plan's warnings, each wrapped, in at most `most` rows; the last row shows if something is missing."""
+    """A plan's warnings, each wrapped, in at most `most` rows; the last row shows if something is
+    missing.
+    """
     rows = [
         (Mark.ALARM if not place else " ", row)
         for warning in warnings

@@ -1,4 +1,6 @@
-"""Spans of text with a tone, lines of them that fill an exact number of terminal cells, and the marks drawn in them."""
+"""Spans of text with a tone, lines of them that fill an exact number of terminal cells, and the
+marks drawn in them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def to_ascii(text: str) -> str:
     return text.translate(_SIMILAR).encode("ascii", "replace").decode("ascii")
 
 
-DeviceTone = Literal["device0", "device1", "device2", "device3", "device4", "device5", "device6", "device7"]
+DeviceTone = Literal[
+    "device0", "device1", "device2", "device3", "device4", "device5", "device6", "device7"
+]
 Tone = Literal[
     "text",  # ordinary
     "dim",  # less important: units, captions, what is missing
@@ -105,7 +109,9 @@ def device_pattern(position: int) -> str:
 
 
 def cells(text: str) -> int:
-    """Terminal cells that `text` takes: two for wide East Asian characters, none for combining marks."""
+    """Terminal cells that `text` takes: two for wide East Asian characters, none for combining
+    marks.
+    """
     return len(text) if text.isascii() else _count_cells(text)
 
 
@@ -136,7 +142,9 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
     return "".join(kept) + ellipsis
 
 
-def fit(text: str, width: int, align: Literal["left", "right"] = "left", ellipsis: str = "…") -> str:
+def fit(
+    text: str, width: int, align: Literal["left", "right"] = "left", ellipsis: str = "…"
+) -> str:
     """`text` in exactly `width` cells."""
     shown = cut(text, width, ellipsis)
     blank = " " * (width - cells(shown))
@@ -166,7 +174,9 @@ def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
     return [*joined, (text, tone, action)] if text else joined
 
 
-def pad(spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left") -> tuple[Span, ...]:
+def pad(
+    spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left"
+) -> tuple[Span, ...]:
     """The spans in exactly `width` cells: cut on the right, or padded with spaces."""
     missing = width - span_cells(spans)
     if missing == 0:
@@ -194,7 +204,9 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """`text` broken at spaces, but not within figures, into at most `most` lines of at most `width` cells."""
+    """`text` broken at spaces, but not within figures, into at most `most` lines of at most `width`
+    cells.
+    """
     lines = [""]
     for word in filter(None, unbroken(text).split(" ")):
         longer = f"{lines[-1]} {word}" if lines[-1] else word
@@ -204,18 +216,26 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
             lines.append(word)
     shown = [cut(row, width).replace(NO_BREAK, " ") for row in lines[:most]]
     if len(lines) > most and shown:
-        shown[-1] = cut(f"{shown[-1]} …", width) if cells(shown[-1]) + 2 <= width else cut(shown[-1] + "  ", width)
+        shown[-1] = (
+            cut(f"{shown[-1]} …", width)
+            if cells(shown[-1]) + 2 <= width
+            else cut(shown[-1] + "  ", width)
+        )
     return tuple(shown)
 
 
-def text_lines(text: str, width: int, most: int, tone: Tone = "text", indent: int = 1) -> tuple[Line, ...]:
+def text_lines(
+    text: str, width: int, most: int, tone: Tone = "text", indent: int = 1
+) -> tuple[Line, ...]:
     """Any text, made safe, as at most `most` lines that are broken between words and indented."""
     rows = wrap(plain(text, 2000), max(4, width - indent - 1), most)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Text made safe and kept whole: its own lines, those that are too long broken between words if they can be."""
+    """Text made safe and kept whole: its own lines, those that are too long broken between words if
+    they can be.
+    """
     rows: list[str] = []
     for given in text.splitlines():
         taken, start = 0, 0

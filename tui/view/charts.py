@@ -1,4 +1,5 @@
-"""Figures in cells: readings as short texts, with the reason where there is no value; bars, sparklines and graphs.
+"""Figures in cells: readings as short texts, with the reason where there is no value; bars,
+sparklines and graphs.
 
 Charts with axes use plotext.
 """
@@ -15,7 +16,9 @@ from evener.devices.types import DeviceSample, Reading, State, value
 
 from .cells import Line, Mark, Span, Tone, cells, pad, span_cells
 
-History = Callable[[str, str, int], tuple[float | None, ...]]  # a device's key, metric, ticks -> values, oldest first
+History = Callable[
+    [str, str, int], tuple[float | None, ...]
+]  # a device's key, metric, ticks -> values, oldest first
 GIB = 1024.0**3
 STATE_WORDS = {
     State.UNSUPPORTED: "not reported by this device",
@@ -40,7 +43,12 @@ def short(number: float) -> str:
     """A figure in at most four characters: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
     if number < 0:
         return f"-{short(-number)}"
-    for below, scale, unit in ((9999.5, 1.0, ""), (999_500.0, 1e3, "k"), (999.5e6, 1e6, "M"), (999.5e9, 1e9, "G")):
+    for below, scale, unit in (
+        (9999.5, 1.0, ""),
+        (999_500.0, 1e3, "k"),
+        (999.5e6, 1e6, "M"),
+        (999.5e9, 1e9, "G"),
+    ):
         if number < below:
             return _digits(number / scale) + unit
     return f"{number:.0e}"
@@ -103,7 +111,9 @@ def figure(
     draw: Callable[[float], str] = whole,
     tone: Callable[[float], Tone] | Tone = "text",
 ) -> Span:
-    """A reading as one span, right-aligned in `width` cells; the tone follows its value if it has a current one."""
+    """A reading as one span, right-aligned in `width` cells; the tone follows its value if it has a
+    current one.
+    """
     text, current = reading_text(reading, draw, width)
     if not current:
         return Span(text.rjust(width), "bad" if reading.state is State.LOST else "dim")
@@ -131,7 +141,9 @@ def throttle_tone(number: float) -> Tone:
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """All traffic of the device, PCIe and NVLink, both ways, in bytes/s; without a value, why the first has none."""
+    """All traffic of the device, PCIe and NVLink, both ways, in bytes/s; without a value, why the
+    first has none.
+    """
     parts = (
         sample.link_receive_bytes_per_second,
         sample.link_send_bytes_per_second,
@@ -143,7 +155,11 @@ def traffic(sample: DeviceSample) -> Reading:
         return next((part for part in parts if part.state is not State.UNSUPPORTED), parts[0])
     total = sum(part.value or 0.0 for part in known)
     stale = [part for part in known if part.state is State.STALE]
-    return Reading(State.STALE, total, max(part.age_seconds for part in stale)) if stale else value(total)
+    return (
+        Reading(State.STALE, total, max(part.age_seconds for part in stale))
+        if stale
+        else value(total)
+    )
 
 
 def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
@@ -166,10 +182,16 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
     )
     own = max(own, int(own_work_s > 0))  # anything above 0 is visible
     both = max(own, both)
-    return Span(Mark.FULL * own, "speed"), Span(Mark.SHADE * (both - own), "warn"), Span(" " * (width - both))
+    return (
+        Span(Mark.FULL * own, "speed"),
+        Span(Mark.SHADE * (both - own), "warn"),
+        Span(" " * (width - both)),
+    )
 
 
-def graph(values: Sequence[float | None], width: int, height: int, highest: float) -> tuple[str, ...]:
+def graph(
+    values: Sequence[float | None], width: int, height: int, highest: float
+) -> tuple[str, ...]:
     """A filled graph of the newest values, one per column, as `height` lines from the top down."""
     if width <= 0 or height <= 0:
         return ()
@@ -181,7 +203,9 @@ def graph(values: Sequence[float | None], width: int, height: int, highest: floa
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """The height of a value in steps, `most` for the highest; anything that is there has one at least."""
+    """The height of a value in steps, `most` for the highest; anything that is there has one at
+    least.
+    """
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
     return most if number >= highest else max(1, round(max(0.0, number) / highest * most))
@@ -192,7 +216,10 @@ def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
     """A column of cells from the top down, `count` steps high: an edge, and shade below it."""
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
-    return tuple(shade if count - below > each else levels[max(0, min(each, count - below))] for below in belows)
+    return tuple(
+        shade if count - below > each else levels[max(0, min(each, count - below))]
+        for below in belows
+    )
 
 
 def nice_ceiling(number: float) -> float:
@@ -200,7 +227,9 @@ def nice_ceiling(number: float) -> float:
     if number <= 0 or not math.isfinite(number):
         return 1.0
     power = 10.0 ** math.floor(math.log10(number))
-    return next(step * power for step in (1.0, 2.0, 2.5, 5.0, 10.0) if number <= step * power * (1 + 1e-9))
+    return next(
+        step * power for step in (1.0, 2.0, 2.5, 5.0, 10.0) if number <= step * power * (1 + 1e-9)
+    )
 
 
 def axis_ticks(highest: float, most: int) -> list[float]:
@@ -210,7 +239,9 @@ def axis_ticks(highest: float, most: int) -> list[float]:
 
 
 class Graph(NamedTuple):
-    """A graph: caption, newest figure, values oldest first, the top of its axis as number and text, tone."""
+    """A graph: caption, newest figure, values oldest first, the top of its axis as number and text,
+    tone.
+    """
 
     caption: str
     newest: str
@@ -234,7 +265,10 @@ def draw_graphs(graphs: Sequence[Graph], width: int, height: int, columns: int) 
         own = height * (row + 1) // rows - height * row // rows
         drawn = [_draw(one, each, own) for one in graphs[row * columns : (row + 1) * columns]]
         beside = zip(*drawn, strict=True)
-        lines += [Line(tuple(span for part in parts for span in (Span("  "), *part))[1:]) for parts in beside]
+        lines += [
+            Line(tuple(span for part in parts for span in (Span("  "), *part))[1:])
+            for parts in beside
+        ]
     return tuple(lines)
 
 

@@ -1,4 +1,6 @@
-"""The device table: a row per device, those of a cluster below their hosts, and why a figure is missing."""
+"""The device table: a row per device, those of a cluster below their hosts, and why a figure is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class DeviceRow(msgspec.Struct, frozen=True):
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
     busy: tuple[float | None, ...] = ()  # utilisation, percent, oldest first
-    work: tuple[float, float] | None = None  # own work and waiting of its training's step, in seconds
+    work: tuple[float, float] | None = (
+        None  # own work and waiting of its training's step, in seconds
+    )
     below: bool = False  # its host, which has a row of its own
 
 
@@ -82,7 +86,9 @@ def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[Pane
 
 
 def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """A host's line: folded or not, its name, and what its devices do together; or why it is lost."""
+    """A host's line: folded or not, its name, and what its devices do together; or why it is
+    lost.
+    """
     count = len(row.rows)
     head = (
         Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),
@@ -132,7 +138,9 @@ def _name(row: DeviceRow, width: int) -> tuple[Span, ...]:
     return (Span(cut(name + ("@" if limit else ""), width), "text"),)
 
 
-LINKS = tuple(f"{link}_{way}_bytes_per_second" for link in ("link", "pcie") for way in ("receive", "send"))
+LINKS = tuple(
+    f"{link}_{way}_bytes_per_second" for link in ("link", "pcie") for way in ("receive", "send")
+)
 
 
 def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
@@ -142,7 +150,9 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
     """True for a row with a device that reports any of these."""
     return lambda row: any(
-        getattr(each.sample, field).state is not State.UNSUPPORTED for each in _devices(row) for field in fields
+        getattr(each.sample, field).state is not State.UNSUPPORTED
+        for each in _devices(row)
+        for field in fields
     )
 
 
@@ -169,7 +179,9 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """A reading with its limit, unit and bar as far as they fit; `figures` are the cells without a bar."""
+    """A reading with its limit, unit and bar as far as they fit; `figures` are the cells without a
+    bar.
+    """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
         reading: Reading = getattr(row.sample, field)
@@ -179,23 +191,40 @@ def _reading(
         most = getattr(row.sample, limit).value if limit else None
         of = f"/{draw(most)}" if most else ""
         of = of if cells(text + of) <= width else ""
-        shade = (tone if isinstance(tone, str) else tone(row.sample)(reading.value)) if current else "dim"
+        shade = (
+            (tone if isinstance(tone, str) else tone(row.sample)(reading.value))
+            if current
+            else "dim"
+        )
         spans: tuple[Span, ...] = (Span(text, shade), Span(of, "dim"))
         needed = max(figures, cells(text + of) + len(unit))
         if width < needed:
             return spans
         spans = (*pad(spans, needed - len(unit), "right"), Span(unit, "dim"))
         left, whole_bar = width - needed - 1, most or full
-        return (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans) if left > 3 and whole_bar else spans
+        return (
+            (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans)
+            if left > 3 and whole_bar
+            else spans
+        )
 
     return Column(key, titles, widths, cell, most=most, there=_reports(field))
 
 
-_REASON_LETTERS = {"power": "P", "thermal": "T", "brake": "B", "sync": "S", "hardware": "H", "software": "S"}
+_REASON_LETTERS = {
+    "power": "P",
+    "thermal": "T",
+    "brake": "B",
+    "sync": "S",
+    "hardware": "H",
+    "software": "S",
+}
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """The reasons for throttling as letters, as many as fit: P power, T thermal, B brake, S sync, H hardware."""
+    """The reasons for throttling as letters, as many as fit: P power, T thermal, B brake, S sync, H
+    hardware.
+    """
     letters = []
     for reason in reasons:
         word = next((word for word in _REASON_LETTERS if word in reason.lower()), "")
@@ -283,7 +312,16 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         "memory_total_bytes",
         most=30,
     ),
-    _reading("temperature", ("temp", "°C"), (3, 5), "temperature_celsius", "°C", 4, whole, temperature_tone),
+    _reading(
+        "temperature",
+        ("temp", "°C"),
+        (3, 5),
+        "temperature_celsius",
+        "°C",
+        4,
+        whole,
+        temperature_tone,
+    ),
     _reading(
         "power",
         ("power of limit", "power/W", "power"),
@@ -298,7 +336,12 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     ),
     _reading("clock", ("clock", "MHz"), (4, 8), "clock_mhz", " MHz", 8),
     Column(
-        "throttled", ("throttled, why", "thr%"), (4, 4, 14, 20), _throttled, "left", there=_reports("throttled_percent")
+        "throttled",
+        ("throttled, why", "thr%"),
+        (4, 4, 14, 20),
+        _throttled,
+        "left",
+        there=_reports("throttled_percent"),
     ),
     Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_reports(*LINKS)),
     Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work, there=_has_work),

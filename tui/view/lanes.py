@@ -1,4 +1,6 @@
-"""The Balance screen's device rows: what runs on each, its readings, its best alone, the largest batch that fits."""
+"""The Balance screen's device rows: what runs on each, its readings, its best alone, the largest
+batch that fits.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 class Lane:
     """A device's row: its state, its name, and its newest sample where there is one."""
 
-    def __init__(self, state: SessionState, device: int, sample: DeviceSample | None = None) -> None:
+    def __init__(
+        self, state: SessionState, device: int, sample: DeviceSample | None = None
+    ) -> None:
         self.state = state
         self.device = device
         self.sample = sample
-        self.running = next((each for each in state.running if each.probe.layout.shares[device]), None)
+        self.running = next(
+            (each for each in state.running if each.probe.layout.shares[device]), None
+        )
 
 
 def _name(lane: Lane, width: int) -> tuple[Span, ...]:
@@ -53,19 +59,31 @@ def _doing(lane: Lane, width: int) -> tuple[Span, ...]:
         done = lane.state.ended or lane.state.finished is not None
         return (Span(f"{Mark.DONE} done" if done else f"{Mark.WAITING} waits", "dim"),)
     since = f" {duration(running.phase_seconds)}" if running.phase_seconds >= LONG_SECONDS else ""
-    forms = (f"{running.probe.stage}: {running.phase}{since}", f"{running.phase}{since}", running.phase)
+    forms = (
+        f"{running.probe.stage}: {running.phase}{since}",
+        f"{running.phase}{since}",
+        running.phase,
+    )
     words = next((form for form in forms if len(form) + 2 <= width), running.probe.stage)
     return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
 def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[Lane]:
-    """The column that the Monitor screen has for the same metric; a replay has no samples and none of these."""
+    """The column that the Monitor screen has for the same metric; a replay has no samples and none
+    of these.
+    """
 
     def draw(lane: Lane, width: int) -> tuple[Span, ...]:
-        return (Span(Mark.NONE, "dim"),) if lane.sample is None else column.draw(DeviceRow(lane.sample), width)
+        return (
+            (Span(Mark.NONE, "dim"),)
+            if lane.sample is None
+            else column.draw(DeviceRow(lane.sample), width)
+        )
 
     column = next(column for column in DEVICE_COLUMNS if column.key == key)
-    return Column(key, column.titles, widths, draw, needs=needs, there=lambda lane: lane.sample is not None)
+    return Column(
+        key, column.titles, widths, draw, needs=needs, there=lambda lane: lane.sample is not None
+    )
 
 
 def _batch(lane: Lane, width: int) -> tuple[Span, ...]:
@@ -73,7 +91,11 @@ def _batch(lane: Lane, width: int) -> tuple[Span, ...]:
         return (Span(""),)
     layout, device = lane.running.probe.layout, lane.device
     share = str(layout.shares[device])
-    passes = f"{layout.passes(device)}×{layout.pass_rows[device]}" if layout.passes(device) > 1 else share
+    passes = (
+        f"{layout.passes(device)}×{layout.pass_rows[device]}"
+        if layout.passes(device) > 1
+        else share
+    )
     return (Span(passes if cells(passes) <= width else share),)
 
 
@@ -104,20 +126,30 @@ def _alone(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
-    """The largest batch that fits (~ if predicted) and the smallest that ran out of memory; neither is ever cut.
+    """The largest batch that fits (~ if predicted) and the smallest that ran out of memory; neither
+    is ever cut.
 
     Of a chosen share that is larger, also in how many passes it fits.
     """
     wall = memory_wall(lane.state, lane.device)
     belief = lane.state.belief
-    sketch = next((each for each in belief.curves if each.device == lane.device), None) if belief else None
+    sketch = (
+        next((each for each in belief.curves if each.device == lane.device), None)
+        if belief
+        else None
+    )
     largest, ran = "", largest_run(lane.state, lane.device)
     if sketch is not None and sketch.largest_batch is not None and ran:
         largest = f"{'~' if sketch.largest_batch > ran else ''}{sketch.largest_batch}"
-    forms: list[tuple[Span, ...]] = [(Span(f"{largest} fits") if largest else Span(Mark.NONE, "dim"),)]
+    forms: list[tuple[Span, ...]] = [
+        (Span(f"{largest} fits") if largest else Span(Mark.NONE, "dim"),)
+    ]
     if wall is not None:
         walled = Span(f"{Mark.WALL}{wall}", "bad")
-        forms = [(Span(f"{largest} fits, " if largest else ""), Span(f"{wall} not", "bad")), (Span(largest), walled)]
+        forms = [
+            (Span(f"{largest} fits, " if largest else ""), Span(f"{wall} not", "bad")),
+            (Span(largest), walled),
+        ]
         forms.append((walled,))
     chosen = chosen_layout(lane.state)
     if chosen is not None and chosen.passes(lane.device) > 1:
@@ -144,4 +176,6 @@ LANES: Grid[Lane] = Grid(
 
 def lane_rows(state: SessionState, samples: Sequence[DeviceSample | None] = ()) -> list[Lane]:
     """A row for each device; `samples` are the newest of each, none in a replay."""
-    return [Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))]
+    return [
+        Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))
+    ]

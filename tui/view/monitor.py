@@ -1,4 +1,6 @@
-"""The Monitor screen but for its devices: lines above, graphs of one device, processes, all facts about either."""
+"""The Monitor screen but for its devices: lines above, graphs of one device, processes, all facts
+about either.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from .table import TAG, Column, Grid, text_cell
 
 
 def arrange(width: int, height: int, frame: int, devices: int) -> dict[str, int]:
-    """The rows of each panel, frames included: first every device, then some processes, then graphs, then more."""
+    """The rows of each panel, frames included: first every device, then some processes, then
+    graphs, then more.
+    """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
     left = max(0, height - listed)
@@ -63,7 +67,9 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """The origin of a snapshot, its host, driver and time, in texts that get shorter and shorter."""
+    """The origin of a snapshot, its host, driver and time, in texts that get shorter and
+    shorter.
+    """
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
@@ -97,11 +103,17 @@ def note_line(notes: Sequence[str], width: int) -> Line:
         return Line()
     more = f" (+{len(notes) - 1}: see help)" if len(notes) > 1 else ""
     room = max(0, width - 3 - len(more))
-    return line(Span(f" {Mark.ALARM} ", "warn"), Span(cut(plain(notes[0], 400), room)), Span(more, "dim"))
+    return line(
+        Span(f" {Mark.ALARM} ", "warn"), Span(cut(plain(notes[0], 400), room)), Span(more, "dim")
+    )
 
 
-def graph_lines(sample: DeviceSample, history: History, width: int, height: int) -> tuple[Line, ...]:
-    """Graphs of one device, side by side, as many as fit; metrics without any value are left out, others wider."""
+def graph_lines(
+    sample: DeviceSample, history: History, width: int, height: int
+) -> tuple[Line, ...]:
+    """Graphs of one device, side by side, as many as fit; metrics without any value are left out,
+    others wider.
+    """
     most = 2 if width < 90 else 3 if width < 150 else 4
     graphs = _graphs(sample, history, width // most)[:most]
     if len(graphs) < most:
@@ -120,10 +132,16 @@ def _graphs(sample: DeviceSample, history: History, ticks: int) -> Sequence[Grap
         label: Callable[[float], str],
         tone: Tone,
     ) -> Graph:
-        """A metric's newest value and its history, up to `top` or else to a round number above its maximum."""
+        """A metric's newest value and its history, up to `top` or else to a round number above its
+        maximum.
+        """
         past = history(sample.device.key, name, ticks)
-        highest = top or nice_ceiling(max((number for number in past if number is not None), default=1.0))
-        return Graph(caption, reading_words(getattr(sample, name), draw), past, highest, label(highest), tone)
+        highest = top or nice_ceiling(
+            max((number for number in past if number is not None), default=1.0)
+        )
+        return Graph(
+            caption, reading_words(getattr(sample, name), draw), past, highest, label(highest), tone
+        )
 
     limit, total = sample.power_limit_watts.value, sample.memory_total_bytes.value
     hottest = sample.temperature_limit_celsius.value or 100.0
@@ -155,11 +173,16 @@ def reading_words(reading: Reading, draw: Callable[[float], str]) -> str:
 
 
 def _reading(
-    label: str, reading: Reading, draw: Callable[[float], str], tone: Callable[[float], Tone] | Tone = "text"
+    label: str,
+    reading: Reading,
+    draw: Callable[[float], str],
+    tone: Callable[[float], Tone] | Tone = "text",
 ) -> Line:
     number = reading.current
     if number is None:
-        return _fact(label, reading_words(reading, draw), "bad" if reading.state is State.LOST else "dim")
+        return _fact(
+            label, reading_words(reading, draw), "bad" if reading.state is State.LOST else "dim"
+        )
     return _fact(label, draw(number), tone(number) if callable(tone) else tone)
 
 
@@ -173,7 +196,11 @@ def _per_second(number: float) -> str:
 
 
 def _energy(joules: float) -> str:
-    return f"{joules / 3.6e6:.3f} kWh since the start" if joules >= 3.6e5 else f"{joules:.0f} J since the start"
+    return (
+        f"{joules / 3.6e6:.3f} kWh since the start"
+        if joules >= 3.6e5
+        else f"{joules:.0f} J since the start"
+    )
 
 
 def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
@@ -187,13 +214,23 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("SM occupancy", sample.occupancy_percent, percents),
         _reading("tensor cores", sample.tensor_percent, percents),
         _reading("DRAM bandwidth", sample.dram_percent, percents),
-        _reading("memory", sample.memory_used_bytes, _limited(size, sample.memory_total_bytes), memory_tone(sample)),
+        _reading(
+            "memory",
+            sample.memory_used_bytes,
+            _limited(size, sample.memory_total_bytes),
+            memory_tone(sample),
+        ),
         _reading("temperature", sample.temperature_celsius, celsius, temperature_tone(sample)),
         _reading("slows down at", sample.temperature_limit_celsius, celsius),
         _reading("power", sample.power_watts, _limited(watts, sample.power_limit_watts), "power"),
         _reading("energy", sample.energy_joules, _energy),
         _reading("clock", sample.clock_mhz, _limited(_megahertz, sample.clock_max_mhz)),
-        _reading("throttled", sample.throttled_percent, lambda number: f"{number:.1f} % of the time", throttle_tone),
+        _reading(
+            "throttled",
+            sample.throttled_percent,
+            lambda number: f"{number:.1f} % of the time",
+            throttle_tone,
+        ),
         _fact("why", plain(", ".join(sample.throttle_reasons)) or "no reason given", "text"),
         _reading("PCIe received", sample.pcie_receive_bytes_per_second, _per_second),
         _reading("PCIe sent", sample.pcie_send_bytes_per_second, _per_second),
@@ -231,8 +268,14 @@ def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line,
 
 def _token_facts(row: ProcessSample) -> tuple[Line, ...]:
     return (
-        _reading("tokens", row.tokens_per_second, lambda number: f"{rate(number)} tokens/s", "speed"),
-        _reading("padding", row.padding_percent, lambda number: f"{percents(number)} of the computed tokens"),
+        _reading(
+            "tokens", row.tokens_per_second, lambda number: f"{rate(number)} tokens/s", "speed"
+        ),
+        _reading(
+            "padding",
+            row.padding_percent,
+            lambda number: f"{percents(number)} of the computed tokens",
+        ),
     )
 
 
@@ -257,7 +300,11 @@ def _figure(
     tone: Tone = "text",
 ) -> Column[ProcessRow]:
     def cell(row: ProcessRow, width: int) -> tuple[Span, ...]:
-        return (figure(reading(row.sample), width, rate if draw is short and width >= 9 else draw, tone),)
+        return (
+            figure(
+                reading(row.sample), width, rate if draw is short and width >= 9 else draw, tone
+            ),
+        )
 
     return Column(key, titles, widths, cell, value=lambda row: _sorted_by(reading(row.sample)))
 
@@ -267,9 +314,16 @@ def _sorted_by(reading: Reading) -> float:
     return -1.0 if reading.value is None else reading.value
 
 
-def _text(key: str, widths: tuple[int, ...], text: Callable[[ProcessSample], str]) -> Column[ProcessRow]:
+def _text(
+    key: str, widths: tuple[int, ...], text: Callable[[ProcessSample], str]
+) -> Column[ProcessRow]:
     return Column(
-        key, (key,), widths, text_cell(lambda row: text(row.sample)), "left", lambda row: text(row.sample).lower()
+        key,
+        (key,),
+        widths,
+        text_cell(lambda row: text(row.sample)),
+        "left",
+        lambda row: text(row.sample).lower(),
     )
 
 
@@ -283,14 +337,27 @@ def _command(row: ProcessRow, width: int) -> tuple[Span, ...]:
 PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
     TAG,
     Column(
-        "pid", ("pid",), (7,), text_cell(lambda row: str(row.sample.pid), "strong"), value=lambda row: row.sample.pid
+        "pid",
+        ("pid",),
+        (7,),
+        text_cell(lambda row: str(row.sample.pid), "strong"),
+        value=lambda row: row.sample.pid,
     ),
     _text("user", (8, 12), lambda sample: sample.user),
     _text("device", (6,), lambda sample: sample.device_label),
-    _figure("memory", ("memory", "mem"), (7,), lambda sample: sample.memory_bytes, short_bytes, "memory"),
+    _figure(
+        "memory", ("memory", "mem"), (7,), lambda sample: sample.memory_bytes, short_bytes, "memory"
+    ),
     _figure("sm", ("SM %", "SM"), (5,), lambda sample: sample.sm_percent, tone="accent"),
     _figure("cpu", ("CPU %", "CPU"), (6,), lambda sample: sample.cpu_percent),
-    _figure("speed", ("samples/s", "smp/s"), (6, 9), lambda sample: sample.samples_per_second, short, "speed"),
+    _figure(
+        "speed",
+        ("samples/s", "smp/s"),
+        (6, 9),
+        lambda sample: sample.samples_per_second,
+        short,
+        "speed",
+    ),
     Column(
         "time",
         ("run time", "time"),
@@ -328,13 +395,20 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 def _as_old(sample: ProcessSample) -> ProcessSample:
     """The row of a process that has gone, with its last figures as old ones."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
-    figures = {field: reading for field in fields if (reading := getattr(sample, field)).value is not None}
-    old = {field: msgspec.structs.replace(reading, state=State.STALE) for field, reading in figures.items()}
+    figures = {
+        field: reading for field in fields if (reading := getattr(sample, field)).value is not None
+    }
+    old = {
+        field: msgspec.structs.replace(reading, state=State.STALE)
+        for field, reading in figures.items()
+    }
     return msgspec.structs.replace(sample, **old)
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> str:
-    """The reason why no process is shown: on CPU slices only trainings that report themselves can be seen."""
+    """The reason why no process is shown: on CPU slices only trainings that report themselves can
+    be seen.
+    """
     if devices and all(sample.device.on_cpu for sample in devices):
         return NO_TRAINING
     return "No process is on these devices."

@@ -1,4 +1,6 @@
-"""A training's ranks as rows, and what holds them up: silence, input, what lies between steps, waiting, neighbours."""
+"""A training's ranks as rows, and what holds them up: silence, input, what lies between steps,
+waiting, neighbours.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ LEAST_PART = 0.05  # of a step, from which it is named
 LEAST_EXCHANGE = 0.1  # of a step
 MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
 NOISE_ERRORS = 3.0  # from which ranks differ
-LEAST_PERCENT = 5.0  # of the time throttled, or of a device's multiprocessors that a neighbour takes
+LEAST_PERCENT = (
+    5.0  # of the time throttled, or of a device's multiprocessors that a neighbour takes
+)
 MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
 ORDER: tuple[Doing, ...] = get_args(Doing)
-Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds
+Work = Mapping[
+    tuple[str, str], tuple[float, float]
+]  # of a device, by host and id: own work and waiting in seconds
 Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
 
 
@@ -43,7 +49,9 @@ class RankRow(msgspec.Struct, frozen=True):
     doing: Doing  # in which it is silent; empty if unknown, as for a process that is stopped
     batch: int  # the one in which it is silent
     input_s: float  # of a step, waiting for data
-    between_s: float  # of a step, between the backward pass and the next batch, without the optimizer
+    between_s: (
+        float  # of a step, between the backward pass and the next batch, without the optimizer
+    )
     least_waiting_s: float  # the lowest tenth of waiting
     own_spread: float  # interquartile range of own work over its median
 
@@ -52,7 +60,9 @@ Kind = Literal["silent", "input", "between steps", "waiting", "exchange", "throt
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """A cause that holds a training up: its kind, its sentence, and what that says as a code with values."""
+    """A cause that holds a training up: its kind, its sentence, and what that says as a code with
+    values.
+    """
 
     kind: Kind
     text: str
@@ -60,7 +70,9 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankPlace(NamedTuple):
-    """A rank, what it says of its device, and the device's newest sample where the monitor sees it."""
+    """A rank, what it says of its device, and the device's newest sample where the monitor sees
+    it.
+    """
 
     row: RankRow
     live: LiveDevice
@@ -72,7 +84,11 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
     silent_s = silent_seconds(report, at_seconds)
     for live in report.devices or (LiveDevice("", -1, 0, report.samples_per_second),):
         sample = samples.get((live.host, live.id)) or samples.get(("", live.id))
-        part = live.samples_per_second / report.samples_per_second if report.samples_per_second else 0.0
+        part = (
+            live.samples_per_second / report.samples_per_second
+            if report.samples_per_second
+            else 0.0
+        )
         row = RankRow(
             rank=report.rank,
             pid=report.pid,
@@ -95,13 +111,17 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Seconds for which the next report of a rank that went silent has been due; 0 while it reports."""
+    """Seconds for which the next report of a rank that went silent has been due; 0 while it
+    reports.
+    """
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Own work and waiting of a step on each device, by host and id, where a training that reports tells them."""
+    """Own work and waiting of a step on each device, by host and id, where a training that reports
+    tells them.
+    """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
         ("" if local else live.host, live.id): (live.own_work_s, live.waiting_s)
@@ -121,7 +141,9 @@ def _name(live: LiveDevice) -> str:
 def find_causes(
     ranks: Sequence[RankPlace], step_s: float, processes: Sequence[ProcessSample], missing: int = 0
 ) -> tuple[Cause, ...]:
-    """Causes that hold a training up, most certain first; `step_s` is 0 if unknown, `missing` ranks aren't seen."""
+    """Causes that hold a training up, most certain first; `step_s` is 0 if unknown, `missing` ranks
+    aren't seen.
+    """
     rows = [place.row for place in ranks]
     reporting = [row for row in rows if not row.silent_s]
     step_s = step_s or max(row.own_work_s + row.waiting_s for row in rows)
@@ -153,17 +175,31 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     silent = [row for row in rows if row.silent_s]
     held = [row for row in silent if row.doing]
     least = min(map(_progress, held), default=None)
-    holding = [row for row in silent if not row.doing] or [row for row in held if _progress(row) == least]
+    holding = [row for row in silent if not row.doing] or [
+        row for row in held if _progress(row) == least
+    ]
     unknown = missing or len(rows) > len(silent)  # what some are at
-    if len(rows) == len(holding) > 1 and {row.doing for row in rows} in ({each} for each in ORDER[1:]):
+    if len(rows) == len(holding) > 1 and {row.doing for row in rows} in (
+        {each} for each in ORDER[1:]
+    ):
         last = max(held, key=lambda row: row.silent_s)
         yield _cause(_kind(last), "all", missing=missing, doing=last.doing, seconds=last.silent_s)
         return
     for row in holding:
         waits = len(held) > sum(map(held.__contains__, holding))
-        name, others = _name_rank(row, rows), "unknown" if unknown and row.doing == "sum" else "wait" if waits else ""
+        name, others = (
+            _name_rank(row, rows),
+            "unknown" if unknown and row.doing == "sum" else "wait" if waits else "",
+        )
         if row.doing or not waits:
-            yield _cause(_kind(row), "silent", rank=name, doing=row.doing, seconds=row.silent_s, others=others)
+            yield _cause(
+                _kind(row),
+                "silent",
+                rank=name,
+                doing=row.doing,
+                seconds=row.silent_s,
+                others=others,
+            )
         else:
             yield _cause("silent", "gone", rank=name, seconds=row.silent_s)
 
@@ -174,20 +210,30 @@ def _kind(row: RankRow) -> Kind:
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """A rank's progress in its step; a batch may be asked for before what lies between steps, or after it."""
+    """A rank's progress in its step; a batch may be asked for before what lies between steps, or
+    after it.
+    """
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
 
 def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
     """The ranks that come to the sum about last: what the others do before it is hidden."""
     least_s = min((row.waiting_s for row in rows if row.own_work_s), default=0.0)
-    return [row for row in rows if not row.own_work_s or row.waiting_s <= least_s + LEAST_PART * step_s]
+    return [
+        row for row in rows if not row.own_work_s or row.waiting_s <= least_s + LEAST_PART * step_s
+    ]
 
 
 def _longest(
-    kind: Kind, code: str, rows: Sequence[RankRow], step_s: float, seconds: Callable[[RankRow], float]
+    kind: Kind,
+    code: str,
+    rows: Sequence[RankRow],
+    step_s: float,
+    seconds: Callable[[RankRow], float],
 ) -> Iterator[Cause]:
-    """A part of the step that is long: of all ranks, or of one, and whether the others wait for it."""
+    """A part of the step that is long: of all ranks, or of one, and whether the others wait for
+    it.
+    """
     row = max(_last(rows, step_s), key=seconds, default=None)
     if row is None or not step_s or seconds(row) < LEAST_PART * step_s:
         return
@@ -206,12 +252,16 @@ def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
         return
     slowest = max(_last(timed, step_s), key=lambda row: row.own_work_s)
     shares = [row.share or 1 for row in timed]
-    together = sum(shares) / sum(share / row.own_work_s for share, row in zip(shares, timed, strict=True))
+    together = sum(shares) / sum(
+        share / row.own_work_s for share, row in zip(shares, timed, strict=True)
+    )
     waited_s = max(row.waiting_s for row in timed) - slowest.waiting_s
     noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(row.own_spread * row.own_work_s for row in timed)
     if min(slowest.own_work_s - together, waited_s) >= max(LEAST_PART * step_s, noise_s):
         name = _name_rank(slowest, rows)
-        yield _cause("waiting", "share", rank=name, own_seconds=slowest.own_work_s, waited_seconds=waited_s)
+        yield _cause(
+            "waiting", "share", rank=name, own_seconds=slowest.own_work_s, waited_seconds=waited_s
+        )
     yield from _exchange(timed, step_s)
 
 
@@ -227,7 +277,9 @@ def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
         throttled = sample.throttled_percent.current if sample is not None else None
         if sample is not None and throttled is not None and throttled >= LEAST_PERCENT:
             reasons = plain(", ".join(sample.throttle_reasons), 60)
-            yield _cause("throttled", "throttled", device=row.device, percent=throttled, reasons=reasons)
+            yield _cause(
+                "throttled", "throttled", device=row.device, percent=throttled, reasons=reasons
+            )
 
 
 def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> Iterator[Cause]:

@@ -38,8 +38,13 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    names = (each.rpartition("/")[2] for each in (row.named_workload, row.workload))  # of a file, its name
-    text = next((name for name in names if cells(name) <= width), row.workload.rpartition("/")[2]) or row.trouble
+    names = (
+        each.rpartition("/")[2] for each in (row.named_workload, row.workload)
+    )  # of a file, its name
+    text = (
+        next((name for name in names if cells(name) <= width), row.workload.rpartition("/")[2])
+        or row.trouble
+    )
     return (Span(cut(plain(text), width), "text" if row.workload else "bad"),)
 
 
@@ -66,7 +71,14 @@ def run_words(summary: RunSummary) -> str:
 
 RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
     TAG,
-    Column("run", ("run",), (20,), text_cell(lambda row: row.run, "strong"), "left", lambda row: row.run),
+    Column(
+        "run",
+        ("run",),
+        (20,),
+        text_cell(lambda row: row.run, "strong"),
+        "left",
+        lambda row: row.run,
+    ),
     Column(
         "created",
         ("created, UTC",),
@@ -75,11 +87,27 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
         "left",
         needs=110,  # a run's id begins with its date
     ),
-    Column("devices", ("devices",), (8, 12), _devices, "left", lambda row: ", ".join(row.devices), 40),
-    Column("workload", ("workload",), (11, 16, 24), _workload, "left", lambda row: row.workload, 60),
+    Column(
+        "devices", ("devices",), (8, 12), _devices, "left", lambda row: ", ".join(row.devices), 40
+    ),
+    Column(
+        "workload", ("workload",), (11, 16, 24), _workload, "left", lambda row: row.workload, 60
+    ),
     Column("state", ("state",), (10, 11), _state, "left", lambda row: row.state),
-    Column("probes", ("probes", "n"), (3, 6), text_cell(lambda row: str(row.probes)), value=lambda row: row.probes),
-    Column("speed", ("samples/s", "smp/s"), (7, 9), _speed, value=lambda row: row.samples_per_second or 0),
+    Column(
+        "probes",
+        ("probes", "n"),
+        (3, 6),
+        text_cell(lambda row: str(row.probes)),
+        value=lambda row: row.probes,
+    ),
+    Column(
+        "speed",
+        ("samples/s", "smp/s"),
+        (7, 9),
+        _speed,
+        value=lambda row: row.samples_per_second or 0,
+    ),
     Column("ratios", ("ratios",), (9, 13), _ratios, "left", most=40),
 )
 
@@ -101,14 +129,17 @@ def _state_words(run: StoredRun) -> str:
     if run.state == "failed":
         return f"Failed {made}. {run.trouble}"
     return (
-        f"{'Running,' if run.state == 'running' else 'Stopped'} {made}{'' if run.plan else '; there is no plan yet'}."
+        f"{'Running,' if run.state == 'running' else 'Stopped'} "
+        f"{made}{'' if run.plan else '; there is no plan yet'}."
     )
 
 
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
     name = f" {plain(run.header.run)} "
-    title = line(Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1), "dim"))
+    title = line(
+        Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1), "dim")
+    )
     head: tuple[Line, ...] = (title,)
     if run.state != "finished":
         head = (*head, *text_lines(_state_words(run), width, 8, _STATE_TONES[run.state]))
@@ -117,7 +148,9 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     plan, state = run.end.plan, _end_state(run)
     search = plan.search
     facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
-    effort = f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
+    effort = (
+        f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
+    )
     before = (
         *head,
         *text_lines(f"{facts}; {effort}", width, 3, "dim"),

@@ -18,23 +18,29 @@ class Column(NamedTuple, Generic[RowT]):
 
     key: str
     titles: tuple[str, ...]  # the widest that fits is shown
-    widths: tuple[int, ...]  # cells, from the narrowest on; one that is there twice lets others grow first
+    widths: tuple[
+        int, ...
+    ]  # cells, from the narrowest on; one that is there twice lets others grow first
     draw: Cell[RowT]
     align: Literal["left", "right"] = "right"
-    value: Callable[[RowT], float | str] | None = None  # the sort key of a row; None: not sorted by this column
+    value: Callable[[RowT], float | str] | None = (
+        None  # the sort key of a row; None: not sorted by this column
+    )
     most: int = 0  # cells, of those that are left when all columns have their largest width
     needs: int = 0  # cells of the table, with fewer of which it isn't drawn
     there: Callable[[RowT], object] | None = None  # it is drawn if this is true for any row
 
 
-TAG: Column[Any] = Column("tagged", ("",), (1,), lambda *_: (), "left")  # the panel that marks rows draws the sign
+TAG: Column[Any] = Column(
+    "tagged", ("",), (1,), lambda *_: (), "left"
+)  # the panel that marks rows draws the sign
 
 
 class Grid(NamedTuple, Generic[RowT]):
     """The columns of a table.
 
-    `draw` replaces the usual row; it gets the row, the columns' widths, that of the table, and whether the cursor is
-    there.
+    `draw` replaces the usual row; it gets the row, the columns' widths, that of the table, and
+    whether the cursor is there.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -42,10 +48,12 @@ class Grid(NamedTuple, Generic[RowT]):
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
-        """Cells for each column that is drawn in `width`, with the cursor's sign in front and one blank between two.
+        """Cells for each column that is drawn in `width`, with the cursor's sign in front and one
+        blank between two.
 
-        Columns start at their least widths. Where it fits, each takes its second one, from left to right, then its
-        third, and so on; then the rest goes to those with a limit, from right to left.
+        Columns start at their least widths. Where it fits, each takes its second one, from left to
+        right, then its third, and so on; then the rest goes to those with a limit, from right to
+        left.
         """
         columns = [
             column
@@ -54,7 +62,11 @@ class Grid(NamedTuple, Generic[RowT]):
         ]
         widths = {column.key: column.widths[0] for column in columns}
         left = width - sum(widths.values()) - len(widths)
-        steps = [(place, column.key, each) for column in columns for place, each in enumerate(column.widths)]
+        steps = [
+            (place, column.key, each)
+            for column in columns
+            for place, each in enumerate(column.widths)
+        ]
         for _, key, wider in sorted(steps, key=lambda step: step[0]):
             if wider - widths[key] <= left:
                 left -= wider - widths[key]
@@ -82,15 +94,21 @@ def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
 
 
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
-    """The order by a column that was chosen: figures begin with the largest, and the same column again reverses it."""
+    """The order by a column that was chosen: figures begin with the largest, and the same column
+    again reverses it.
+    """
     figures = any(column.key == key and column.align == "right" for column in columns)
     return Order(key, not before.descending if key == before.key else figures)
 
 
-def sort_rows(columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Order) -> tuple[RowT, ...]:
+def sort_rows(
+    columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Order
+) -> tuple[RowT, ...]:
     """The rows sorted by the order's column; equal ones stay in theirs."""
     value = next((column.value for column in columns if column.key == order.key), None)
-    return tuple(rows) if value is None else tuple(sorted(rows, key=value, reverse=order.descending))
+    return (
+        tuple(rows) if value is None else tuple(sorted(rows, key=value, reverse=order.descending))
+    )
 
 
 def matches(text: str, words: str) -> bool:
@@ -107,7 +125,9 @@ def _drawn(columns: Sequence[Column[RowT]], widths: Mapping[str, int]) -> Iterat
     return (column for column in columns if column.key in widths)
 
 
-def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: Order, more: str) -> Line:
+def _heading(
+    columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: Order, more: str
+) -> Line:
     """The titles; `more` is at the right end, over the last ones."""
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -115,16 +135,23 @@ def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: 
         sign = Mark.DESCENDING if order.descending else Mark.ASCENDING
         mark = sign if column.key == order.key else ""
         room = max(0, width - len(mark))
-        title = next((text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, ""))
+        title = next(
+            (text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, "")
+        )
         action = f"sort('{column.key}')" if column.value is not None else ""
-        spans += (Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action), _BETWEEN)
+        spans += (
+            Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action),
+            _BETWEEN,
+        )
     titles = tuple(spans[:-1])
     width = span_cells(titles)
     shown = cut(more, width // 2)
     return Line((*pad(titles, width - cells(shown)), Span(shown, "key")))
 
 
-def table_row(columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False) -> Line:
+def table_row(
+    columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False
+) -> Line:
     """A row of a table; a sign in front marks the cursor, so that it is visible without colour."""
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):
@@ -135,7 +162,9 @@ def table_row(columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: R
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """The first of `count` rows to show so that the cursor is visible in `height` rows; moves as little as needed."""
+    """The first of `count` rows to show so that the cursor is visible in `height` rows; moves as
+    little as needed.
+    """
     if height <= 0 or count <= height:
         return 0
     top = min(max(top, cursor - height + 1), cursor)
@@ -143,7 +172,9 @@ def window(count: int, cursor: int, height: int, top: int) -> int:
 
 
 class Position(NamedTuple):
-    """The position of a list: the row under the cursor, the first row shown, and whether the cursor is drawn."""
+    """The position of a list: the row under the cursor, the first row shown, and whether the cursor
+    is drawn.
+    """
 
     cursor: int = 0
     top: int = 0
@@ -162,7 +193,8 @@ def table_lines(
     order: Order = UNSORTED,
     note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and the rows that fit below it in `height`, scrolled to the cursor, and the first row shown.
+    """The heading and the rows that fit below it in `height`, scrolled to the cursor, and the first
+    row shown.
 
     The heading ends with `note` and the number of rows above and below those shown.
     """
@@ -171,12 +203,22 @@ def table_lines(
     first = window(len(rows), position.cursor, room, position.top)
     shown = rows[first : first + room]
     below = len(rows) - first - len(shown)
-    hidden = [f"{mark}{count}" for mark, count in ((Mark.ASCENDING, first), (Mark.DESCENDING, below)) if count]
-    head = _heading(grid.columns, widths, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
+    hidden = [
+        f"{mark}{count}"
+        for mark, count in ((Mark.ASCENDING, first), (Mark.DESCENDING, below))
+        if count
+    ]
+    head = _heading(
+        grid.columns, widths, order, "".join(f" {sign}" for sign in (note, *hidden) if sign)
+    )
     lines = [head]
     for place, row in enumerate(shown, first):
         here = position.active and place == position.cursor
-        lines.append(grid.draw(row, widths, width, here) if grid.draw else table_row(grid.columns, widths, row, here))
+        lines.append(
+            grid.draw(row, widths, width, here)
+            if grid.draw
+            else table_row(grid.columns, widths, row, here)
+        )
     if grid.nothing and not rows:
         lines.append(Line((Span(f" {grid.nothing}", "dim"),)))
     return tuple(lines), first

@@ -1,10 +1,19 @@
-"""Trainings and their ranks as tables, and a training's figures and what holds it up as sentences."""
+"""Trainings and their ranks as tables, and a training's figures and what holds it up as
+sentences.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
+from evener.balancer.number_format import (
+    count_words,
+    duration,
+    percent,
+    rate,
+    step_time,
+    write_share,
+)
 from evener.balancer.result.words import AT
 from evener.devices.types import DeviceSample
 from evener.live.files import ShareChange
@@ -47,7 +56,12 @@ def _step_time(row: TrainingRow, width: int) -> tuple[Span, ...]:
 
 
 def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
-    return (Span(percent(row.input_s / row.step_s) if row.step_s else Mark.NONE, "text" if row.step_s else "dim"),)
+    return (
+        Span(
+            percent(row.input_s / row.step_s) if row.step_s else Mark.NONE,
+            "text" if row.step_s else "dim",
+        ),
+    )
 
 
 def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
@@ -74,7 +88,14 @@ def _speed(number: float) -> tuple[Span, ...]:
 TRAININGS: Grid[TrainingRow] = Grid(
     (
         Column("workload", ("workload",), (12, 16, 24, 32), text_cell(_name, "strong"), "left"),
-        Column("framework", ("framework",), (10,), text_cell(lambda row: row.framework, "dim"), "left", needs=110),
+        Column(
+            "framework",
+            ("framework",),
+            (10,),
+            text_cell(lambda row: row.framework, "dim"),
+            "left",
+            needs=110,
+        ),
         Column("ranks", ("ranks",), (6,), text_cell(_ranks)),
         Column("step", ("step",), (7, 9), text_cell(lambda row: count_words(row.step))),
         Column("speed", ("samples/s",), (9,), lambda row, _: _speed(row.samples_per_second)),
@@ -102,7 +123,10 @@ def _share(row: RankRow, width: int) -> tuple[Span, ...]:
 
 
 def _rank_figure(
-    number: Callable[[RankRow], float], words: Callable[[float], str], tone: Tone, there: Callable[[RankRow], float]
+    number: Callable[[RankRow], float],
+    words: Callable[[float], str],
+    tone: Tone,
+    there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
     """Draws a figure of ranks where `there` isn't 0; that of a silent one is old."""
 
@@ -110,7 +134,11 @@ def _rank_figure(
         if not there(row):
             return (Span(Mark.NONE, "dim"),)
         text = words(number(row))
-        return (Span(cut(f"{Mark.STALE}{text}", width, ""), "dim") if row.silent_s else Span(text, tone),)
+        return (
+            Span(cut(f"{Mark.STALE}{text}", width, ""), "dim")
+            if row.silent_s
+            else Span(text, tone),
+        )
 
     return draw
 
@@ -136,9 +164,16 @@ def _bar(longest_s: float) -> Cell[RankRow]:
 
 def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
     """The table of these ranks."""
-    longest_s = max((row.own_work_s + row.waiting_s for row in ranks if not row.silent_s), default=0.0)
+    longest_s = max(
+        (row.own_work_s + row.waiting_s for row in ranks if not row.silent_s), default=0.0
+    )
     columns: tuple[Column[RankRow], ...] = (
-        Column("rank", ("rank",), (4,), text_cell(lambda row: str(row.rank) if row.rank >= 0 else "", "strong")),
+        Column(
+            "rank",
+            ("rank",),
+            (4,),
+            text_cell(lambda row: str(row.rank) if row.rank >= 0 else "", "strong"),
+        ),
         Column("device", ("device",), (8, 12, 18), text_cell(lambda row: row.device), "left"),
         Column("share", ("share",), (5, 13, 17), _share, "left"),
         Column("speed", ("samples/s",), (9,), _rank_speed(lambda row: row.samples_per_second)),
@@ -151,17 +186,30 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
         ),
         Column("own", ("own work", "own"), (7, 8), _part(lambda row: row.own_work_s)),
         Column("waiting", ("waiting", "wait"), (7,), _part(lambda row: row.waiting_s)),
-        Column("bar", ("own work, then waiting", "work, wait"), (20, 24), _bar(longest_s), "left", most=1000),
+        Column(
+            "bar",
+            ("own work, then waiting", "work, wait"),
+            (20, 24),
+            _bar(longest_s),
+            "left",
+            most=1000,
+        ),
     )
     return Grid(columns)
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """A training's figures beside its plan's, what holds it up, what would mend it, and how its shares changed."""
+    """A training's figures beside its plan's, what holds it up, what would mend it, and how its
+    shares changed.
+    """
     late = 0 < row.of_plan < AS_PLANNED
     lines = [*text_lines(_figures(row), width, 3, "warn" if late else "text")]
     if late and not row.causes:
-        lines += text_lines("No cause was found: it isn't input, pauses, waiting, throttling or a neighbour.", width, 2)
+        lines += text_lines(
+            "No cause was found: it isn't input, pauses, waiting, throttling or a neighbour.",
+            width,
+            2,
+        )
     for cause in row.causes:
         lines += _marked(cause.text, "warn", Mark.ALARM, width)
     if row.advice is not None:
@@ -201,9 +249,13 @@ def _figures(row: TrainingRow) -> str:
         ranks = "1 rank isn't" if row.missing_ranks == 1 else f"{row.missing_ranks} ranks aren't"
         sentences.append(f"{ranks} seen here: on another host, or ended.")
     if row.step_s:
-        spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
+        spread = (
+            f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
+        )
         parts = {"of it for input": row.input_s, "between steps": row.between_s}
-        spent = "".join(f", {step_time(seconds)} {where}" for where, seconds in parts.items() if seconds)
+        spent = "".join(
+            f", {step_time(seconds)} {where}" for where, seconds in parts.items() if seconds
+        )
         sentences.append(f"A step takes {step_time(row.step_s)}{spread}{spent}.")
     if row.samples_per_joule:
         sentences.append(f"{row.samples_per_joule:.3g} samples per joule, at {row.watts:.0f} W.")
@@ -213,7 +265,9 @@ def _figures(row: TrainingRow) -> str:
 def _change_words(change: ShareChange, at_seconds: float) -> str:
     before, after = (" + ".join(map(str, shares)) for shares in (change.before, change.after))
     ago = duration(max(0.0, at_seconds - change.at))
-    return f"Step {count_words(change.step)}, {ago} ago: {plain(change.reason)}; {before} to {after}."
+    return (
+        f"Step {count_words(change.step)}, {ago} ago: {plain(change.reason)}; {before} to {after}."
+    )
 
 
 LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # of a graph
@@ -226,19 +280,32 @@ def training_graph_lines(
 ) -> tuple[Line, ...]:
     """The graphs of a training, as many as fit, or why there are none."""
     devices = {rank.device for rank in row.ranks}
-    keys = {sample.device.label: sample.device.key for sample in samples if sample.device.label in devices}
+    keys = {
+        sample.device.label: sample.device.key
+        for sample in samples
+        if sample.device.label in devices
+    }
     most = max(1, width // LEAST_WIDTH)
     if not keys:
-        why = "The monitor sees none of its devices." if any(devices) else "The training names no device."
+        why = (
+            "The monitor sees none of its devices."
+            if any(devices)
+            else "The training names no device."
+        )
         return text_lines(why, width, 1, "dim")[:height]
     graphs = _choose(row, keys, history, width, most * (height // LEAST_HEIGHT))
     if not graphs:
         return ()
-    columns = next((count for count in range(1, most) if -(-len(graphs) // count) * GOOD_HEIGHT <= height), most)
+    columns = next(
+        (count for count in range(1, most) if -(-len(graphs) // count) * GOOD_HEIGHT <= height),
+        most,
+    )
     return draw_graphs(graphs, width, height, min(columns, len(graphs)))
 
 
-def _choose(row: TrainingRow, keys: Mapping[str, str], history: History, ticks: int, most: int) -> list[Graph]:
+def _choose(
+    row: TrainingRow, keys: Mapping[str, str], history: History, ticks: int, most: int
+) -> list[Graph]:
     """The whole training, then each of its devices if there is room for all, then their power."""
     speeds = [history(key, "samples_per_second", ticks) for key in keys.values()]
     top = nice_ceiling(_highest(speeds))
@@ -247,7 +314,11 @@ def _choose(row: TrainingRow, keys: Mapping[str, str], history: History, ticks: 
         Graph(label, samples_rate(_newest(values)), values, top, short(top), "speed")
         for label, values in zip(keys, speeds, strict=True)
     ]
-    power = [_power(_add([history(key, "power_watts", ticks) for key in keys.values()]))] if row.watts else []
+    power = (
+        [_power(_add([history(key, "power_watts", ticks) for key in keys.values()]))]
+        if row.watts
+        else []
+    )
     noise = [_noise(row.noise, history(row.training, "noise_scale", ticks))] if row.noise else []
     every = [*whole, *(each if len(each) > 1 or not whole else ()), *power, *noise]
     return every if len(every) <= most else [*whole, *power, *noise][:most]
@@ -267,14 +338,25 @@ def _whole(row: TrainingRow, values: Values) -> Graph:
     """All devices together; the top is the plan's figure unless it was faster."""
     plan, highest = row.plan_samples_per_second, _highest([values])
     if plan >= highest > 0:
-        return Graph("all devices", samples_rate(row.samples_per_second), values, plan, f"plan {rate(plan)}", "accent")
+        return Graph(
+            "all devices",
+            samples_rate(row.samples_per_second),
+            values,
+            plan,
+            f"plan {rate(plan)}",
+            "accent",
+        )
     top = nice_ceiling(highest)
-    return Graph("all devices", samples_rate(row.samples_per_second), values, top, short(top), "accent")
+    return Graph(
+        "all devices", samples_rate(row.samples_per_second), values, top, short(top), "accent"
+    )
 
 
 def _add(histories: Sequence[Values]) -> Values:
     """Tick by tick, where every device has a value."""
-    return tuple(None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True))
+    return tuple(
+        None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
+    )
 
 
 def _newest(values: Values) -> float:
@@ -282,4 +364,6 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Sequence[Values]) -> float:
-    return max((value for values in histories for value in values if value is not None), default=0.0)
+    return max(
+        (value for values in histories for value in values if value is not None), default=0.0
+    )

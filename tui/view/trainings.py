@@ -1,4 +1,6 @@
-"""Trainings: the ranks of each, joined over processes, devices and hosts. `training_lines` draws them."""
+"""Trainings: the ranks of each, joined over processes, devices and hosts. `training_lines` draws
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class TrainingRow(msgspec.Struct, frozen=True):
     step_s: float
     step_spread: float  # interquartile range over the median
     input_s: float  # of a step, waiting for data
-    between_s: float  # of a step, between the backward pass and the next batch, without the optimizer
+    between_s: (
+        float  # of a step, between the backward pass and the next batch, without the optimizer
+    )
     causes: tuple[Cause, ...]  # of its waiting, most certain first
     advice: Advice | None  # shares that would be faster
     changes: tuple[ShareChange, ...]  # of the shares, oldest first
@@ -55,14 +59,18 @@ def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
     """Every training of the snapshot, with the ranks that report here."""
     groups: dict[tuple[str, int], list[Training]] = {}
     for report in snapshot.reports:
-        groups.setdefault((report.training, 0 if report.training else report.pid), []).append(report)
+        groups.setdefault((report.training, 0 if report.training else report.pid), []).append(
+            report
+        )
     samples = {(sample.device.host, sample.device.id): sample for sample in snapshot.devices}
     return tuple(_join(reports, samples, snapshot) for reports in groups.values())
 
 
 def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> TrainingRow:
     reports = sorted(reports, key=lambda each: (each.rank, each.pid))
-    places = [place for each in reports for place in place_ranks(each, samples, snapshot.at_seconds)]
+    places = [
+        place for each in reports for place in place_ranks(each, samples, snapshot.at_seconds)
+    ]
     ranks = tuple(place.row for place in places)
     reporting = [row for row in ranks if not row.silent_s]
     newest = max(reports, key=lambda each: each.updated_at)
@@ -107,7 +115,9 @@ def _watts(places: Sequence[RankPlace]) -> float:
 
 
 def _advice(places: Sequence[RankPlace], step_s: float) -> Advice | None:
-    """The shares that the ranks' own work calls for; None where it says too little, or they wouldn't gain clearly."""
+    """The shares that the ranks' own work calls for; None where it says too little, or they
+    wouldn't gain clearly.
+    """
     rows = [place.row for place in places]
     shares, own_work_s = [row.share for row in rows], [row.own_work_s for row in rows]
     if len(rows) < 2 or any(row.silent_s for row in rows) or not all(shares):
@@ -118,12 +128,20 @@ def _advice(places: Sequence[RankPlace], step_s: float) -> Advice | None:
     most = [place.live.most for place in places]
     found = advise(_curves(places, shares), shares, own_work_s, step_s, most, in_passes)
     error = 2 * MEDIAN_ERROR * max(row.own_spread for row in rows)
-    return msgspec.structs.replace(found, error=error) if found is not None and found.gain > error else None
+    return (
+        msgspec.structs.replace(found, error=error)
+        if found is not None and found.gain > error
+        else None
+    )
 
 
 def _curves(places: Sequence[RankPlace], shares: Sequence[int]) -> Sequence[Curve]:
-    """The plan's curves; times in proportion to rows where a rank has none, or its curve can't be true."""
-    curves = join_curves([place.live.curve if is_curve(place.live.curve) else () for place in places], shares)
+    """The plan's curves; times in proportion to rows where a rank has none, or its curve can't be
+    true.
+    """
+    curves = join_curves(
+        [place.live.curve if is_curve(place.live.curve) else () for place in places], shares
+    )
     steps = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
     return curves if all(map(_is_plausible, steps)) else proportional_curves(shares)
 

@@ -40,12 +40,18 @@ class LanePanel(ListPanel[Lane]):
         """The table of these rows."""
         return LANES
 
-    def take(self, state: SessionState | None = None, samples: Sequence[DeviceSample | None] | None = None) -> None:
+    def take(
+        self,
+        state: SessionState | None = None,
+        samples: Sequence[DeviceSample | None] | None = None,
+    ) -> None:
         """Show this state, and these readings of each device."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = lane_rows(state, self._samples)
-        self.entitle(plain(state.workload, 60) or "Devices", f"run {plain(state.run)}" if state.run else "")
+        self.entitle(
+            plain(state.workload, 60) or "Devices", f"run {plain(state.run)}" if state.run else ""
+        )
         self.redraw()
 
 
@@ -79,7 +85,11 @@ class BalanceView(UsesApp, Widget):
         with self.app.batch_update():
             self._place_panels()
             self.query_one(LanePanel).take(state)
-            for name, draw in (("shares", share_lines), ("rivals", rival_lines), ("search", search_lines)):
+            for name, draw in (
+                ("shares", share_lines),
+                ("rivals", rival_lines),
+                ("search", search_lines),
+            ):
                 panel = self.query_one(f"#{name}", Lines)
                 panel.show(draw(state, *panel.size))
             self.query_one(CurvePlot).take(curves(state))
@@ -108,7 +118,9 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#search").styles.height = max(0, height - lanes - middle)
 
     def _share_rows(self, width: int, narrow: bool) -> int:
-        """The bar, the global batch and the legend; in a wide terminal one more, for a split that is being measured."""
+        """The bar, the global batch and the legend; in a wide terminal one more, for a split that
+        is being measured.
+        """
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         room = width if narrow else width // 2 - 2
         legend = max(1, -(-len(self.state.devices) // max(1, room // each)))
@@ -124,13 +136,16 @@ FRAMED = 10  # rows, below which only the two axes are drawn
 
 
 class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has no types
-    """A plot with each device in its colour, its measured points marked by its number; predictions are dotted."""
+    """A plot with each device in its colour, its measured points marked by its number; predictions
+    are dotted.
+    """
 
     TITLE = "Samples/s against batch"
     can_focus = False
 
     def __init__(self) -> None:
-        super().__init__(id="curves", classes="panel")  # type: ignore[call-arg] # mypy takes it for UsesApp's
+        # mypy takes it for UsesApp's
+        super().__init__(id="curves", classes="panel")  # type: ignore[call-arg]
         self.border_title = self.TITLE
         self._curves: tuple[CurvePoints, ...] = ()
 
@@ -143,7 +158,10 @@ class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has n
     def render(self) -> Text:
         """The plot in the current size and colours."""
         if not self._curves or self.size.width < 20 or self.size.height < 5:
-            return Text(" Curves appear when the first probes have ended." if self.size.width >= 20 else "", "dim")
+            return Text(
+                " Curves appear when the first probes have ended." if self.size.width >= 20 else "",
+                "dim",
+            )
         self._draw()
         text = cast(Text, super().render())
         if not self.evener.ascii:
@@ -161,21 +179,38 @@ class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has n
         for curve in self._curves:
             colour = colours[curve.device % len(colours)]
             known = [point for point in curve.believed if point[0] <= curve.largest_tested]
-            predicted = [*known[-1:], *(point for point in curve.believed if point[0] > curve.largest_tested)]
+            predicted = [
+                *known[-1:],
+                *(point for point in curve.believed if point[0] > curve.largest_tested),
+            ]
             if len(known) > 1:
-                plt.plot(*zip(*known, strict=True), color=colour, marker="." if self.evener.ascii else "hd")
+                plt.plot(
+                    *zip(*known, strict=True),
+                    color=colour,
+                    marker="." if self.evener.ascii else "hd",
+                )
             if len(predicted) > 1:
-                plt.plot(*zip(*predicted, strict=True), color=colour, marker="~" if self.evener.ascii else "·")
+                plt.plot(
+                    *zip(*predicted, strict=True),
+                    color=colour,
+                    marker="~" if self.evener.ascii else "·",
+                )
             if curve.wall is not None:
                 plt.vline(curve.wall, color=colour)
         for curve in self._curves:
             if curve.measured:
                 mark = str(curve.device) if curve.device < 10 else "+"
-                plt.scatter(*zip(*curve.measured, strict=True), color=colours[curve.device % len(colours)], marker=mark)
+                plt.scatter(
+                    *zip(*curve.measured, strict=True),
+                    color=colours[curve.device % len(colours)],
+                    marker=mark,
+                )
         self._draw_axes()
 
     def _draw_axes(self) -> None:
-        everything = [point for curve in self._curves for point in (*curve.believed, *curve.measured)]
+        everything = [
+            point for curve in self._curves for point in (*curve.believed, *curve.measured)
+        ]
         walls = [(curve.wall, 0.0) for curve in self._curves if curve.wall is not None]
         top = max((speed for _, speed in everything), default=1.0) * 1.08
         last = max((batch for batch, _ in (*everything, *walls)), default=1) * 1.03

@@ -1,4 +1,6 @@
-"""A widget that draws lines, one per panel: Textual's table of cells and sparklines costs five times as much CPU."""
+"""A widget that draws lines, one per panel: Textual's table of cells and sparklines costs five
+times as much CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ from textual.widget import Widget
 from ..base_app import UsesApp
 from ..view.cells import BLANK, Line, join_spans, to_ascii
 
-# theme variables of tones that have none of their own; classes of CSS would be matched again and again for each widget
+# theme variables of tones that have none of their own; classes of CSS would be matched again and
+# again for each widget
 _VARIABLES = {
-    "text": "foreground", "good": "success", "warn": "warning", "bad": "error", "key": "primary", "tab": "ev-strong"
-}  # fmt: skip
+    "text": "foreground",
+    "good": "success",
+    "warn": "warning",
+    "bad": "error",
+    "key": "primary",
+    "tab": "ev-strong",
+}
 _BOLD = ("strong", "bad", "key", "tab")
 
 
@@ -43,7 +51,13 @@ class Lines(UsesApp, Widget):
     class Resized(Message):
         """The widget has another size; its lines must be rebuilt."""
 
-    def __init__(self, title: str = "", *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002 - Textual's name
+    def __init__(
+        self,
+        title: str = "",
+        *,
+        id: str | None = None,  # noqa: A002 - Textual's name
+        classes: str | None = None,
+    ) -> None:
         super().__init__(id=id, classes=classes)
         self.border_title = title
         self._lines: tuple[Line, ...] = ()
@@ -93,7 +107,9 @@ class Lines(UsesApp, Widget):
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The rows, frame included; where only lines have changed, Textual isn't asked: it looks up styles for each."""
+        """The rows, frame included; where only lines have changed, Textual isn't asked: it looks up
+        styles for each.
+        """
         drawn = self._drawn
         if drawn is None or drawn.crop != crop:
             rows = super().render_lines(crop)
@@ -103,15 +119,24 @@ class Lines(UsesApp, Widget):
             for y in self._changed:
                 place = drawn.lines.start + y
                 if place in drawn.lines:
-                    rows[place] = Strip([*drawn.left, *self._draw(y, width), *drawn.right], crop.width)
+                    rows[place] = Strip(
+                        [*drawn.left, *self._draw(y, width), *drawn.right], crop.width
+                    )
         self._changed.clear()
         return rows
 
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """The whole widget's strips to keep, unless a part of it is hidden, or filters change the colours."""
+        """The whole widget's strips to keep, unless a part of it is hidden, or filters change the
+        colours.
+        """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
-        if crop.size != self.outer_size or not lines or max(left, right) > 1 or self.get_line_filters():
+        if (
+            crop.size != self.outer_size
+            or not lines
+            or max(left, right) > 1
+            or self.get_line_filters()
+        ):
             return None
         segments = list(rows[top])
         return _Drawn(crop, rows, lines, segments[:left], segments[len(segments) - right :])
@@ -134,14 +159,18 @@ class Lines(UsesApp, Widget):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """All but the one that replaces the terminal's own colours: no tone has one of them."""
-        return [each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)]
+        return [
+            each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)
+        ]
 
     def _tone(self, tone: str, on_cursor: bool) -> Style:
         known = self._styles_by_tone.get((tone, on_cursor))
         if known is None:
             variables = self.app.theme_variables
             colour = Color.parse(variables[_VARIABLES.get(tone, f"ev-{tone}")]).rich_color
-            known = self.rich_style + Style(color=colour, bold=tone in _BOLD or None, underline=tone == "tab" or None)
+            known = self.rich_style + Style(
+                color=colour, bold=tone in _BOLD or None, underline=tone == "tab" or None
+            )
             if on_cursor:
                 known += Style(bgcolor=Color.parse(variables["ev-cursor"]).rich_color)
             self._styles_by_tone[tone, on_cursor] = known
@@ -172,4 +201,6 @@ class Lines(UsesApp, Widget):
             self.click_row(offset.y, event.chain)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """A row was clicked, outside any span with its own action; `row` counts from the first line."""
+        """A row was clicked, outside any span with its own action; `row` counts from the first
+        line.
+        """

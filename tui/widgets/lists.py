@@ -1,4 +1,6 @@
-"""Panels of rows with a cursor, which keys, wheel and clicks move; sorted, or with ticks; and a choice of words."""
+"""Panels of rows with a cursor, which keys, wheel and clicks move; sorted, or with ticks; and a
+choice of words.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from .lines import Lines
 
 
 class ListPanel(Lines, Generic[RowT]):
-    """Rows below a heading line; the cursor is a position among all rows, `top` the first one shown."""
+    """Rows below a heading line; the cursor is a position among all rows, `top` the first one
+    shown.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Up", show=False),
@@ -92,7 +96,9 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """The identity of a row, on which the cursor stays as others come and go; None: it stays in its place."""
+        """The identity of a row, on which the cursor stays as others come and go; None: it stays in
+        its place.
+        """
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
@@ -142,7 +148,9 @@ class ListPanel(Lines, Generic[RowT]):
 
 
 class SortedPanel(ListPanel[RowT]):
-    """A list that is sorted and filtered, in which rows are marked; the cursor stays on its row as they move."""
+    """A list that is sorted and filtered, in which rows are marked; the cursor stays on its row as
+    they move.
+    """
 
     COLUMNS: ClassVar[Sequence[Column[Any]]]
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -181,7 +189,9 @@ class SortedPanel(ListPanel[RowT]):
         self.entitle(subtitle=str(total))
         grid = self.grid()
         grid = grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:]))
-        self._draw_table(grid, self.order, f"{self.count} of {total}: {self.words}" if self.words else "")
+        self._draw_table(
+            grid, self.order, f"{self.count} of {total}: {self.words}" if self.words else ""
+        )
 
     def _tag_cell(self, row: RowT, _width: int) -> tuple[Span, ...]:
         return (Span(Mark.TAGGED if self.identity(row) in self.tagged else "", "speed"),)
@@ -207,7 +217,9 @@ class SortedPanel(ListPanel[RowT]):
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by a column, as a click on its title does; the same column again reverses the order."""
+        """Sort by a column, as a click on its title does; the same column again reverses the
+        order.
+        """
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
@@ -221,9 +233,13 @@ class Ticks(ListPanel[tuple[str, str]]):
     """A list in which several entries, or exactly one, are ticked."""
 
     HEADING_ROWS = 0
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "tick", "Tick"), Binding("enter", "tick", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "tick", "Tick"),
+        Binding("enter", "tick", show=False),
+    ]
 
-    def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002 - Textual's name
+    # Textual's name
+    def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002
         super().__init__(title, id=id)
         self._single = single
         self.ticked: frozenset[int] = frozenset()
@@ -302,7 +318,16 @@ class OneOf(Lines):
 
     def redraw(self) -> None:
         """Show the word between arrows."""
-        self.show([line(Span("< ", "key"), Span(self.value, "strong"), Span(" >", "key"), cursor=self.has_focus)])
+        self.show(
+            [
+                line(
+                    Span("< ", "key"),
+                    Span(self.value, "strong"),
+                    Span(" >", "key"),
+                    cursor=self.has_focus,
+                )
+            ]
+        )
 
     def action_change(self, steps: int) -> None:
         """Move the choice by `steps` words."""

@@ -1,4 +1,5 @@
-"""The Keras models that ship with evener: classifiers, and ratings from reviews by two towers, on one device or two.
+"""The Keras models that ship with evener: classifiers, and ratings from reviews by two towers, on
+one device or two.
 
 All data are made in code. Sources are in the registry.
 """
@@ -29,11 +30,17 @@ TOWER = ("conv", "pool", "flat", "dense")  # of each, after the words
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
-    """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It never converges."""
-    blocks = [layers.MaxPooling2D() if each == "pool" else _convolution(each) for each in CONVOLUTIONS]
+    """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It
+    never converges.
+    """
+    blocks = [
+        layers.MaxPooling2D() if each == "pool" else _convolution(each) for each in CONVOLUTIONS
+    ]
     dense = [layers.Dense(units, activation="relu") for units in DENSE]
     stack = [keras.Input((28, 28, 1)), *blocks, layers.Flatten(), *dense, _softmax(10)]
-    return _compiled(keras.Sequential(stack, name="maxer"), learning_rate, "categorical_crossentropy")
+    return _compiled(
+        keras.Sequential(stack, name="maxer"), learning_rate, "categorical_crossentropy"
+    )
 
 
 def maxer_batch(rows: int) -> tuple[Any, Any]:
@@ -44,7 +51,12 @@ def maxer_batch(rows: int) -> tuple[Any, Any]:
 
 def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> Any:
     """Two convolutions and two dense layers."""
-    blocks = [_convolution(filters), layers.MaxPooling2D(), _convolution(2 * filters), layers.MaxPooling2D()]
+    blocks = [
+        _convolution(filters),
+        layers.MaxPooling2D(),
+        _convolution(2 * filters),
+        layers.MaxPooling2D(),
+    ]
     head = [layers.Flatten(), layers.Dense(dense, activation="relu"), _softmax(10)]
     network = keras.Sequential([keras.Input((28, 28, 1)), *blocks, *head], name="mnist")
     return _compiled(network, learning_rate, SPARSE, metrics=["accuracy"])
@@ -56,9 +68,14 @@ def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
     if chosen is None:
         raise RequestError(f"use_cudnn can't be {use_cudnn!r}.", "It is auto, true or false.")
     last = sizes["layers"] - 1
-    stack = [layers.GRU(sizes["units"], return_sequences=i < last, use_cudnn=chosen) for i in range(last + 1)]
+    stack = [
+        layers.GRU(sizes["units"], return_sequences=i < last, use_cudnn=chosen)
+        for i in range(last + 1)
+    ]
     head = [layers.Dense(sizes["dense"], activation="relu"), _softmax(sizes["classes"])]
-    network = keras.Sequential([keras.Input((sizes["steps"], sizes["features"])), *stack, *head], name="gru")
+    network = keras.Sequential(
+        [keras.Input((sizes["steps"], sizes["features"])), *stack, *head], name="gru"
+    )
     return _compiled(network, learning_rate, SPARSE, metrics=["accuracy"])
 
 
@@ -67,7 +84,9 @@ def resnet50(side: int = 32, classes: int = 10, learning_rate: float = 0.001) ->
     network = keras.applications.ResNet50(
         weights=None, input_shape=(side, side, 3), classes=classes, classifier_activation=None
     )
-    return _compiled(network, learning_rate, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return _compiled(
+        network, learning_rate, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
 
 
 def _convolution(filters: object) -> Any:
@@ -84,22 +103,30 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The device of each operation (lookup, convolution, pool, flatten, dense) of the user's tower and the item's."""
+    """The device of each operation (lookup, convolution, pool, flatten, dense) of the user's tower
+    and the item's.
+    """
     first, second = place.devices[:2]
     if place.placement == "towers":
         return (first,) * 5, (first, *(second,) * 4)
     return (first, second, first, second, first), (first, first, second, first, second)
 
 
-def towers(learning_rate: float, devices: Sequence[Sequence[str | None]] | None = None, **sizes: int) -> Any:
-    """DeepCoNN: a tower over the words of a user's reviews, one over those of an item's, and the rating, their product.
+def towers(
+    learning_rate: float, devices: Sequence[Sequence[str | None]] | None = None, **sizes: int
+) -> Any:
+    """DeepCoNN: a tower over the words of a user's reviews, one over those of an item's, and the
+    rating, their product.
 
-    Inputs (users, items), each (samples, words) of ids; output (samples, 1). Each layer's weights are on its device;
-    the one table of words and its lookups stay on the first, as TensorFlow keeps them there.
+    Inputs (users, items), each (samples, words) of ids; output (samples, 1). Each layer's weights
+    are on its device; the one table of words and its lookups stay on the first, as TensorFlow keeps
+    them there.
     """
     words, kernel = sizes["words"], sizes["kernel"]
     if words <= kernel:
-        raise RequestError(f"keras_towers can't have kernel={kernel} over words={words}.", "Give more words.")
+        raise RequestError(
+            f"keras_towers can't have kernel={kernel} over words={words}.", "Give more words."
+        )
     table = layers.Embedding(sizes["vocabulary"], sizes["embedding"], name="words")
     inputs, ends = [], []
     for name, places in zip(TOWERS, devices or ((None,) * 5,) * 2, strict=True):
@@ -124,35 +151,48 @@ def towers(learning_rate: float, devices: Sequence[Sequence[str | None]] | None 
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
-    """Adam on the sum of what each word contributes to its row of the table, as a group of processes has it too.
+    """Adam on the sum of what each word contributes to its row of the table, as a group of
+    processes has it too.
 
-    Keras' own squares the contributions of a sparse gradient one by one: one device would then neither learn what a
-    group learns, nor be as quick, as it keeps a row for each word of the batch through every operation.
+    Keras' own squares the contributions of a sparse gradient one by one: one device would then
+    neither learn what a group learns, nor be as quick, as it keeps a row for each word of the batch
+    through every operation.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Keras' own, on dense gradients; they come in the order of the weights."""
-        super().apply([None if each is None else tf.convert_to_tensor(each) for each in grads], trainable_variables)
+        super().apply(
+            [None if each is None else tf.convert_to_tensor(each) for each in grads],
+            trainable_variables,
+        )
 
 
 class AdamInPlace(DenseAdam):
-    """Adam that updates each weight on its own device, so that neither the weight nor its moments move."""
+    """Adam that updates each weight on its own device, so that neither the weight nor its moments
+    move.
+    """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Keras' own step, on the device of the weight, which comes as a variable of TensorFlow's or of Keras'."""
+        """Keras' own step, on the device of the weight, which comes as a variable of TensorFlow's
+        or of Keras'.
+        """
         weight = variable if isinstance(variable, tf.Variable) else variable.value
         with tf.device(weight.device):
             super().update_step(gradient, variable, learning_rate)
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Keras' train step with each tower's operations on the devices of `places`, and the rating on the first device."""
+    """Keras' train step with each tower's operations on the devices of `places`, and the rating on
+    the first device.
+    """
     x, y = batch
     ends = [call_tower(model, *each) for each in zip(TOWERS, places, x, strict=True)]
     with tf.device(places[0][0]):
         loss = model.compute_loss(x=x, y=y, y_pred=model.get_layer("rating")(ends))
         # unlike a tape, this computes the gradient of an operation on its device
-        gradients = tf.gradients(model.optimizer.scale_loss(loss), [each.value for each in model.trainable_variables])
+        gradients = tf.gradients(
+            model.optimizer.scale_loss(loss), [each.value for each in model.trainable_variables]
+        )
     model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     return {"loss": loss}
 
@@ -166,7 +206,9 @@ def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
 
 
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
-    """((users, items), ratings): ids (rows, words), and (rows, 1) from 1 to 5 by how similar their words are."""
+    """((users, items), ratings): ids (rows, words), and (rows, 1) from 1 to 5 by how similar their
+    words are.
+    """
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))
     ids = (vocabulary * random.random((2, rows, words)) ** (0.5 + 2 * taste)).astype(np.int32)
@@ -182,7 +224,9 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
         return KerasWorkload(place, lambda: KerasRecipe(make(**settings), sample))
     places = tower_devices(place)
     return KerasWorkload(
-        place, lambda: KerasRecipe(make(**settings, devices=places), sample), partial(placed_step, places)
+        place,
+        lambda: KerasRecipe(make(**settings, devices=places), sample),
+        partial(placed_step, places),
     )
 
 

@@ -1,7 +1,7 @@
 """The steps of a Keras workload at its place: on one device, by towers, or as a process of a group.
 
-They are those of evener's own `Split`, so a step is the train function that `fit` runs, on its batches. With
-`--input device` the same step takes a batch that lies in the devices' memory already.
+They are those of evener's own `Split`, so a step is the train function that `fit` runs, on its
+batches. With `--input device` the same step takes a batch that lies in the devices' memory already.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
 class KerasSteps:
-    """A model's steps by a `Split`, by another one for other devices, and another in passes; each is traced once.
+    """A model's steps by a `Split`, by another one for other devices, and another in passes; each
+    is traced once.
 
-    `placed` is the step of a workload that lays its own parts on several devices. Making this starts TensorFlow.
-    RequestError for what TensorFlow can't do at the place.
+    `placed` is the step of a workload that lays its own parts on several devices. Making this
+    starts TensorFlow. RequestError for what TensorFlow can't do at the place.
     """
 
     def __init__(self, place: Place, placed: TrainStep | None = None) -> None:
@@ -41,15 +42,32 @@ class KerasSteps:
         self._devices = place.peers if place.world > 1 else place.devices
         several = len(self._devices) > 1
         if place.xla and several:
-            raise RequestError("XLA can't compile a step over several devices.", "Leave --xla out for a split.")
+            raise RequestError(
+                "XLA can't compile a step over several devices.", "Leave --xla out for a split."
+            )
         if place.world > 1:
-            workers = {"cluster": {"worker": list(place.peers)}, "task": {"type": "worker", "index": place.rank}}
+            workers = {
+                "cluster": {"worker": list(place.peers)},
+                "task": {"type": "worker", "index": place.rank},
+            }
             os.environ["TF_CONFIG"] = json.dumps(workers)
-        self.engine = "placed" if placed else "multiworker" if place.world > 1 else "towers" if several else "solo"
-        self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any]] = {}  # by devices, and whether in passes
+        self.engine = (
+            "placed"
+            if placed
+            else "multiworker"
+            if place.world > 1
+            else "towers"
+            if several
+            else "solo"
+        )
+        self._made: dict[
+            tuple[tuple[str, ...], bool], tuple[Split, Any]
+        ] = {}  # by devices, and whether in passes
         self.split = self._make_split(self._devices, [1] * len(self._devices), ())
 
-    def _make_split(self, devices: tuple[str, ...], shares: Sequence[int], micro: Sequence[int]) -> Split:
+    def _make_split(
+        self, devices: tuple[str, ...], shares: Sequence[int], micro: Sequence[int]
+    ) -> Split:
         if self.engine == "placed":
             return Split(devices=devices[:1])
         engine = self.engine if len(self._devices) > 1 else "towers" if micro else "auto"
@@ -73,7 +91,9 @@ class KerasSteps:
             if self._placed is not None:
                 model.train_step = partial(self._placed, model)
             model.make_train_function(force=True)
-            if self.place.input == "device":  # without a look at the first batch, which towers have in pieces
+            if (
+                self.place.input == "device"
+            ):  # without a look at the first batch, which towers have in pieces
                 if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
                 type(model).make_train_function(model, force=True)
@@ -81,7 +101,9 @@ class KerasSteps:
         self.split, model.train_function = self._made[devices, passes]
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
-        """Step on these shares from now on, in passes with `micro`; RequestError for shares of other devices."""
+        """Step on these shares from now on, in passes with `micro`; RequestError for shares of
+        other devices.
+        """
         self._check(shares, micro)
         if self._placed:
             return
@@ -96,7 +118,9 @@ class KerasSteps:
     def _check(self, shares: Sequence[int], micro: Sequence[int]) -> None:
         place = self.place
         if micro and (self._placed or place.xla or place.input == "device"):
-            raise RequestError("Placements, XLA and --input device take no passes.", "Give --micro off.")
+            raise RequestError(
+                "Placements, XLA and --input device take no passes.", "Give --micro off."
+            )
         if not self._placed and (len(shares) != len(self._devices) or not any(self.own(shares))):
             raise RequestError(
                 f"Rank {place.rank} can't step with the shares {tuple(shares)}.",
@@ -108,10 +132,16 @@ class KerasSteps:
         if self._placed is not None:
             return [sum(sizes)]
         place = self.place
-        return [size for size in (sizes[place.rank : place.rank + 1] if place.world > 1 else sizes) if size]
+        return [
+            size
+            for size in (sizes[place.rank : place.rank + 1] if place.world > 1 else sizes)
+            if size
+        ]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
-        """Own rows (x, y) on the devices; towers get x in pieces, and y whole, as the loss is computed once."""
+        """Own rows (x, y) on the devices; towers get x in pieces, and y whole, as the loss is
+        computed once.
+        """
         own = self.own(shares)
         if self.engine == "towers":
             x, y = batch
@@ -122,7 +152,9 @@ class KerasSteps:
         if self.engine != "multiworker":
             return sent
         rows = tf.constant(sum(shares), tf.int64)
-        whole = keras.tree.map_structure(lambda each: tf.gather(each, tf.range(rows) % own[0]), sent)  # for metrics
+        whole = keras.tree.map_structure(
+            lambda each: tf.gather(each, tf.range(rows) % own[0]), sent
+        )  # for metrics
         return OwnRows(sent, tf.constant(own[0], tf.int64), rows, whole)
 
 
@@ -130,7 +162,9 @@ def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
     """The step of towers on a piece of x for each device, and the labels of all."""
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
-    return towers.train_on_pieces(list(zip(pieces, sizes, strict=True)), tf.add_n(sizes), join_rows(pieces), y, None)
+    return towers.train_on_pieces(
+        list(zip(pieces, sizes, strict=True)), tf.add_n(sizes), join_rows(pieces), y, None
+    )
 
 
 def slice_rows(data: Any, start: int, stop: int) -> Any:

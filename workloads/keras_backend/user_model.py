@@ -1,7 +1,8 @@
 """The user's own compiled Keras model as a workload.
 
-Its data come from other functions of the same file: `training_data()`, which returns what the training uses, or
-`sample_batch(n)`, which makes n rows of (x, y). Without either, rows are made from the model's shapes.
+Its data come from other functions of the same file: `training_data()`, which returns what the
+training uses, or `sample_batch(n)`, which makes n rows of (x, y). Without either, rows are made
+from the model's shapes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled model."""
+    """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled
+    model.
+    """
     return KerasWorkload(place, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
-    """The user's compiled model with its data; RequestError if their functions give something else."""
+    """The user's compiled model with its data; RequestError if their functions give something
+    else.
+    """
     own = user_code.load(name, settings)
     model = own.result
     if not isinstance(model, keras.Model):
@@ -35,35 +40,50 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
             "Return a compiled keras.Model, or name --framework torch for a torch module.",
         )
     if not model.compiled:
-        raise RequestError(f"The model of {name} isn't compiled.", "Call model.compile(optimizer, loss).")
+        raise RequestError(
+            f"The model of {name} isn't compiled.", "Call model.compile(optimizer, loss)."
+        )
     if own.lengths is not None:
         raise RequestError(
             f"{name} has lengths(), and a search assigns rows by their length in PyTorch only.",
-            "Remove it. By the plan's shares, split.data(..., lengths=) assigns padded rows in the training.",
+            (
+                "Remove it. By the plan's shares, split.data(..., lengths=) assigns padded rows "
+                "in the training."
+            ),
         )
-    sample = partial(noise_for, model) if own.sample_batch is None else partial(check_sample, name, own.sample_batch)
+    sample = (
+        partial(noise_for, model)
+        if own.sample_batch is None
+        else partial(check_sample, name, own.sample_batch)
+    )
     return KerasRecipe(model, sample, own.training_data)
 
 
 def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
-    """The user's `sample_batch(rows)`; RequestError unless it is a pair of arrays of that many rows."""
+    """The user's `sample_batch(rows)`; RequestError unless it is a pair of arrays of that many
+    rows.
+    """
     batch = sample_batch(rows)
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise RequestError(f"sample_batch of {name} doesn't give a pair.", "Return (x, y).")
     counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in keras.tree.flatten(batch)}
     if counts != {rows}:
         raise RequestError(
-            f"sample_batch({rows}) of {name} gives arrays of {sorted(counts)} rows.", f"Each array needs {rows} rows."
+            f"sample_batch({rows}) of {name} gives arrays of {sorted(counts)} rows.",
+            f"Each array needs {rows} rows.",
         )
     return batch
 
 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
-    """Inputs of the model's input shapes and labels that fit its loss; RequestError where a shape is open."""
+    """Inputs of the model's input shapes and labels that fit its loss; RequestError where a shape
+    is open.
+    """
     random = np.random.default_rng(rows)
     if not model.built or not model.inputs:
         raise RequestError(
-            "The model doesn't say its input shapes.", "Begin it with keras.Input, or put sample_batch(n) beside it."
+            "The model doesn't say its input shapes.",
+            "Begin it with keras.Input, or put sample_batch(n) beside it.",
         )
     inputs, answers = _structures(model)
     x = keras.tree.map_structure(lambda each: _input(random, rows, each, model), inputs)
@@ -74,7 +94,9 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """The symbolic inputs and outputs as the model is called; a Sequential that wasn't called yet only lists them."""
+    """The symbolic inputs and outputs as the model is called; a Sequential that wasn't called yet
+    only lists them.
+    """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
     return model.input, model.output
@@ -89,7 +111,9 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
-    """Labels of the first class, which every loss takes: 0 where they are numbers of classes, else its column is 1."""
+    """Labels of the first class, which every loss takes: 0 where they are numbers of classes, else
+    its column is 1.
+    """
     shape = _closed(tensor)
     if "sparse" in loss:
         return np.zeros((rows, *shape[:-1]), np.int64)
@@ -102,14 +126,18 @@ def _closed(tensor: Any) -> tuple[int, ...]:
     shape = tuple(tensor.shape[1:])
     if None in shape:
         raise RequestError(
-            f"The shape {tuple(tensor.shape)} of {tensor.name} is open.", "Put sample_batch(n) beside your function."
+            f"The shape {tuple(tensor.shape)} of {tensor.name} is open.",
+            "Put sample_batch(n) beside your function.",
         )
     return shape
 
 
 def _loss_names(model: Any, outputs: int) -> list[str]:
     given = [loss for loss in keras.tree.flatten(model.loss) if loss is not None] or ["none"]
-    names = [loss if isinstance(loss, str) else getattr(loss, "name", getattr(loss, "__name__", "")) for loss in given]
+    names = [
+        loss if isinstance(loss, str) else getattr(loss, "name", getattr(loss, "__name__", ""))
+        for loss in given
+    ]
     return names if len(names) == outputs else [names[0]] * outputs
 
 

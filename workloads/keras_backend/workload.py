@@ -1,9 +1,10 @@
 """A Keras model and what it trains on as a workload, stepped as `fit` steps the user's training.
 
-One trace serves every batch size, as Keras' own fit relaxes shapes too. Batches come from host memory each step, by
-the pipeline and the train function of the training, unless the place says otherwise. `sample_batch` is called once, for
-more rows than fit into a processor's caches, used again and again in a shuffled order; what the user's `training_data`
-gives is fed as a training would feed it.
+One trace serves every batch size, as Keras' own fit relaxes shapes too. Batches come from host
+memory each step, by the pipeline and the train function of the training, unless the place says
+otherwise. `sample_batch` is called once, for more rows than fit into a processor's caches, used
+again and again in a shuffled order; what the user's `training_data` gives is fed as a training
+would feed it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ FEWEST_ROWS, MOST_ROWS = 64, 1 << 16
 
 
 class KerasData(NamedTuple):
-    """The data to train on; `batches` are endless, global ones of a size, in the form that the split's steps take."""
+    """The data to train on; `batches` are endless, global ones of a size, in the form that the
+    split's steps take.
+    """
 
     batches: Callable[[Split, int], Any]
     rows: int = 0  # of an epoch; 0: unknown
@@ -51,13 +54,16 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
 
 def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
-    """Data of datasets, which `make` gives by the rows of a batch; RequestError where it gives something else."""
+    """Data of datasets, which `make` gives by the rows of a batch; RequestError where it gives
+    something else.
+    """
 
     def batches(_: Split, batch: int) -> Any:
         data = make(batch)
         if not isinstance(data, tf.data.Dataset):
             raise RequestError(
-                f"training_data() gives an object of type {type(data).__name__} for a batch of {batch}.",
+                f"training_data() gives an object of type {type(data).__name__} for a batch "
+                f"of {batch}.",
                 "Give a tf.data.Dataset.",
             )
         shape = next((tf.nest.flatten(element)[0].shape for element in data.take(1)), [0])
@@ -65,9 +71,14 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
         if found != batch:
             raise RequestError(
                 f"training_data() gives a batch of {found} rows instead of {batch}.",
-                "Batch by the size that it is called with, from a data set that has at least that many rows.",
+                (
+                    "Batch by the size that it is called with, from a data set that has at least "
+                    "that many rows."
+                ),
             )
-        return data.filter(as_it_is(lambda *each: tf.equal(tf.shape(tf.nest.flatten(each)[0])[0], batch))).repeat()
+        return data.filter(
+            as_it_is(lambda *each: tf.equal(tf.shape(tf.nest.flatten(each)[0])[0], batch))
+        ).repeat()
 
     return KerasData(batches, rows)
 
@@ -78,11 +89,16 @@ def pool(sample_batch: SampleBatch) -> KerasData:
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
     count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)
     with tf.device("CPU:0"):
-        return make_row_data(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))), made=True)
+        return make_row_data(
+            keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))),
+            made=True,
+        )
 
 
 def as_training_data(given: Any) -> KerasData:
-    """The user's data in one form, from arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
+    """The user's data in one form, from arrays, a tf.data.Dataset of single samples, or a function
+    batch -> dataset.
+    """
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
         return make_stream_data(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
@@ -91,7 +107,10 @@ def as_training_data(given: Any) -> KerasData:
     if not isinstance(given, tuple) or len(given) not in (2, 3):
         raise RequestError(
             f"training_data() gives an object of type {type(given).__name__}.",
-            "Return arrays (x, y), a tf.data.Dataset of single samples, or a function that makes one of n-row batches.",
+            (
+                "Return arrays (x, y), a tf.data.Dataset of single samples, or a function that "
+                "makes one of n-row batches."
+            ),
         )
     return make_row_data(as_arrays(given))
 
@@ -107,7 +126,9 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
 
 
 class KerasRecipe(NamedTuple):
-    """A compiled model and what it trains on; without data, a pool of rows that `sample_batch` makes."""
+    """A compiled model and what it trains on; without data, a pool of rows that `sample_batch`
+    makes.
+    """
 
     model: Any
     sample_batch: SampleBatch
@@ -115,16 +136,21 @@ class KerasRecipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A compiled model at its place, stepped as `KerasSteps` has it; `placed` replaces the step of one device.
+    """A compiled model at its place, stepped as `KerasSteps` has it; `placed` replaces the step of
+    one device.
 
     RequestError for a place that Keras can't serve.
     """
 
-    def __init__(self, place: Place, build_recipe: Callable[[], KerasRecipe], placed: TrainStep | None = None) -> None:
+    def __init__(
+        self, place: Place, build_recipe: Callable[[], KerasRecipe], placed: TrainStep | None = None
+    ) -> None:
         self.place = place
         configure(place)
         self._on_gpus = any(name.startswith("GPU") for name in place.devices)
-        self.memory = AllocatorMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
+        self.memory = (
+            AllocatorMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
+        )
         self.steps = KerasSteps(place, placed)
         with self.steps.split.scope():
             self.model, self.sample_batch, training_data = build_recipe()
@@ -141,7 +167,9 @@ class KerasWorkload(Workload):
         self._loss = 0.0
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
+        """Begin to make batches for these shares; RequestError if this process would have none of
+        the samples.
+        """
         self.memory.reset()
         self._batches = None
         self.steps.move(shares, micro)
@@ -186,7 +214,12 @@ class KerasWorkload(Workload):
             "digest": model_digest(self.model),
             "rows": str(self.data.rows if self.data is not None else 0),
             "batch_statistics": next(
-                (type(each).__name__ for each in layers if isinstance(each, keras.layers.BatchNormalization)), ""
+                (
+                    type(each).__name__
+                    for each in layers
+                    if isinstance(each, keras.layers.BatchNormalization)
+                ),
+                "",
             ),
         }
 
@@ -205,7 +238,9 @@ class AllocatorMemory(MemoryMeter):
 
     def read(self) -> tuple[int | None, ...]:
         """The most bytes on each GPU."""
-        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus)
+        return tuple(
+            int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus
+        )
 
 
 def configure(place: Place) -> None:
@@ -229,12 +264,20 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """A batch whose tensors TensorFlow's GPU kernels can't count: a limit on the batch, as memory is."""
+    """A batch whose tensors TensorFlow's GPU kernels can't count: a limit on the batch, as memory
+    is.
+    """
 
 
 def largest_rows(model: Any) -> int | None:
-    """Rows at which the largest input or output of a layer reaches the limit; None where no shape is known."""
-    sizes = [math.prod(shape) for tensor in _tensors(model) if None not in (shape := tuple(tensor.shape[1:]))]
+    """Rows at which the largest input or output of a layer reaches the limit; None where no shape
+    is known.
+    """
+    sizes = [
+        math.prod(shape)
+        for tensor in _tensors(model)
+        if None not in (shape := tuple(tensor.shape[1:]))
+    ]
     return MOST_ELEMENTS // max(sizes) if sizes and max(sizes) else None
 
 
@@ -243,7 +286,8 @@ def check_rows(model: Any, rows: int) -> None:
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(
-            f"{rows} samples on one GPU: TensorFlow's kernels count 2^31 elements in a tensor, {most} samples here."
+            f"{rows} samples on one GPU: TensorFlow's kernels count 2^31 elements in a "
+            f"tensor, {most} samples here."
         )
 
 

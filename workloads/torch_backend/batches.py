@@ -1,8 +1,9 @@
-"""The data of a PyTorch workload, by the loader that a training uses, so that a step costs the same.
+"""The data of a PyTorch workload, by the loader that a training uses, so that a step costs the
+same.
 
-A data set is read epoch after epoch, reshuffled each time. A function that only makes batches is called once, for a
-pool of rows that is used again and again: larger than a processor's cache, unless rows are slow to make. The work of
-each pass is kept where rows have lengths.
+A data set is read epoch after epoch, reshuffled each time. A function that only makes batches is
+called once, for a pool of rows that is used again and again: larger than a processor's cache,
+unless rows are slow to make. The work of each pass is kept where rows have lengths.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class EndlessSampler(UnevenBatchSampler):
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """This rank's part of each step; it may hold a row twice if a batch is larger than the pool."""
+        """This rank's part of each step; it may hold a row twice if a batch is larger than the
+        pool.
+        """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
         start, stop = bounds(self.shares)[self.rank]
@@ -47,7 +50,9 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """The tokens of all rows of a data set, which aren't all equal; RequestError if there isn't one for each row."""
+    """The tokens of all rows of a data set, which aren't all equal; RequestError if there isn't one
+    for each row.
+    """
 
     def __init__(self, tokens: Sequence[int], rows: int) -> None:
         Dealer((RankCost(Cost(0.0, 1.0, 0.0)),), (1.0,)).check(tokens, rows)
@@ -62,11 +67,15 @@ class Lengths:
     def sample(self) -> tuple[int, ...]:
         """An even sample, rising, the longest among it."""
         rising, rows = self.tokens[self._rising].tolist(), len(self.tokens)
-        places = [rows * n // SAMPLED for n in range(SAMPLED - 1)] if rows > SAMPLED else range(rows - 1)
+        places = (
+            [rows * n // SAMPLED for n in range(SAMPLED - 1)] if rows > SAMPLED else range(rows - 1)
+        )
         return (*(rising[place] for place in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Row numbers (rows,): the longest of at most `length` tokens, and those just below; some twice if need be."""
+        """Row numbers (rows,): the longest of at most `length` tokens, and those just below; some
+        twice if need be.
+        """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
         return below.repeat(-(-rows // stop))[:rows]
@@ -92,7 +101,9 @@ class RepeatingSampler(UnevenBatchSampler):
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Have a sampler keep the work of each of its batches as `works`, in the order in which they are drawn."""
+    """Have a sampler keep the work of each of its batches as `works`, in the order in which they
+    are drawn.
+    """
     works, draw = deque[Work](), sampler.batches
 
     def batches() -> Iterator[torch.Tensor]:
@@ -105,14 +116,17 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """The lengths of rows that a user gave; None for none, and where all are equal. RequestError for anything else."""
+    """The lengths of rows that a user gave; None for none, and where all are equal. RequestError
+    for anything else.
+    """
     if given is None:
         return None
     try:
         tokens = [int(each) for each in given]
     except (TypeError, ValueError):
         raise RequestError(
-            f"The lengths of the training data are of type {type(given).__name__}.", "Give a whole number for each row."
+            f"The lengths of the training data are of type {type(given).__name__}.",
+            "Give a whole number for each row.",
         ) from None
     lengths = Lengths(tokens, rows)
     return None if min(tokens) == max(tokens) else lengths
@@ -127,7 +141,9 @@ SLOW_POOL_ROWS = 1024
 
 
 class Data:
-    """A data set, and the options that the training gives to `Split.loader` with it; a pool has no epochs."""
+    """A data set, and the options that the training gives to `Split.loader` with it; a pool has no
+    epochs.
+    """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
         self.dataset = dataset
@@ -146,7 +162,9 @@ class Data:
             sampler = UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
         return sampler if self.lengths is None else count_work(sampler, self.lengths)
 
-    def dealt(self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int) -> UnevenBatchSampler:
+    def dealt(
+        self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int
+    ) -> UnevenBatchSampler:
         """Global batches of as many rows, from the beginning of this epoch, dealt by cost."""
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
@@ -157,7 +175,9 @@ class Data:
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
         """Endless steps on rows that are padded to this length."""
         assert self.lengths is not None
-        return count_work(RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths)
+        return count_work(
+            RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths
+        )
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
@@ -183,12 +203,15 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 class Batches:
-    """The batches of this rank's share, epoch after epoch; or one, held in the device's own memory, with `on_device`.
+    """The batches of this rank's share, epoch after epoch; or one, held in the device's own memory,
+    with `on_device`.
 
     `listener` hears of each batch as it is taken, as in a training.
     """
 
-    def __init__(self, data: Data, device: torch.device, on_device: bool, listener: StepListener) -> None:
+    def __init__(
+        self, data: Data, device: torch.device, on_device: bool, listener: StepListener
+    ) -> None:
         self.data = data
         self._device = self._sent_to = device
         self._on_device = on_device
@@ -211,7 +234,15 @@ class Batches:
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
-        loader = Loader(self.data.dataset, sampler, self._listener, options, self._device, prefetch, on_host=on_host)
+        loader = Loader(
+            self.data.dataset,
+            sampler,
+            self._listener,
+            options,
+            self._device,
+            prefetch,
+            on_host=on_host,
+        )
         self.rows, self.on_host = sampler.shares[sampler.rank], on_host
         self._sampler = sampler
         self._sent_to = torch.device("cpu") if on_host and not self._on_device else self._device
@@ -227,10 +258,16 @@ class Batches:
     def works(self, batch: Any) -> list[Work]:
         """The work of the current batch's passes; none where rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
-        return [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))] if drawn else []
+        return (
+            [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))]
+            if drawn
+            else []
+        )
 
     def settle(self) -> None:
-        """Wait for the batches fetched ahead, so that timed steps have fetched as many batches as they used."""
+        """Wait for the batches fetched ahead, so that timed steps have fetched as many batches as
+        they used.
+        """
         if self._loader is not None:
             self._loader.wait_until_full()
 
@@ -276,7 +313,8 @@ def check_rows(batch: Any, rows: int) -> None:
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if counts != {rows}:
         raise RequestError(
-            f"A batch of {rows} has tensors of {sorted(counts)} rows.", f"Each tensor needs {rows} rows."
+            f"A batch of {rows} has tensors of {sorted(counts)} rows.",
+            f"Each tensor needs {rows} rows.",
         )
 
 

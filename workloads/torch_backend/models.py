@@ -1,4 +1,5 @@
-"""The PyTorch models that ship with evener, but for the one in tiles: classifiers, a stack in halves, a language model.
+"""The PyTorch models that ship with evener, but for the one in tiles: classifiers, a stack in
+halves, a language model.
 
 All data are made in code. Sources are in the registry.
 """
@@ -28,10 +29,14 @@ CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 
 
-def classifier(module: nn.Module, learning_rate: float, sample_batch: Callable[[int], Any]) -> Recipe:
+def classifier(
+    module: nn.Module, learning_rate: float, sample_batch: Callable[[int], Any]
+) -> Recipe:
     """A module that gives logits, with Adam and cross-entropy, on rows that are made."""
     optimizer = torch.optim.Adam(module.parameters(), learning_rate)
-    return Recipe(module, optimizer, cross_entropy, sample_batch=lambda rows: as_tensors(sample_batch(rows)))
+    return Recipe(
+        module, optimizer, cross_entropy, sample_batch=lambda rows: as_tensors(sample_batch(rows))
+    )
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -46,7 +51,9 @@ def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
 
 
 def maxer() -> nn.Sequential:
-    """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It never converges."""
+    """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It
+    never converges.
+    """
     layers: list[nn.Module] = []
     before = 1
     for filters in CONVOLUTIONS:
@@ -62,7 +69,9 @@ def maxer() -> nn.Sequential:
 
 
 def mnist(filters: int, dense: int) -> nn.Sequential:
-    """Two convolutions and two dense layers: images (samples, 1, 28, 28) to logits (samples, 10)."""
+    """Two convolutions and two dense layers: images (samples, 1, 28, 28) to logits (samples,
+    10).
+    """
     blocks: list[nn.Module] = []
     for before, after in ((1, filters), (filters, 2 * filters)):
         blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -71,7 +80,9 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """`layers` GRUs of `units`, then a dense layer and logits; its step time is flat up to large batches."""
+    """`layers` GRUs of `units`, then a dense layer and logits; its step time is flat up to large
+    batches.
+    """
 
     def __init__(self, features: int, units: int, layers: int, dense: int, classes: int) -> None:
         super().__init__()
@@ -91,20 +102,26 @@ NORMS = ("group", "batch")
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2 with 16, 32 | 128, 256, 512 channels, then a linear head.
+    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2 with 16, 32 | 128, 256, 512 channels,
+    then a linear head.
 
-    Input (samples, 3, side, side) with a side of 32 or more, output (samples, classes). `norm` is "group", which looks
-    at one sample at a time, or the slides' "batch", which makes micro-batches another model.
+    Input (samples, 3, side, side) with a side of 32 or more, output (samples, classes). `norm` is
+    "group", which looks at one sample at a time, or the slides' "batch", which makes micro-batches
+    another model.
     """
 
     def __init__(self, classes: int = 10, norm: str = "group") -> None:
         super().__init__()
         if norm not in NORMS:
-            raise RequestError(f"torch_depth has no normalisation {norm!r}.", f"Choose {' or '.join(NORMS)}.")
+            raise RequestError(
+                f"torch_depth has no normalisation {norm!r}.", f"Choose {' or '.join(NORMS)}."
+            )
         self.norm = norm
         self.first = nn.Sequential(*conv_blocks((3, *FIRST_CHANNELS), norm))
         self.second = nn.Sequential(*conv_blocks((FIRST_CHANNELS[-1], *SECOND_CHANNELS), norm))
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(SECOND_CHANNELS[-1], classes))
+        self.head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(SECOND_CHANNELS[-1], classes)
+        )
         self._devices: tuple[torch.device, ...] = ()
         self._micro_batches = 1
 
@@ -128,7 +145,8 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         first, second = self._devices
         outputs = []
         for piece in images.chunk(self._micro_batches):
-            # nothing here waits: the copy and the second half queue behind this piece, the first half goes on
+            # nothing here waits: the copy and the second half queue behind this piece, the first
+            # half goes on
             middle = self.first(piece.to(first, non_blocking=True))
             outputs.append(self._end(middle.to(second, non_blocking=True)))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -147,13 +165,17 @@ def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rat
     """The model, AdamW, cross-entropy and its texts."""
     decoder = Decoder(**model)
     data = Data(Texts(**texts), {"collate_fn": pad_texts})
-    return Recipe(decoder, torch.optim.AdamW(decoder.parameters(), learning_rate), mean_over_tokens, data)
+    return Recipe(
+        decoder, torch.optim.AdamW(decoder.parameters(), learning_rate), mean_over_tokens, data
+    )
 
 
 class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
     """Random texts whose `lengths`, in tokens, are lognormal around `median`, at most `longest`."""
 
-    def __init__(self, rows: int, median: float, sigma: float, longest: int, vocabulary: int, seed: int) -> None:
+    def __init__(
+        self, rows: int, median: float, sigma: float, longest: int, vocabulary: int, seed: int
+    ) -> None:
         self.lengths: list[int] = text_lengths(rows, median, sigma, longest, seed).tolist()
         generator = torch.Generator().manual_seed(seed)
         self._tokens = torch.randint(1, vocabulary, (longest + 1 + rows,), generator=generator)
@@ -205,11 +227,17 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.heads = heads
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.dense = nn.Sequential(nn.Linear(width, EXPANSION * width), nn.GELU(), nn.Linear(EXPANSION * width, width))
+        self.dense = nn.Sequential(
+            nn.Linear(width, EXPANSION * width), nn.GELU(), nn.Linear(EXPANSION * width, width)
+        )
 
     def forward(self, states: Tensor) -> Tensor:
         """States (rows, length, width) to the same shape."""
-        parts = self.attend(self.before(states)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.attend(self.before(states))
+            .unflatten(2, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         queries, keys, values = parts
         seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         states = states + self.join(seen.transpose(1, 2).flatten(2))
@@ -236,6 +264,10 @@ MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., Any], Mapping
     "torch_maxer": (maxer, grey_noise, {}),
     "torch_mnist": (mnist, digits, {}),
     "torch_gru": (GruNet, sine_waves, {}),
-    "torch_depth": (DepthNet, stripes, {"halves": lambda net, to: net.lay(to), "halves-micro": DepthNet.lay}),
+    "torch_depth": (
+        DepthNet,
+        stripes,
+        {"halves": lambda net, to: net.lay(to), "halves-micro": DepthNet.lay},
+    ),
     "torch_tiles": (TilesNet, stripes, {"tiles": TilesNet.lay}),
 }  # with what makes their batches, and their placements

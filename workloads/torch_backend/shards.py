@@ -1,4 +1,6 @@
-"""A recipe's model in shards, as `Split.shard` trains it: a rank of a group, or one that is measured by itself."""
+"""A recipe's model in shards, as `Split.shard` trains it: a rank of a group, or one that is
+measured by itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ..protocol import Place
 
 
 class RecipeShards:
-    """The shards of a recipe's module on this rank's device; its optimizer trains them from now on."""
+    """The shards of a recipe's module on this rank's device; its optimizer trains them from now
+    on.
+    """
 
     def __init__(self, recipe: Any, place: Place, device: torch.device) -> None:
         module, parts, alone = recipe.module, place.state, place.world == 1
@@ -32,20 +36,28 @@ class RecipeShards:
         return f"{self._state} {self._gathered} {self._step}"
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Bytes of the whole state, and of what a step takes for a moment, by a first step without gradients."""
+        """Bytes of the whole state, and of what a step takes for a moment, by a first step without
+        gradients.
+        """
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)
         before = _count_from_here(device)
         optimizer.step()
         held = self.sharded.held.now["state"]
-        taken = max(0, torch.cuda.max_memory_allocated(device) - before - held) if device.type == "cuda" else 0
+        taken = (
+            max(0, torch.cuda.max_memory_allocated(device) - before - held)
+            if device.type == "cuda"
+            else 0
+        )
         optimizer.zero_grad(set_to_none=True)
         units = (self.sharded.root, *self.sharded.units)
         flats = [(flat, flat.shard.element_size()) for unit in units for flat in unit.flats]
         whole = sum(flat.elements * size for flat, size in flats)
         trained = sum(flat.elements * size for flat, size in flats if flat.trainable)
         own = sum(flat.shard.numel() * size for flat, size in flats if flat.trainable)
-        return round(whole + trained + held * trained / max(1, own)), round(taken * trained / max(1, own))
+        return round(whole + trained + held * trained / max(1, own)), round(
+            taken * trained / max(1, own)
+        )
 
 
 def _count_from_here(device: torch.device) -> int:

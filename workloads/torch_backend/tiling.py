@@ -1,8 +1,10 @@
-"""An image cut into tiles on several devices, with borders exchanged: the result is the whole image's, exactly.
+"""An image cut into tiles on several devices, with borders exchanged: the result is the whole
+image's, exactly.
 
-Each output tile of a layer is a range of rows and columns. A tile has most of the input rows that its windows read,
-borrows the rest from its neighbours, and has zeros for what lies outside the image. Nothing is computed twice and
-nothing is approximated, so sizes that don't divide need no special case.
+Each output tile of a layer is a range of rows and columns. A tile has most of the input rows that
+its windows read, borrows the rest from its neighbours, and has zeros for what lies outside the
+image. Nothing is computed twice and nothing is approximated, so sizes that don't divide need no
+special case.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ CHANNELS = (16, 32)
 
 @dataclass(frozen=True)
 class Tiles:
-    """A batch of images, shaped (samples, channels, height, width) as a whole, cut into SIDE x SIDE tiles on `devices`.
+    """A batch of images, shaped (samples, channels, height, width) as a whole, cut into SIDE x SIDE
+    tiles on `devices`.
 
     `rows` and `columns` are the cuts, both ends included. No tile is empty.
     """
@@ -43,23 +46,34 @@ class Tiles:
         return replace(self, parts=[[compute(part) for part in row] for row in self.parts])
 
     def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
-        """Tiles of a layer's output, whose positions read `step` positions each and `border` more at both ends."""
+        """Tiles of a layer's output, whose positions read `step` positions each and `border` more
+        at both ends.
+        """
         rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
 
         def tile(i: int, j: int) -> Tensor:
             down, across = (
-                (cuts[k] * step - border, cuts[k + 1] * step + border) for cuts, k in ((rows, i), (columns, j))
+                (cuts[k] * step - border, cuts[k + 1] * step + border)
+                for cuts, k in ((rows, i), (columns, j))
             )
             return compute(self.gather(down, across, tile_device(self.devices, i, j)))
 
-        return Tiles([[tile(i, j) for j in range(SIDE)] for i in range(SIDE)], rows, columns, self.devices)
+        return Tiles(
+            [[tile(i, j) for j in range(SIDE)] for i in range(SIDE)], rows, columns, self.devices
+        )
 
-    def gather(self, rows: tuple[int, int], columns: tuple[int, int], device: torch.device) -> Tensor:
-        """The part of the whole image in these half-open ranges, on `device`; zeros beyond the image."""
+    def gather(
+        self, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
+    ) -> Tensor:
+        """The part of the whole image in these half-open ranges, on `device`; zeros beyond the
+        image.
+        """
         bands = []
         for tiles, top in zip(self.parts, self.rows, strict=False):
             down = slice(max(0, rows[0] - top), max(0, rows[1] - top))
-            across = (slice(max(0, columns[0] - left), max(0, columns[1] - left)) for left in self.columns)
+            across = (
+                slice(max(0, columns[0] - left), max(0, columns[1] - left)) for left in self.columns
+            )
             pieces = (tile[:, :, down, right] for tile, right in zip(tiles, across, strict=False))
             bands.append(_join([piece.to(device, non_blocking=True) for piece in pieces], 3))
         border = (-columns[0], columns[1] - self.columns[-1], -rows[0], rows[1] - self.rows[-1])
@@ -74,7 +88,9 @@ def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
 
 
 def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
-    """Cut (samples, channels, height, width) in half along both axes; tiles go to the devices in turn."""
+    """Cut (samples, channels, height, width) in half along both axes; tiles go to the devices in
+    turn.
+    """
     rows, columns = ([size * k // SIDE for k in range(SIDE + 1)] for size in images.shape[2:])
     parts = [
         [
@@ -94,13 +110,17 @@ def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device
 def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
     """The output of `conv_blocks` for the whole image, computed tile by tile.
 
-    The parameters stay where they are: each device gets a copy for the step, through which gradients flow back and add.
+    The parameters stay where they are: each device gets a copy for the step, through which
+    gradients flow back and add.
     """
     for layer in layers:
         match layer:
             case nn.Conv2d():
                 # `to` is differentiable, so gradients land on the layer itself
-                copies = {device: layer.weight.to(device, non_blocking=True) for device in set(tiles.devices)}
+                copies = {
+                    device: layer.weight.to(device, non_blocking=True)
+                    for device in set(tiles.devices)
+                }
                 tiles = tiles.compute_windows(partial(_convolve, copies), 1, 1)
             case nn.MaxPool2d():
                 tiles = tiles.compute_windows(layer, layer.kernel_size, 0)
@@ -116,12 +136,19 @@ def _convolve(weights: Mapping[torch.device, Tensor], part: Tensor) -> Tensor:
 
 
 def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
-    """Batch normalisation with the whole image's statistics: sums cross the devices, pixels don't."""
+    """Batch normalisation with the whole image's statistics: sums cross the devices, pixels
+    don't.
+    """
     mean, variance = layer.running_mean, layer.running_var
     if layer.training:
-        home, count = layer.weight.device, tiles.parts[0][0].shape[0] * tiles.rows[-1] * tiles.columns[-1]
+        home, count = (
+            layer.weight.device,
+            tiles.parts[0][0].shape[0] * tiles.rows[-1] * tiles.columns[-1],
+        )
         mean = _total(tiles, home) / count
-        variance = _total(tiles.map(lambda part: (part - _as_channels(mean, part)).square()), home) / count
+        variance = (
+            _total(tiles.map(lambda part: (part - _as_channels(mean, part)).square()), home) / count
+        )
         # the running statistics move as BatchNorm2d's: with the unbiased variance
         layer.running_mean.lerp_(mean.detach(), layer.momentum)
         layer.running_var.lerp_(variance.detach() * count / max(1, count - 1), layer.momentum)
@@ -129,14 +156,18 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
     scale = layer.weight * torch.rsqrt(variance + layer.eps)
 
     def apply(part: Tensor) -> Tensor:
-        return (part - _as_channels(mean, part)) * _as_channels(scale, part) + _as_channels(layer.bias, part)
+        return (part - _as_channels(mean, part)) * _as_channels(scale, part) + _as_channels(
+            layer.bias, part
+        )
 
     return tiles.map(apply)
 
 
 def _total(tiles: Tiles, home: torch.device) -> Tensor:
     """The sum over samples and pixels for each channel, of all tiles, at home."""
-    return torch.stack([part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]).sum(dim=0)
+    return torch.stack(
+        [part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]
+    ).sum(dim=0)
 
 
 def _as_channels(values: Tensor, part: Tensor) -> Tensor:
@@ -148,14 +179,21 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for before, after in pairwise(channels):
         normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
-        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), normalise, nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [
+            nn.Conv2d(before, after, 3, padding=1, bias=False),
+            normalise,
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
     return layers
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2 with 16 and 32 channels, the mean over pixels, a linear head.
+    """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2 with 16 and 32 channels, the mean over
+    pixels, a linear head.
 
-    Input (samples, 3, height, width), both 8 or more; output (samples, classes), on the first device.
+    Input (samples, 3, height, width), both 8 or more; output (samples, classes), on the first
+    device.
     """
 
     def __init__(self, classes: int = 10) -> None:
@@ -176,6 +214,10 @@ class TilesNet(nn.Module):  # type: ignore[misc]
             logits: Tensor = self.head(self.layers(images).mean(dim=(2, 3)))
             return logits
         tiles = run_tiled(self.layers, cut(images, self._devices))
-        sums = [part.sum(dim=(2, 3)).to(self._devices[0], non_blocking=True) for part in tiles.every]
-        tiled: Tensor = self.head(torch.stack(sums).sum(dim=0) / (tiles.rows[-1] * tiles.columns[-1]))
+        sums = [
+            part.sum(dim=(2, 3)).to(self._devices[0], non_blocking=True) for part in tiles.every
+        ]
+        tiled: Tensor = self.head(
+            torch.stack(sums).sum(dim=0) / (tiles.rows[-1] * tiles.columns[-1])
+        )
         return tiled

@@ -18,7 +18,7 @@ def build():
 
 def build():
     return module, dataset  # a LightningModule, and its data set or DataLoader
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ from ..protocol import Place, Workload
 from .batches import Data, read_lengths
 from .workload import Recipe, TorchWorkload
 
-_FORM = "Return (module, optimizer, loss), with the training data or sample_batch fourth, or a dict with these keys."
+_FORM = (
+    "Return (module, optimizer, loss), with the training data or sample_batch fourth, "
+    "or a dict with these keys."
+)
 _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
@@ -73,27 +76,39 @@ def from_user(name: str, result: Any) -> Recipe:
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
     if not isinstance(module, torch.nn.Module):
         raise RequestError(
-            f"{name} gives an object of type {type(module).__name__} as its module.", "Return a torch.nn.Module."
+            f"{name} gives an object of type {type(module).__name__} as its module.",
+            "Return a torch.nn.Module.",
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"{name} gives an object of type {type(optimizer).__name__} as its optimizer.",
-            "Return one made over the module's parameters, such as torch.optim.Adam(module.parameters()).",
+            (
+                "Return one made over the module's parameters, such as "
+                "torch.optim.Adam(module.parameters())."
+            ),
         )
     owned = {id(parameter) for parameter in module.parameters()}
     updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in owned for parameter in updated):
-        raise RequestError(f"The optimizer of {name} updates nothing of its module.", "Make it over its parameters.")
+        raise RequestError(
+            f"The optimizer of {name} updates nothing of its module.",
+            "Make it over its parameters.",
+        )
     for key, each in (("loss", loss), ("sample_batch", sample)):
         if each is not None and not callable(each):
             raise RequestError(
-                f"{name} gives an object of type {type(each).__name__} as its {key}.", "Return a function."
+                f"{name} gives an object of type {type(each).__name__} as its {key}.",
+                "Return a function.",
             )
-    return Recipe(module, optimizer, loss, None if data is None else to_data(name, data), sample_batch=sample)
+    return Recipe(
+        module, optimizer, loss, None if data is None else to_data(name, data), sample_batch=sample
+    )
 
 
 def to_data(name: str, given: Any) -> Data:
-    """The user's data set, alone or with the options of its loader; RequestError for what is none."""
+    """The user's data set, alone or with the options of its loader; RequestError for what is
+    none.
+    """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return Data(*given)
     if given is None or isinstance(given, tuple | list | DataLoader | Loader):
@@ -108,7 +123,9 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
     if isinstance(result, Mapping):
         unknown = [str(key) for key in result if key not in _KEYS]
         if unknown:
-            raise RequestError(f"{name} gives {unknown[0]!r}, which is none of {', '.join(_KEYS)}.", _FORM)
+            raise RequestError(
+                f"{name} gives {unknown[0]!r}, which is none of {', '.join(_KEYS)}.", _FORM
+            )
         return result
     if isinstance(result, tuple | list) and len(result) in (3, 4):
         keys = _KEYS if callable(result[-1]) else (*_KEYS[:3], "training_data")
@@ -123,8 +140,14 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
     if _is_a(result, "lightning.", "LightningModule"):
-        raise RequestError(f"{name} gives a LightningModule without data.", "Return (module, dataset).")
-    if isinstance(result, tuple) and len(result) == 2 and _is_a(result[0], "lightning.", "LightningModule"):
+        raise RequestError(
+            f"{name} gives a LightningModule without data.", "Return (module, dataset)."
+        )
+    if (
+        isinstance(result, tuple)
+        and len(result) == 2
+        and _is_a(result[0], "lightning.", "LightningModule")
+    ):
         return _from_lightning(name, *result)
     return None
 
@@ -143,7 +166,9 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """The passes of a Trainer, and its work on the host between them and steps, as in a training by a plan."""
+    """The passes of a Trainer, and its work on the host between them and steps, as in a training by
+    a plan.
+    """
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer
@@ -166,7 +191,9 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Wait for the loss, count operations, which goes through all parameters for each pass, and clip."""
+        """Wait for the loss, count operations, which goes through all parameters for each pass, and
+        clip.
+        """
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:
             bool(torch.isnan(loss) or torch.isinf(loss))
@@ -175,7 +202,9 @@ class TrainerSteps:
         self._passes = 0
         self._loss = self._batch = None
         if trainer.args.max_grad_norm:
-            trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
+            trainer.accelerator.clip_grad_norm_(
+                trainer.model.parameters(), trainer.args.max_grad_norm
+            )
 
 
 def _from_trainer(trainer: Any) -> Recipe:
@@ -199,7 +228,8 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
     if not module.automatic_optimization:
         raise RequestError(
-            f"{name} optimizes by hand, so that a probe can't know its step.", "Return (module, optimizer, loss)."
+            f"{name} optimizes by hand, so that a probe can't know its step.",
+            "Return (module, optimizer, loss).",
         )
     optimizer = _first_optimizer(module.configure_optimizers())
     if optimizer is None:
@@ -216,7 +246,9 @@ def _read_data(given: Any) -> Data:
 
 
 def _first_optimizer(given: Any) -> Any:
-    """The first in any of the forms that `configure_optimizers` may return; None if there is none."""
+    """The first in any of the forms that `configure_optimizers` may return; None if there is
+    none.
+    """
     if isinstance(given, Mapping):
         given = given.get("optimizer")
     while isinstance(given, tuple | list):
@@ -225,7 +257,9 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """The trainer's data; without workers, it fetches the rows of a step when it begins, while its GPU waits."""
+    """The trainer's data; without workers, it fetches the rows of a step when it begins, while its
+    GPU waits.
+    """
     options = {
         "num_workers": workers,
         "pin_memory": pinned and torch.cuda.is_available(),
@@ -243,5 +277,6 @@ def _is_a(value: Any, package: str, name: str) -> bool:
     """True if a value is of the package's class of this name; nothing is imported to find out."""
     kinds = type(value).__mro__
     return any(
-        kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}")) for kind in kinds
+        kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))
+        for kind in kinds
     )

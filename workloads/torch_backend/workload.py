@@ -1,8 +1,9 @@
-"""A torch module, an optimizer, a loss and their batches as a workload, stepped as in the user's training.
+"""A torch module, an optimizer, a loss and their batches as a workload, stepped as in the user's
+training.
 
-One device is a plain loop; several are a process each, which exchange gradients as `evener.torch_split` does, or one
-process over which a workload lays its own parts. Batches come from host memory each step unless the place says
-otherwise.
+One device is a plain loop; several are a process each, which exchange gradients as
+`evener.torch_split` does, or one process over which a workload lays its own parts. Batches come
+from host memory each step unless the place says otherwise.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A model with its loss, optimizer and data: made on the CPU, moved to its device by the workload."""
+    """A model with its loss, optimizer and data: made on the CPU, moved to its device by the
+    workload.
+    """
 
     module: Any  # torch.nn.Module
     optimizer: Any  # over the module's parameters
-    loss: Callable[..., Any] | None  # (outputs, targets) -> mean over the rows; None: the module returns its loss
+    loss: (
+        Callable[..., Any] | None
+    )  # (outputs, targets) -> mean over the rows; None: the module returns its loss
     data: Data | None = None  # to train on; None: rows that `sample_batch` makes
     own_batch: int | None = None  # rows of a step in the user's training, where that is known
     pass_rows: int | None = None  # rows of a forward pass there, which surely fit
@@ -54,7 +59,9 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class Waits:
-    """The seconds that a GPU waits for other ranks' gradients and their sum, from its own last gradient on."""
+    """The seconds that a GPU waits for other ranks' gradients and their sum, from its own last
+    gradient on.
+    """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
         self._clock = clock
@@ -76,15 +83,21 @@ class Waits:
         return waited
 
 
-DrawRows = Callable[[Data, Sequence[int], int], UnevenBatchSampler]  # (data, the ranks' rows, this one's number)
+DrawRows = Callable[
+    [Data, Sequence[int], int], UnevenBatchSampler
+]  # (data, the ranks' rows, this one's number)
 BuildRecipe = Callable[[], Recipe]
-Lay = Callable[[Any, tuple[torch.device, ...]], Any]  # puts a module's parts on devices and returns what to call
+Lay = Callable[
+    [Any, tuple[torch.device, ...]], Any
+]  # puts a module's parts on devices and returns what to call
 
 
 class TorchWorkload(Workload, StepListener):
-    """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch can't serve.
+    """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch
+    can't serve.
 
-    `lay` puts the module's parts on the place's devices, all of one process; without it there is one device.
+    `lay` puts the module's parts on the place's devices, all of one process; without it there is
+    one device.
     """
 
     def __init__(self, place: Place, build_recipe: BuildRecipe, lay: Lay | None = None) -> None:
@@ -92,19 +105,26 @@ class TorchWorkload(Workload, StepListener):
         self.place = place
         self.devices = configure(place)
         self.device = self.devices[0]
-        self.memory = GpuMemory(self.devices) if _on_gpu(self.device) else MemoryMeter(len(self.devices))
+        self.memory = (
+            GpuMemory(self.devices) if _on_gpu(self.device) else MemoryMeter(len(self.devices))
+        )
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
         module = self.recipe.module.train()
-        self._known = {"parameters": sum(map(torch.numel, module.parameters())), "digest": model_digest(module)}
+        self._known = {
+            "parameters": sum(map(torch.numel, module.parameters())),
+            "digest": model_digest(module),
+        }
         self._shards = RecipeShards(self.recipe, place, self.device) if place.state else None
         if self._shards is None:
             module.to(self.device)
         self._equal_passes = 0  # of each rank; 0: of each its own
         self._batches: Batches | None = None
         self._loss: Any = None
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
+        self._scaler = torch.amp.GradScaler(
+            self.device.type, enabled=place.precision == "mixed_float16"
+        )
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the most rows of a pass
         self._passes = Passes(place.rank, self.device, lambda _: None)
@@ -113,32 +133,53 @@ class TorchWorkload(Workload, StepListener):
         self._lessons = 0  # its steps
         self._waits: Waits | None = None
         self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
-        self._cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()  # rows that are dealt turn it off
-        self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
+        self._cudnn_attention = (
+            torch.backends.cuda.cudnn_sdp_enabled()
+        )  # rows that are dealt turn it off
+        self._model: Any = (
+            self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
+        )
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
+        """Hold batches for this rank's share; a rank whose share is 0 is left out of the group
+        until it has one.
+        """
         self._micro = own_share(self.place, micro or shares)
         if micro:
-            passes = (rows for each in zip(shares, micro, strict=True) if each[0] for rows in split_passes(*each))
+            passes = (
+                rows
+                for each in zip(shares, micro, strict=True)
+                if each[0]
+                for rows in split_passes(*each)
+            )
             check_normalization(self.recipe.module, "gradients", sum(map(bool, shares)), passes)
         if self._shards is not None:
             self._equal_passes = max(map(count_passes, shares, micro or shares))
         on_host = self._micro < own_share(self.place, shares) or self._equal_passes > 1
         self._prepare(shares, lambda data, sizes, rank: data.sampler(sizes, rank), on_host)
 
-    def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
-        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens` padded tokens."""
+    def prepare_dealt(
+        self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
+    ) -> None:
+        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens`
+        padded tokens.
+        """
         self._micro = sum(shares)
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
-        epoch = self._dealt[dealer]  # other batches than before: those have shapes that the framework knows
+        epoch = self._dealt[
+            dealer
+        ]  # other batches than before: those have shapes that the framework knows
         self._dealt[dealer] += 1
-        self._prepare(shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True)
+        self._prepare(
+            shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True
+        )
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
         """Prepare shares with rows that are padded to this length in every pass."""
         self._micro = own_share(self.place, micro or shares)
-        self._prepare(shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True)
+        self._prepare(
+            shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True
+        )
 
     def _prepare(self, shares: Sequence[int], draw: DrawRows, on_host: bool) -> None:
         own = own_share(self.place, shares)
@@ -167,7 +208,9 @@ class TorchWorkload(Workload, StepListener):
             rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
             parts = make_parts(batch, rows, self._micro, lambda loss: loss, self._equal_passes)
             passes = len(parts)
-            for part in self._passes.take(parts, [self._model], ()):  # as in a training, which survives
+            for part in self._passes.take(
+                parts, [self._model], ()
+            ):  # as in a training, which survives
                 part.backward(self._scaled_loss(*as_pair(part.batch)))
         self._scaler.step(optimizer)
         self._scaler.update()
@@ -175,9 +218,13 @@ class TorchWorkload(Workload, StepListener):
 
     @property
     def own_batch(self) -> int | None:
-        """Rows of a step in the user's training; None if unknown. RequestError where rows are only made."""
+        """Rows of a step in the user's training; None if unknown. RequestError where rows are only
+        made.
+        """
         if self.recipe.data is None:
-            raise RequestError("Rows that sample_batch makes say nothing about learning.", "Give training_data().")
+            raise RequestError(
+                "Rows that sample_batch makes say nothing about learning.", "Give training_data()."
+            )
         return self.recipe.own_batch
 
     def learn(self, parts: int, noise: PassNoise) -> None:
@@ -199,14 +246,18 @@ class TorchWorkload(Workload, StepListener):
         """Add what a step computed; a batch that is cut into passes was padded before."""
         for work in works:
             whole = msgspec.structs.replace(work, passes=passes / len(works))
-            self._work = Work(*map(sum, zip(*map(msgspec.structs.astuple, (self._work, whole)), strict=True)))
+            self._work = Work(
+                *map(sum, zip(*map(msgspec.structs.astuple, (self._work, whole)), strict=True))
+            )
 
     def work(self) -> Work | None:
         """The sum over all steps; None where rows have no lengths."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """The seconds that its GPU waited for others since this was last read; None for a CPU, or without others."""
+        """The seconds that its GPU waited for others since this was last read; None for a CPU, or
+        without others.
+        """
         return None if self._waits is None else self._waits.read()
 
     def _scaled_loss(self, inputs: Any, targets: Any) -> Any:
@@ -216,7 +267,9 @@ class TorchWorkload(Workload, StepListener):
         return self._scaler.scale(loss)
 
     def synchronize(self) -> None:
-        """Wait for the GPUs and for the batches fetched ahead; on a CPU nothing is pending when `step` returns."""
+        """Wait for the GPUs and for the batches fetched ahead; on a CPU nothing is pending when
+        `step` returns.
+        """
         for device in self.devices:
             if _on_gpu(device):
                 torch.cuda.synchronize(device)
@@ -229,7 +282,11 @@ class TorchWorkload(Workload, StepListener):
 
     def facts(self) -> Mapping[str, str]:
         """Versions, engine, parameters, digest, and what is known of the rows."""
-        cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if _on_gpu(self.device) else {}
+        cuda = (
+            {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+            if _on_gpu(self.device)
+            else {}
+        )
         modules = self.recipe.module.modules()
         known = {
             "torch": torch.__version__,
@@ -237,20 +294,26 @@ class TorchWorkload(Workload, StepListener):
             **self._known,
             "state": self._shards.describe() if self._shards is not None else None,
             "rows": self.recipe.data.rows if self.recipe.data is not None else 0,
-            "batch_statistics": next((type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None),
+            "batch_statistics": next(
+                (type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None
+            ),
             "hip": torch.version.hip,  # None but in PyTorch for AMD's GPUs
             **cuda,
         }
         data = self.recipe.data
         if data is not None and data.lengths is not None and known["batch_statistics"] is None:
-            known["lengths"] = " ".join(map(str, data.lengths.sample()))  # no statistics over rows that are dealt
+            known["lengths"] = " ".join(
+                map(str, data.lengths.sample())
+            )  # no statistics over rows that are dealt
             known["longest_row"] = data.lengths.longest_row
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _open_batches(self) -> Batches:
         """Made on first use: within the memory cap, and before the peak of any step is counted."""
         if self._batches is None:
-            data = self.recipe.data or Data(Pool(cast(SampleBatch, self.recipe.sample_batch), self.device.type))
+            data = self.recipe.data or Data(
+                Pool(cast(SampleBatch, self.recipe.sample_batch), self.device.type)
+            )
             self._batches = Batches(data, self.device, self.place.input == "device", self)
         return self._batches
 
@@ -283,7 +346,8 @@ class TorchWorkload(Workload, StepListener):
         elif members != self._members:
             group = dist.new_group(list(members))
             if not set(members) <= set(self._members):
-                self.recipe.optimizer.state.clear()  # who comes back has other momentum than the others
+                # who comes back has other momentum than the others
+                self.recipe.optimizer.state.clear()
             self._members, self._model, self._waits = members, self.recipe.module, None
             if self.place.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
@@ -292,7 +356,9 @@ class TorchWorkload(Workload, StepListener):
 
 
 class GpuMemory(MemoryMeter):
-    """The memory of tensors on GPUs: it grows with the batch, while the allocator's depends on what was before."""
+    """The memory of tensors on GPUs: it grows with the batch, while the allocator's depends on what
+    was before.
+    """
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
         super().__init__(len(gpus))
@@ -315,7 +381,9 @@ class GpuMemory(MemoryMeter):
 
 
 def check_place(place: Place, placed: bool = False) -> None:
-    """RequestError for what PyTorch does not do; `placed`: the workload lays its own parts on several devices."""
+    """RequestError for what PyTorch does not do; `placed`: the workload lays its own parts on
+    several devices.
+    """
     if place.xla:
         raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
     if len(place.devices) != 1 and not placed:
@@ -326,7 +394,9 @@ def check_place(place: Place, placed: bool = False) -> None:
 
 
 def configure(place: Place) -> tuple[torch.device, ...]:
-    """The place's devices as PyTorch names them, with threads and memory caps set; all CPU devices are one to it."""
+    """The place's devices as PyTorch names them, with threads and memory caps set; all CPU devices
+    are one to it.
+    """
     devices = tuple(torch_device(name) for name in place.devices)
     if place.threads is not None:
         torch.set_num_threads(place.threads)
@@ -366,7 +436,10 @@ def own_share(place: Place, shares: Sequence[int]) -> int:
         return sum(shares)  # its parts lie on several devices, and see every sample
     expected = place.world
     if len(shares) != expected or min(shares) < 0 or not any(shares):
-        raise RequestError(f"The shares {tuple(shares)} are not for {expected} devices.", "Give 0 or more for each.")
+        raise RequestError(
+            f"The shares {tuple(shares)} are not for {expected} devices.",
+            "Give 0 or more for each.",
+        )
     return shares[place.rank] if expected > 1 else shares[0]
 
 

@@ -19,17 +19,26 @@ from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal (noisy_slow)
-TYPICAL_BLOCKS = 8  # of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
+TYPICAL_BLOCKS = (
+    8  # of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
+)
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
-MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
+# standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
+MEAN_ERRORS = 3.0
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
-FEWEST_SIZES = 2  # batches, in common with another device too: one shows either a fixed cost or a slope
+FEWEST_SIZES = (
+    2  # batches, in common with another device too: one shows either a fixed cost or a slope
+)
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
-    """One device's points. `rounds` counts its solo probes; `lost` says why it is left out, or is empty."""
+    """One device's points. `rounds` counts its solo probes; `lost` says why it is left out, or is
+    empty.
+    """
 
-    alone: tuple[Point, ...]  # a process of its own while the other devices work too, which may slow it
+    alone: tuple[
+        Point, ...
+    ]  # a process of its own while the other devices work too, which may slow it
     at_rest: tuple[Point, ...]  # a process of its own while the others are idle
     in_splits: tuple[Point, ...]  # its own part of the step of splits
     memory: Memory
@@ -49,7 +58,9 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """The points alone, and those at rest or in splits beyond them; of one device left all (knee)."""
+        """The points alone, and those at rest or in splits beyond them; of one device left all
+        (knee).
+        """
         known = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
         return (*self.alone, *(p for p in (*self.at_rest, *self.in_splits) if p.batch > known))
 
@@ -59,7 +70,9 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     solo = [one for one in by_rows if one.probe.layout.traits.alone]
-    splits = [one for one in (*by_rows, *store.raced_splits(position)) if one.probe.layout.traits.together]
+    splits = [
+        one for one in (*by_rows, *store.raced_splits(position)) if one.probe.layout.traits.together
+    ]
     in_passes = [one for one in solo if one.probe.layout.in_passes]
     at_rest = [one for one in solo if one.probe.stage == "rest" and not one.probe.layout.in_passes]
     rounds = [one for one in solo if one.probe.stage == "solo" and not one.probe.layout.in_passes]
@@ -79,7 +92,9 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 def _blames_passes(position: int, seen: Observation) -> bool:
-    """True if a probe failed for good with this device's share in passes, which the workload may not support."""
+    """True if a probe failed for good with this device's share in passes, which the workload may
+    not support.
+    """
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
@@ -102,12 +117,16 @@ def _memory(store: Observations, position: int, by_rows: list[Observation]) -> M
             if used is not None:
                 points[share] = max(used, points.get(share, 0))
     largest = max(alone, default=0) if len(alone) > 1 else 0
-    beyond = {batch: used for batch, used in in_splits.items() if batch > largest}  # they hold buffers of exchange too
+    beyond = {
+        batch: used for batch, used in in_splits.items() if batch > largest
+    }  # they hold buffers of exchange too
     return read_memory(store.memory_limit(position), {**beyond, **alone}, ran, full)
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """True if this device ran out of memory: it is named, or had the largest share for what it ran alone."""
+    """True if this device ran out of memory: it is named, or had the largest share for what it ran
+    alone.
+    """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
     if not isinstance(seen, OutOfMemory) or not store.full_now(position, seen):
@@ -115,11 +134,15 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
     if seen.devices:
         return position in seen.devices
     shares = seen.probe.layout.pass_rows
-    return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / store.largest_alone(i), -i))
+    return position == max(
+        seen.probe.layout.active, key=lambda i: (shares[i] / store.largest_alone(i), -i)
+    )
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if the device failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
+    """True if the device failed alone, for good, at a larger batch than it ran: some kernels have
+    such a limit.
+    """
     layout, ran = seen.probe.layout, store.largest_alone(position)
     alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
     return alone and ran >= 1 and layout.shares[position] > ran
@@ -128,17 +151,20 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
     """The reason why the device is left out, or empty.
 
-    The device has gone, at any stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
-    is blamed on the pair.
+    The device has gone, at any stage, or failed for good, alone or named by a split of 3 or more; a
+    failure in a pair is blamed on the pair.
     """
     if position in store.gone:
         return store.gone[position]
-    failed = (one for one in explored if isinstance(one, Failed) and not _blames_passes(position, one))
+    failed = (
+        one for one in explored if isinstance(one, Failed) and not _blames_passes(position, one)
+    )
     own = [one for one in failed if (position,) in (one.devices, one.probe.layout.active)]
     fatal = (
         one.detail
         for one in own
-        if one.cause == "device" or (len(one.probe.layout.active) != 2 and not _too_large(store, position, one))
+        if one.cause == "device"
+        or (len(one.probe.layout.active) != 2 and not _too_large(store, position, one))
     )
     return next(fatal, "")
 
@@ -146,34 +172,50 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
 def _slower_since(
     store: Observations, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]
 ) -> float:
-    """The factor by which steps now take longer, if it was held back in its last check, or always before any; or 1."""
-    later = [one for one in store.timed("split", "race", "check") if one.probe.layout.shares[position]]
+    """The factor by which steps now take longer, if it was held back in its last check, or always
+    before any; or 1.
+    """
+    later = [
+        one for one in store.timed("split", "race", "check") if one.probe.layout.shares[position]
+    ]
     checks = [one for one in later if one.probe.stage == "check"]
-    if len(later) < 2 or not all(one.held_back(position) for one in checks[-1:] or later):  # once is a burst (throttle)
+    if len(later) < 2 or not all(
+        one.held_back(position) for one in checks[-1:] or later
+    ):  # once is a burst (throttle)
         return 1.0
-    steady = [[one for one in seen if isinstance(one, Timed) and not one.held_back()] for seen in (rounds, splits)]
+    steady = [
+        [one for one in seen if isinstance(one, Timed) and not one.held_back()]
+        for seen in (rounds, splits)
+    ]
     curve = fit_curve(point for seen in steady for point in read_points(seen, position))
     if curve is None:
         return 1.0
     held = [one for one in checks or later if one.held_back(position) and one.probe.layout.by_rows]
-    ratios = [p.seconds / curve.seconds(p.batch) for p in read_points(held, position) if p.passes == 1]
+    ratios = [
+        p.seconds / curve.seconds(p.batch) for p in read_points(held, position) if p.passes == 1
+    ]
     return max(1.0, median(ratios or [1.0]))
 
 
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
     """The device's own part of steps, or whole steps that it took alone, with standard errors.
 
-    Each error is the larger of its own error and the error expected from the median noise per step: an interval of few
-    blocks is often too narrow by luck, as a probe ends once it is narrow enough; but by `LUCKY` at most, as steps of
-    few rows may be noisier. A device that was held back says little of its curve, unless nothing else does, or it is
-    `slower` by this factor since.
+    Each error is the larger of its own error and the error expected from the median noise per step:
+    an interval of few blocks is often too narrow by luck, as a probe ends once it is narrow enough;
+    but by `LUCKY` at most, as steps of few rows may be noisier. A device that was held back says
+    little of its curve, unless nothing else does, or it is `slower` by this factor since.
     """
     timed = [one for one in seen if isinstance(one, Timed)]
-    own = [one.device_seconds[position] or one.step_seconds * one.probe.layout.traits.alone for one in timed]
+    own = [
+        one.device_seconds[position] or one.step_seconds * one.probe.layout.traits.alone
+        for one in timed
+    ]
     found = [(one, seconds) for one, seconds in zip(timed, own, strict=True) if seconds]
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
     found = steady if steady and slower == 1 else found
-    noise = median([relative_error(one) * math.sqrt(max(1, one.steps)) for one, _ in found] or [0.0])
+    noise = median(
+        [relative_error(one) * math.sqrt(max(1, one.steps)) for one, _ in found] or [0.0]
+    )
     for one, seconds in found:
         layout, error = one.probe.layout, relative_error(one)
         wide = max(error, min(noise / math.sqrt(max(1, one.steps)), LUCKY * error))
@@ -182,10 +224,11 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """The evidence of all devices, in whose errors it counts by how much two probes of nearly one batch differ.
+    """The evidence of all devices, in whose errors it counts by how much two probes of nearly one
+    batch differ.
 
-    That is the median, beyond errors and rows, over all such pairs and one that shows none: a lasting neighbour moves
-    one pair of one device.
+    That is the median, beyond errors and rows, over all such pairs and one that shows none: a
+    lasting neighbour moves one pair of one device.
     """
     moves = [0.0]
     for a, b in (pair for one in devices for pair in combinations((*one.alone, *one.in_splits), 2)):
@@ -198,7 +241,9 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
         return tuple(msgspec.structs.replace(p, error=math.hypot(p.error, drift)) for p in points)
 
     return [
-        msgspec.structs.replace(one, alone=wider(one.alone), at_rest=wider(one.at_rest), in_splits=wider(one.in_splits))
+        msgspec.structs.replace(
+            one, alone=wider(one.alone), at_rest=wider(one.at_rest), in_splits=wider(one.in_splits)
+        )
         for one in devices
     ]
 
@@ -213,14 +258,19 @@ def relative_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Positions grouped so that each is as fast as the first of its group; lost devices are groups of their own.
+    """Positions grouped so that each is as fast as the first of its group; lost devices are groups
+    of their own.
 
-    Devices of which the training has different parts are never one group, however noisy their points are.
+    Devices of which the training has different parts are never one group, however noisy their
+    points are.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
     part = limits or (0,) * len(devices)
-    return group_by(order, lambda one, other: part[one] == part[other] and same_speed(devices[one], devices[other]))
+    return group_by(
+        order,
+        lambda one, other: part[one] == part[other] and same_speed(devices[one], devices[other]),
+    )
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
@@ -248,10 +298,14 @@ def _gap(one: Point, other: Point) -> tuple[float, float]:
 
 
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """True if noise explains logarithms of time ratios, with their errors, at two batches or more."""
+    """True if noise explains logarithms of time ratios, with their errors, at two batches or
+    more.
+    """
     total, mean, count = 0.0, 0.0, 0
     for gap, error in gaps:
-        if abs(gap) > BATCH_ERRORS * error:  # of 1024 devices half a million pairs are looked at for each decision
+        if (
+            abs(gap) > BATCH_ERRORS * error
+        ):  # of 1024 devices half a million pairs are looked at for each decision
             return False
         total, mean, count = total + 1 / error**2, mean + gap / error**2, count + 1
     return count >= FEWEST_SIZES and abs(mean) <= MEAN_ERRORS * math.sqrt(total)

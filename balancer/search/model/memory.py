@@ -1,8 +1,10 @@
-"""The number of samples that fit: a device's line of bytes(batch), the batches that ran or failed, the next guess.
+"""The number of samples that fit: a device's line of bytes(batch), the batches that ran or failed,
+the next guess.
 
-The guess is where the line through the two largest distinct batches meets the device's memory. A guess that failed
-refutes the line; from then on a quarter of the gap between ran and failed is tried, as a failure costs more than one
-that runs. With unknown bytes the batch grows by a factor until it fails.
+The guess is where the line through the two largest distinct batches meets the device's memory. A
+guess that failed refutes the line; from then on a quarter of the gap between ran and failed is
+tried, as a failure costs more than one that runs. With unknown bytes the batch grows by a factor
+until it fails.
 """
 
 from __future__ import annotations
@@ -15,17 +17,26 @@ import msgspec
 
 from .step_time import LEVEL, SAME_BATCH, WIDE
 
-MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
-BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
-SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes); and used
+MARGIN = (
+    0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
+)
+# times what ran: as far as a batch may grow where nothing tells, and a curve is trusted
+# (large_only)
+BLIND_GROWTH = 8
+# of the predicted largest batch: safe without having run (recorded plans have such passes); and
+# used
+SAFE_SHARE = 0.8
 # of the free memory if its line bends upwards (bent memory: 11 more run out without)
-SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);
+# times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);
+SAFE_GROWTH = 1.25
 # steps that differ by less don't show how their tuning grows (TensorFlow, recorded)
 UNBOUNDED = 1 << 30  # samples
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out."""
+    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest
+    batch that ran out.
+    """
 
     limit_bytes: int | None
     points: tuple[tuple[int, int], ...] = ()
@@ -35,7 +46,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
-        """The distinct points, chosen from the largest down; its outermost two if none are distinct."""
+        """The distinct points, chosen from the largest down; its outermost two if none are
+        distinct.
+        """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
             if not kept or point[0] <= (1 - LEVEL) * kept[-1][0]:
@@ -44,7 +57,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """(bytes at 0 samples, bytes a sample) through the two largest batches, not falling; None with fewer."""
+        """(bytes at 0 samples, bytes a sample) through the two largest batches, not falling; None
+        with fewer.
+        """
         if len(self.apart) < 2:
             return None
         (b0, m0), (b1, m1) = self.apart[-2:]
@@ -67,7 +82,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
-        """The bytes per sample by which the last slope is steeper than the one before; 0 if it isn't."""
+        """The bytes per sample by which the last slope is steeper than the one before; 0 if it
+        isn't.
+        """
         if len(self.apart) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.apart[-3:]
@@ -75,11 +92,15 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return last - before if last > before * (1 + LEVEL) else 0.0
 
     def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
-        """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit.
+        """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can
+        fit.
 
-        With `hoped`, the largest that may fit after all, however many tries lie before it; two that failed are enough.
+        With `hoped`, the largest that may fit after all, however many tries lie before it; two that
+        failed are enough.
         """
-        settled = self.failed is not None and self.failed - self.ran <= max(quantum, SAME_BATCH * self.ran)
+        settled = self.failed is not None and self.failed - self.ran <= max(
+            quantum, SAME_BATCH * self.ran
+        )
         if settled or cap <= self.ran:
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
@@ -87,20 +108,28 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             return max(self.ran, min(guess, cap)) // quantum * quantum
         wanted = self.ran * BLIND_GROWTH
         if self.failed is not None:
-            wanted = self.failed - quantum if hoped and self.failures < 2 else self._middle(self.failed)
+            wanted = (
+                self.failed - quantum if hoped and self.failures < 2 else self._middle(self.failed)
+            )
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
-        """The largest batch worth trying in a split: the next guess if bytes are known or `bold`, else what ran."""
+        """The largest batch worth trying in a split: the next guess if bytes are known or `bold`,
+        else what ran.
+        """
         unknown = self.limit_bytes is None or self.line is None
         guess = self.predict_largest()
-        refuted = self.failures > 1 and (guess is None or self.failed is None or guess >= self.failed)
+        refuted = self.failures > 1 and (
+            guess is None or self.failed is None or guess >= self.failed
+        )
         if refuted or (unknown and not bold):
             return min(self.ran, cap) // quantum * quantum
         return self.largest_to_try(cap, quantum)
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below the limit."""
+        """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below
+        the limit.
+        """
         safe = self.ran
         guess = self.predict_largest()
         if self.failed is None and guess is not None and self.ran:
@@ -108,9 +137,13 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
-        """The largest batch that takes at most `limit_bytes`, by lines from point to point, the origin first."""
+        """The largest batch that takes at most `limit_bytes`, by lines from point to point, the
+        origin first.
+        """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
-        right = min(max(1, bisect_left(points, limit_bytes, key=lambda point: point[1])), len(points) - 1)
+        right = min(
+            max(1, bisect_left(points, limit_bytes, key=lambda point: point[1])), len(points) - 1
+        )
         (b0, m0), (b1, m1) = points[right - 1 : right + 1]
         slope = (m1 - m0) / (b1 - b0)
         if slope <= 0:
@@ -126,7 +159,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 def read_memory(
     limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
 ) -> Memory:
-    """The evidence by the bytes of batches, the batches that fit, and those that ran out, once for each time."""
+    """The evidence by the bytes of batches, the batches that fit, and those that ran out, once for
+    each time.
+    """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)
     return Memory(limit_bytes, tuple(sorted(points.items())), largest, failed, len(full))

@@ -1,8 +1,9 @@
 """A device's seconds(batch): fitted to a few noisy points, rising, and inverted exactly.
 
-The curve is the simplest that fits the points: straight (fixed cost + cost a sample), flat up to a knee and straight
-after it, stairs, or a line bent through the points; each point's deviation is shrunk by the share that noise explains.
-Where step times fall as the batch grows, fewer rows count as what more of them take: nobody would give so few.
+The curve is the simplest that fits the points: straight (fixed cost + cost a sample), flat up to a
+knee and straight after it, stairs, or a line bent through the points; each point's deviation is
+shrunk by the share that noise explains. Where step times fall as the batch grows, fewer rows count
+as what more of them take: nobody would give so few.
 """
 
 from __future__ import annotations
@@ -18,18 +19,30 @@ import msgspec
 
 from evener.shares.curves import ROUNDING, Curve
 
-SAME_BATCH = 0.02  # relative: points nearer than this are one point, as their slope would be noise (noisy)
-LEVEL = 0.05  # relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a torch_maxer
+SAME_BATCH = (
+    0.02  # relative: points nearer than this are one point, as their slope would be noise (noisy)
+)
+# relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a
+# torch_maxer
+LEVEL = 0.05
 # on an H200); between batches that differ by less, allocators' rounding dominates
-LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
-LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
+LEAST_ERROR = (
+    0.0005  # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
+)
+# a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
+LINE_ERRORS = 2.5
 
-WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200) and the width of
-# stairs (stall), so passes of texts grow by it; between one that ran and one that failed, of unknown bytes, a wider one
+# times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200) and the
+# width of
+WIDE = 4
+# stairs (stall), so passes of texts grow by it; between one that ran and one that failed, of
+# unknown bytes, a wider one
 # is cut at its geometric mean
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
-TILES = [1 << power for power in range(12, 0, -1)]  # samples: tried as the width of a stair (stairs8 to stairs128)
+TILES = [
+    1 << power for power in range(12, 0, -1)
+]  # samples: tried as the width of a stair (stairs8 to stairs128)
 CURVES_KEPT = 512  # those of 16 devices in the models of some twenty rounds (CPU of ask)
 MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
 
@@ -61,7 +74,9 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
-    """The curve that explains the points; None without any. `among` devices share a step: see `Stairs.curve`."""
+    """The curve that explains the points; None without any. `among` devices share a step: see
+    `Stairs.curve`.
+    """
     return _fit_points(tuple(points), among)
 
 
@@ -70,23 +85,35 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     merged = merge_points(found)
     if not merged:
         return None
-    if len(merged) == 1:  # fewer rows may take as long (flat, then linear), more at most in proportion
+    if (
+        len(merged) == 1
+    ):  # fewer rows may take as long (flat, then linear), more at most in proportion
         (one,) = merged
-        return Curve((0.0, float(one.batch)), (one.seconds, one.seconds), one.seconds / one.batch, True, one.error)
+        return Curve(
+            (0.0, float(one.batch)),
+            (one.seconds, one.seconds),
+            one.seconds / one.batch,
+            True,
+            one.error,
+        )
     line, worst = _simplest(merged)
     error = median(p.error for p in merged)  # a rough point says nothing of the others
     if worst > LINE_ERRORS:
         if stairs := fit_stairs(found):
             return stairs.curve(merged[-1].batch, error, among)
         if bends := _bends(merged, line):
-            times = make_rising([line.seconds(batch) * factor for batch, factor in ((0, bends[0][1]), *bends)])
+            times = make_rising(
+                [line.seconds(batch) * factor for batch, factor in ((0, bends[0][1]), *bends)]
+            )
             batches = (0.0, *(float(batch) for batch, _ in bends))
             return Curve(batches, tuple(times), line.slope * bends[-1][1], False, error)
     return msgspec.structs.replace(line, simple=worst <= LINE_ERRORS, error=error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
-    """Points in rising batch; those whose batches are as `near` are averaged, if noise explains how they differ."""
+    """Points in rising batch; those whose batches are as `near` are averaged, if noise explains how
+    they differ.
+    """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
         if groups and (point.batch == groups[-1][-1].batch or _is_same(groups[-1][0], point, near)):
@@ -97,10 +124,14 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """True if two points are of nearly one batch, and noise explains their times: a stair may lie between."""
+    """True if two points are of nearly one batch, and noise explains their times: a stair may lie
+    between.
+    """
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     larger = other.batch / one.batch - 1
-    return not larger or (larger <= near and abs(other.seconds / one.seconds - 1) <= larger + errors)
+    return not larger or (
+        larger <= near and abs(other.seconds / one.seconds - 1) <= larger + errors
+    )
 
 
 def _average(group: Sequence[Point]) -> Point:
@@ -128,13 +159,17 @@ def _hinge(points: Sequence[Point], cut: int) -> Curve:
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
     if len(rest) > 1:
         return _line(*rising_line(_weighted(rest), intercept_not_negative=False), level)
-    left = points[cut - 1]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
+    left = points[
+        cut - 1
+    ]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
     slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
     return _line(level - slope * left.batch, slope, level)
 
 
 def _line(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """max(flat, fixed + slope * b) seconds: level up to the knee if that lies above 0, and straight."""
+    """max(flat, fixed + slope * b) seconds: level up to the knee if that lies above 0, and
+    straight.
+    """
     if slope > 0 and flat > fixed:
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
     begin = max(flat, fixed)
@@ -150,25 +185,35 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bends(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """(batch, factor on the line) at each point, shrunk towards 1 by the share that noise explains."""
+    """(batch, factor on the line) at each point, shrunk towards 1 by the share that noise
+    explains.
+    """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
     if spread <= 0:
         return []
-    return [(p.batch, 1 + r * spread / (spread + p.sure_error**2)) for p, r in zip(points, residuals, strict=True)]
+    return [
+        (p.batch, 1 + r * spread / (spread + p.sure_error**2))
+        for p, r in zip(points, residuals, strict=True)
+    ]
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """The seconds at rising batches, none above those at a larger one (kernel_down, tol_jagged) or below 0."""
+    """The seconds at rising batches, none above those at a larger one (kernel_down, tol_jagged) or
+    below 0.
+    """
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
 
 
-def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) -> tuple[float, float]:
+def rising_line(
+    samples: Sequence[Sample], intercept_not_negative: bool = True
+) -> tuple[float, float]:
     """(intercept, slope) of y = intercept + slope * x, the slope never negative.
 
-    Where the best intercept would be negative, the line goes through the origin, unless `intercept_not_negative` is
-    False. One sample alone is all slope. `samples` must not be empty; weights are 1 / variance of y.
+    Where the best intercept would be negative, the line goes through the origin, unless
+    `intercept_not_negative` is False. One sample alone is all slope. `samples` must not be empty;
+    weights are 1 / variance of y.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -181,13 +226,19 @@ def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) 
     intercept = mean_y - slope * mean_x
     if intercept >= 0 or not intercept_not_negative:
         return intercept, slope
-    return 0.0, math.fsum(w * x * y for x, y, w in samples) / math.fsum(w * x * x for x, _, w in samples)
+    return 0.0, math.fsum(w * x * y for x, y, w in samples) / math.fsum(
+        w * x * x for x, _, w in samples
+    )
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """The seconds of each further pass beyond a step of its rows, by steps in several passes; never nearly free."""
+    """The seconds of each further pass beyond a step of its rows, by steps in several passes; never
+    nearly free.
+    """
     weights = [((p.passes - 1) / p.seconds) ** 2 * p.weight for p in steps]
-    found = [(p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps]
+    found = [
+        (p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps
+    ]
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)
     return max(mean, (LEVEL - 1) * curve.seconds(rows))
 
@@ -198,7 +249,8 @@ def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 class Stairs(msgspec.Struct, frozen=True):
     """seconds(b) = first + rise * ceil(each * b + shift), but at least `least`.
 
-    `places` are (each, lowest shift, highest shift) that put every point on its stair: the corners of all that do.
+    `places` are (each, lowest shift, highest shift) that put every point on its stair: the corners
+    of all that do.
     """
 
     first: float
@@ -209,8 +261,9 @@ class Stairs(msgspec.Struct, frozen=True):
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
         """The stairs up to a batch, and straight on beyond it.
 
-        A stair ends between the first batch at which it may and the last, at the part x of them that gains most where
-        one of n devices that is late makes all late: x * (1 - x)**n is highest at x = 1 / (n + 1).
+        A stair ends between the first batch at which it may and the last, at the part x of them
+        that gains most where one of n devices that is late makes all late: x * (1 - x)**n is
+        highest at x = 1 / (n + 1).
         """
         knots: dict[float, float] = {}
         each = math.fsum(one for one, _, _ in self.places) / len(self.places)
@@ -220,7 +273,9 @@ class Stairs(msgspec.Struct, frozen=True):
             early, late = self._end(stair)
             end = min(early + (late - early) // (among + 1), largest)
             if end >= max(begin, 1):
-                knots[float(begin)] = knots[float(end)] = max(self.least, self.first + self.rise * stair)
+                knots[float(begin)] = knots[float(end)] = max(
+                    self.least, self.first + self.rise * stair
+                )
                 begin = end + 1
             if end == largest:
                 break
@@ -229,13 +284,17 @@ class Stairs(msgspec.Struct, frozen=True):
     def _end(self, stair: int) -> tuple[int, int]:
         """The last batch of a stair, at least and at most."""
         early = min(math.floor((stair - most) / each + ROUNDING) for each, _, most in self.places)
-        late = max(math.ceil((stair - least) / each - ROUNDING) - 1 for each, least, _ in self.places)
+        late = max(
+            math.ceil((stair - least) / each - ROUNDING) - 1 for each, least, _ in self.places
+        )
         return early, max(early, late)
 
 
 @lru_cache(CURVES_KEPT)
 def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
-    """The highest stairs that explain the points; None if none do, or the points are too few to tell."""
+    """The highest stairs that explain the points; None if none do, or the points are too few to
+    tell.
+    """
     points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
@@ -246,7 +305,11 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
         if rise < LINE_ERRORS * error:  # a smaller one could explain anything (noise of stall)
             break
         levels = [round((point.seconds - low) / rise) for point in points]
-        if len(set(levels)) < len(levels) and _shows_width(points, levels) and (found := _explain(points, levels)):
+        if (
+            len(set(levels)) < len(levels)
+            and _shows_width(points, levels)
+            and (found := _explain(points, levels))
+        ):
             return found
     return None
 
@@ -258,18 +321,24 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
 
 
 def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """The stairs with these points on these levels; None if that contradicts their times or their batches."""
+    """The stairs with these points on these levels; None if that contradicts their times or their
+    batches.
+    """
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
     for level, point in zip(levels, points, strict=True):
-        if abs(first + rise * level - point.seconds) > point.leeway + LEAN * min(rise, point.seconds):
+        if abs(first + rise * level - point.seconds) > point.leeway + LEAN * min(
+            rise, point.seconds
+        ):
             return None
     places = _place([point.batch for point in points], levels)
     return Stairs(first, rise, points[0].seconds, places) if places else None
 
 
 def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, float, float], ...]:
-    """The places of stairs that have these batches on these levels: if one is of tiles, powers of two, that alone."""
+    """The places of stairs that have these batches on these levels: if one is of tiles, powers of
+    two, that alone.
+    """
     low, high = 1 / batches[-1], math.inf  # of 1 / width
     for (b0, n0), (b1, n1) in combinations(zip(batches, levels, strict=True), 2):
         low, high = max(low, (n1 - n0 - 1) / (b1 - b0)), min(high, (n1 - n0 + 1) / (b1 - b0))
@@ -291,6 +360,8 @@ def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, 
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """The shifts at which stairs with this many levels a sample put these batches on these levels."""
+    """The shifts at which stairs with this many levels a sample put these batches on these
+    levels.
+    """
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most

@@ -1,4 +1,6 @@
-"""Found by each Python that `evener run` starts: installs the hooks, then becomes the user's own sitecustomize."""
+"""Found by each Python that `evener run` starts: installs the hooks, then becomes the user's own
+sitecustomize.
+"""
 
 import sys
 from importlib import import_module
@@ -7,9 +9,13 @@ from pathlib import Path
 _own = str(Path(__file__).parent)
 sys.path[:] = [folder for folder in sys.path if folder != _own]
 try:
-    install = import_module("evener.program.install").install  # by its name, as this file belongs to no package
+    install = import_module(
+        "evener.program.install"
+    ).install  # by its name, as this file belongs to no package
 except ImportError as error:
-    sys.stderr.write(f"evener: its program isn't balanced: install evener for {sys.executable} ({error}).\n")
+    sys.stderr.write(
+        f"evener: its program isn't balanced: install evener for {sys.executable} ({error}).\n"
+    )
 else:
     install()
 _this = sys.modules.pop("sitecustomize", None)

@@ -1,4 +1,6 @@
-"""Searches with all families on simulated machines whose truth is known, and the laws of asking and telling."""
+"""Searches with all families on simulated machines whose truth is known, and the laws of asking and
+telling.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def problem(of: Machine, batch: int | None = 256, budget: float | None = None) -
     return Problem(len(of.devices), sizes, global_batch=batch, budget_seconds=budget)
 
 
-def run(of: Machine, options: LayoutOptions = ALL, batch: int | None = 256, budget: float | None = None) -> Search:
+def run(
+    of: Machine, options: LayoutOptions = ALL, batch: int | None = 256, budget: float | None = None
+) -> Search:
     """A search to its end."""
     search, prober = Search(problem(of, batch, budget), options), SimulatedProber(of, seed=1)
     for _ in range(500):
@@ -67,9 +71,13 @@ def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
 
 
 def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> None:
-    """Where no other split is asked for: one device is fastest at about 256 samples, the other at all that fit."""
+    """Where no other split is asked for: one device is fastest at about 256 samples, the other at
+    all that fit.
+    """
     early = device("B", 40.0, curve=((16, 6.0), (256, 40.0), (512, 400.0), (1024, 3000.0)))
-    search = run(machine(device("A", 40.0), early), LayoutOptions(("even",), scaling=False), batch=None)
+    search = run(
+        machine(device("A", 40.0), early), LayoutOptions(("even",), scaling=False), batch=None
+    )
     (even,) = search.race.all
     assert 100 <= even.layout.shares[0] == even.layout.shares[1] <= 600
 
@@ -77,7 +85,9 @@ def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_one_device_that_may_win_is_measured_while_the_others_rest(devices: int) -> None:
     """Also at a batch that it has had beside the others, as they may hold each other up."""
-    search = run(machine(*(device(name, 40.0) for name in "ABC"[:devices]), sync_ms=200.0), BALANCE, batch=64)
+    search = run(
+        machine(*(device(name, 40.0) for name in "ABC"[:devices]), sync_ms=200.0), BALANCE, batch=64
+    )
     assert search._seen.in_stage("rest")
     best = search.best()
     assert best is not None
@@ -89,7 +99,12 @@ def test_one_device_that_may_win_is_measured_while_the_others_rest(devices: int)
     [
         (machine(device("A", 40.0), device("B", 40.0), sync_ms=60.0), "solo"),
         (machine(device("A", 40.0), device("B", 20.0)), "split"),
-        (machine(device("A", 40.0, pack_gain=((1, 1.0), (3, 2.0))), device("B", 40.0), sync_ms=60.0), "pack"),
+        (
+            machine(
+                device("A", 40.0, pack_gain=((1, 1.0), (3, 2.0))), device("B", 40.0), sync_ms=60.0
+            ),
+            "pack",
+        ),
         (machine(device("A", 40.0), device("B", 40.0), sync_ms=60.0, towers_ms=25.0), "place"),
     ],
 )
@@ -181,7 +196,9 @@ def test_a_journal_in_the_middle_asks_the_same_next() -> None:
 def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     of = machine(device("A", 40.0), device("B", 30.0))
     search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
-    assert [(c.layout.placement, type(seen).__name__) for c, seen in list_broken(search)] == [("unknown", "Failed")]
+    assert [(c.layout.placement, type(seen).__name__) for c, seen in list_broken(search)] == [
+        ("unknown", "Failed")
+    ]
     assert {one.candidate.family.name for one in search.ranking()} >= {"solo", "even", "place"}
 
 
@@ -202,13 +219,17 @@ def test_the_budget_holds() -> None:
 
 
 def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
-    """A prober that makes XLA 20 % faster and mixed precision impossible: XLA wins, the other is named."""
+    """A prober that makes XLA 20 % faster and mixed precision impossible: XLA wins, the other is
+    named.
+    """
     of = machine(device("A", 40.0))
     search = Search(problem(of), LayoutOptions(("solo",), knobs=("xla", "mixed")))
     prober = SimulatedProber(of, seed=1)
 
     def measure(probe: Probe) -> Observation:
-        plain = msgspec.structs.replace(probe, layout=msgspec.structs.replace(probe.layout, knobs=()))
+        plain = msgspec.structs.replace(
+            probe, layout=msgspec.structs.replace(probe.layout, knobs=())
+        )
         (seen,) = prober.measure((plain,), lambda _: None, threading.Event())
         if probe.layout.knobs == ("mixed",):
             return OutOfMemory(probe, (0,), "too large", 1.0)

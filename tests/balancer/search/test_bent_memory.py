@@ -1,4 +1,6 @@
-"""Comparisons on one device whose memory bends: the single batch goes on past the bend, packs stay below it."""
+"""Comparisons on one device whose memory bends: the single batch goes on past the bend, packs stay
+below it.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,19 @@ def compared(**changes: object) -> tuple[Machine, Search, list[Layout]]:
 
 
 def test_packs_below_the_bend_are_sized_by_the_memory_there() -> None:
-    """The line through the two largest batches, past the bend, says that small ones take less than nothing."""
+    """The line through the two largest batches, past the bend, says that small ones take less than
+    nothing.
+    """
     machine, search, full = compared(pack_gain=((1, 1.0), (2, 1.5)))
     best = search.best()
     assert best is not None
     assert best.layout.processes == 2
     assert not [layout for layout in full if layout.kind == "pack"]
-    most = max(b for b in range(1, 1000) if 2 * machine.memory_bytes(0, b) <= machine.usable_memory_bytes(0))
+    most = max(
+        b
+        for b in range(1, 1000)
+        if 2 * machine.memory_bytes(0, b) <= machine.usable_memory_bytes(0)
+    )
     assert best.layout.global_batch >= 0.75 * most
 
 

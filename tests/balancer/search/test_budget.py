@@ -1,4 +1,6 @@
-"""A short budget is fair: every wanted layout is measured once before any is measured twice; no batch is a guess."""
+"""A short budget is fair: every wanted layout is measured once before any is measured twice; no
+batch is a guess.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ LABELS = ("SIM:0", "SIM:1")
 
 
 class SlowStarts:
-    """Simulated devices whose children take time to start, each once; `full` layouts run out of memory."""
+    """Simulated devices whose children take time to start, each once; `full` layouts run out of
+    memory.
+    """
 
     def __init__(self, machine: Machine, start_seconds: float) -> None:
         self._prober = SimulatedProber(machine, seed=1)
@@ -58,7 +62,9 @@ class SlowStarts:
     def _measured(self, probes: Sequence[Probe]) -> list[Observation]:
         """As plain processes: simulated devices know no other mode of packing."""
         plain = tuple(_plain(probe) for probe in probes)
-        seen = {one.probe: one for one in self._prober.measure(plain, lambda _: None, threading.Event())}
+        seen = {
+            one.probe: one for one in self._prober.measure(plain, lambda _: None, threading.Event())
+        }
         return [seen[probe] for probe in plain]
 
     def _late(self, seen: Observation) -> Observation:
@@ -66,39 +72,58 @@ class SlowStarts:
         if layout in self.full:
             return OutOfMemory(seen.probe, layout.active[:1], "the test has it so", self._start)
         crew = (layout.kind, layout.active, layout.processes, layout.placement)
-        start = 0.0 if crew in self._standing else self._start * len(layout.active) * layout.processes
+        start = (
+            0.0 if crew in self._standing else self._start * len(layout.active) * layout.processes
+        )
         self._standing.add(crew)
         if not isinstance(seen, Timed):
             return seen
-        return msgspec.structs.replace(seen, start_seconds=start, elapsed_seconds=seen.elapsed_seconds + start)
+        return msgspec.structs.replace(
+            seen, start_seconds=start, elapsed_seconds=seen.elapsed_seconds + start
+        )
 
 
 def _plain(probe: Probe) -> Probe:
     if probe.layout.kind != "pack":
         return probe
-    return msgspec.structs.replace(probe, layout=msgspec.structs.replace(probe.layout, placement=""))
+    return msgspec.structs.replace(
+        probe, layout=msgspec.structs.replace(probe.layout, placement="")
+    )
 
 
 def machine(per_sample_ms: float = 0.8) -> Machine:
     """Two alike, with two placements; 8 GB and 2 MB a sample."""
     curve = ((8, 6.0), (1024, 6.0 + 1024 * per_sample_ms))
     device = SimulatedDevice(
-        name="A", memory_mib=8000.0, memory_base_mib=200.0, memory_per_sample_mib=2.0, curve=curve, noise=0.003
+        name="A",
+        memory_mib=8000.0,
+        memory_base_mib=200.0,
+        memory_per_sample_mib=2.0,
+        curve=curve,
+        noise=0.003,
     )
     places = tuple(SimulatedPlacement(name=name, curve=curve) for name in ("towers", "alternate"))
     return Machine((device, device), Sync(1.0), placements=places)
 
 
-def compared(budget: float | None, start: float, batch: int | None = None) -> tuple[Search, SlowStarts]:
+def compared(
+    budget: float | None, start: float, batch: int | None = None
+) -> tuple[Search, SlowStarts]:
     """A search of all families, to its end."""
     of, prober = machine(), SlowStarts(machine(), start)
     sizes = tuple(of.usable_memory_bytes(i) for i in range(2))
-    return prober.run(Search(Problem(2, sizes, global_batch=batch, budget_seconds=budget), ALL)), prober
+    return prober.run(
+        Search(Problem(2, sizes, global_batch=batch, budget_seconds=budget), ALL)
+    ), prober
 
 
-@pytest.mark.parametrize(("budget", "start"), [(100.0, 6.0), (60.0, 3.0), (150.0, 9.0), (30.0, 0.5)])
+@pytest.mark.parametrize(
+    ("budget", "start"), [(100.0, 6.0), (60.0, 3.0), (150.0, 9.0), (30.0, 0.5)]
+)
 def test_every_way_is_measured_within_the_budget(budget: float, start: float) -> None:
-    """Children that start slowly, as a framework's do: no family is left out, and none of it comes from a long step."""
+    """Children that start slowly, as a framework's do: no family is left out, and none of it comes
+    from a long step.
+    """
     search, _ = compared(budget, start)
     assert search.race.unmeasured == ()
     found = search.ranking()
@@ -116,7 +141,11 @@ def test_nothing_is_measured_twice_before_everything_was_once() -> None:
     first = [probe.layout for probe in race if probe.turn == 0]
     assert len(first) == len(set(first))
     again = next((i for i, probe in enumerate(race) if probe.turn), len(race))
-    placed = [i for i, probe in enumerate(race) if probe.layout.kind in ("place", "pack") and not probe.turn]
+    placed = [
+        i
+        for i, probe in enumerate(race)
+        if probe.layout.kind in ("place", "pack") and not probe.turn
+    ]
     assert len(placed) >= 3
     assert max(placed) < again
 
@@ -127,10 +156,14 @@ def short_budget(search: Search, prober: SlowStarts, why: str) -> str:
 
 
 def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first() -> None:
-    """With one in which a split is measured; nothing is said of it where one was, or of an interrupt."""
+    """With one in which a split is measured; nothing is said of it where one was, or of an
+    interrupt.
+    """
     search, prober = split_only(20.0)
     words = short_budget(search, prober, Stop.BUDGET.value)
-    assert words.startswith("The budget of 20 s was over before any split was measured: starting processes took 12 s")
+    assert words.startswith(
+        "The budget of 20 s was over before any split was measured: starting processes took 12 s"
+    )
     assert short_budget(search, prober, Stop.INTERRUPTED.value) == ""
     search, prober = split_only(float(words.partition("--budget ")[2].partition("s should")[0]))
     assert short_budget(search, prober, Stop.BUDGET.value) == ""
@@ -143,8 +176,12 @@ def split_only(budget: float) -> tuple[Search, SlowStarts]:
 
 
 @pytest.mark.parametrize(("budget", "start"), [(70.0, 12.0), (60.0, 9.0), (50.0, 6.0)])
-def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(budget: float, start: float) -> None:
-    """Starts of 12 s in a budget of 70 s: the verdict stands on what was measured, and the budget named suffices."""
+def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(
+    budget: float, start: float
+) -> None:
+    """Starts of 12 s in a budget of 70 s: the verdict stands on what was measured, and the budget
+    named suffices.
+    """
     search, _ = compared(budget, start)
     missing = search.race.unmeasured
     assert missing
@@ -160,14 +197,18 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(budget: flo
 
 def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Search, SlowStarts]:
     """One device, of which packs get more up to six trainings, to the end of its search."""
-    device = msgspec.structs.replace(machine().devices[0], pack_gain=((1, 1.0), (6, 2.5), (40, 2.0)))
+    device = msgspec.structs.replace(
+        machine().devices[0], pack_gain=((1, 1.0), (6, 2.5), (40, 2.0))
+    )
     of = Machine((device,), Sync(1.0))
     prober = SlowStarts(of, start)
     problem = Problem(1, (of.usable_memory_bytes(0),), global_batch=64, budget_seconds=budget)
     return prober.run(Search(problem, LayoutOptions(("solo", "pack"), pack_modes=modes))), prober
 
 
-@pytest.mark.parametrize(("budget", "start", "modes"), [(60.0, 3.0, ("",)), (30.0, 8.0, ("", "mps"))])
+@pytest.mark.parametrize(
+    ("budget", "start", "modes"), [(60.0, 3.0, ("",)), (30.0, 8.0, ("", "mps"))]
+)
 def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
     budget: float, start: float, modes: tuple[PackMode, ...]
 ) -> None:
@@ -210,24 +251,36 @@ def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: floa
         dict(search.race.packings)[""].seen,
         key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0,
     )
-    sizes = {probe.layout.processes for probe in prober.asked if probe.layout.placement == "logical"}
+    sizes = {
+        probe.layout.processes for probe in prober.asked if probe.layout.placement == "logical"
+    }
     assert len(sizes) == 1
     assert abs(sizes.pop() - best.probe.layout.processes) <= 1, "of equals the fewest"
     assert search.race.unmeasured == ()
 
 
-@given(st.floats(0.1, 60), st.floats(0, 60), st.integers(2, 30), st.integers(1, 30), st.integers(1, 50))
+@given(
+    st.floats(0.1, 60), st.floats(0, 60), st.integers(2, 30), st.integers(1, 30), st.integers(1, 50)
+)
 def test_a_larger_pack_starts_no_slower_than_in_proportion(
     first: float, more: float, least: int, further: int, processes: int
 ) -> None:
-    """And no quicker than the largest one so far, if it is larger; two sizes that took the same promise the same."""
+    """And no quicker than the largest one so far, if it is larger; two sizes that took the same
+    promise the same.
+    """
     problem = Problem(1, (None,))
     seen = Observations(problem)
     for size, seconds in ((least, first), (least + further, first + more)):
         probe = Probe(Layout("pack", (8,), size), "pack", 1.0)
-        seen.add(Timed(probe, 0.1, 0.1, 0.1, 10, (None,), (None,), 0.1, seconds + 1, start_seconds=seconds))
+        seen.add(
+            Timed(
+                probe, 0.1, 0.1, 0.1, 10, (None,), (None,), 0.1, seconds + 1, start_seconds=seconds
+            )
+        )
     most = least + further
-    asked = Budget(problem, LayoutOptions(), seen).start_seconds(Layout("pack", (8,), most + processes))
+    asked = Budget(problem, LayoutOptions(), seen).start_seconds(
+        Layout("pack", (8,), most + processes)
+    )
     assert first + more <= asked * (1 + 1e-9)
     assert asked <= (first + more) / most * (most + processes) * (1 + 1e-9)
     if not more:
@@ -243,20 +296,35 @@ def test_without_a_budget_nothing_is_left_out() -> None:
 def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
     """Its family is not lost, and the plan says so."""
     search, _ = compared(None, 0.0)
-    even = next(one.candidate.layout for one in search.ranking() if one.candidate.layout.placement == "towers")
+    even = next(
+        one.candidate.layout
+        for one in search.ranking()
+        if one.candidate.layout.placement == "towers"
+    )
     again = SlowStarts(machine(), 0.0)
     again.full = {even, shrink(even) or even}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
     found = again.run(Search(Problem(2, sizes), ALL))
-    towers = [one.candidate.layout for one in found.ranking() if one.candidate.layout.placement == "towers"]
+    towers = [
+        one.candidate.layout
+        for one in found.ranking()
+        if one.candidate.layout.placement == "towers"
+    ]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
     assert list_broken(found) == []
-    assert any("ran out of memory" in line and "measured instead" in line for line in say_all(find_retreats(found, 2)))
+    assert any(
+        "ran out of memory" in line and "measured instead" in line
+        for line in say_all(find_retreats(found, 2))
+    )
 
 
 def test_a_batch_that_is_given_does_not_shrink() -> None:
     search, _ = compared(None, 0.0, batch=64)
-    towers = next(one.candidate.layout for one in search.ranking() if one.candidate.layout.placement == "towers")
+    towers = next(
+        one.candidate.layout
+        for one in search.ranking()
+        if one.candidate.layout.placement == "towers"
+    )
     prober = SlowStarts(machine(), 0.0)
     prober.full = {towers}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
@@ -266,10 +334,17 @@ def test_a_batch_that_is_given_does_not_shrink() -> None:
 
 @pytest.mark.parametrize("budget", [40.0, 100.0, None])
 def test_no_split_is_raced_that_memory_is_not_known_to_hold(budget: float | None) -> None:
-    """Each share was run before, alone or in the split stage, or is far below what the memory line allows."""
+    """Each share was run before, alone or in the split stage, or is far below what the memory line
+    allows.
+    """
     _, prober = compared(budget, 2.0)
     limit = 8000 * 0.8 / 2.0  # samples: four fifths of the memory, less than what the base takes
-    ran = {(i, share) for probe in prober.asked for i, share in enumerate(probe.layout.shares) if probe.stage != "race"}
+    ran = {
+        (i, share)
+        for probe in prober.asked
+        for i, share in enumerate(probe.layout.shares)
+        if probe.stage != "race"
+    }
     for probe in prober.asked:
         if probe.stage == "race" and probe.layout.kind == "split":
             proven = [max(share for j, share in ran if j == i) for i in probe.layout.active]

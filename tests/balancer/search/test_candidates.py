@@ -30,7 +30,10 @@ def candidate(family: str, layout: Layout) -> Candidate:
     return Candidate(find_family(family), layout)
 
 
-FOUR = Bench(((10.0, 0.1, 0, 3000), (12.0, 0.12, 0, 3000), (15.0, 0.15, 0, 3000), (20.0, 0.2, 0, 3000)), 0.001)
+FOUR = Bench(
+    ((10.0, 0.1, 0, 3000), (12.0, 0.12, 0, 3000), (15.0, 0.15, 0, 3000), (20.0, 0.2, 0, 3000)),
+    0.001,
+)
 
 
 def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, list[Layout]]:
@@ -48,9 +51,12 @@ def test_one_device_is_no_even_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "counts"), [(0, ()), (1, ()), (2, (2,)), (3, (2, 3)), (4, (2, 4)), (5, (2, 4, 5)), (8, (2, 4, 8))]
+    ("devices", "counts"),
+    [(0, ()), (1, ()), (2, (2,)), (3, (2, 3)), (4, (2, 4)), (5, (2, 4, 5)), (8, (2, 4, 8))],
 )
-def test_an_even_split_is_tried_on_powers_of_two_and_on_all(devices: int, counts: tuple[int, ...]) -> None:
+def test_an_even_split_is_tried_on_powers_of_two_and_on_all(
+    devices: int, counts: tuple[int, ...]
+) -> None:
     assert device_counts(devices) == counts
 
 
@@ -108,7 +114,9 @@ def test_even_is_the_same_share_up_to_a_quantum() -> None:
 
 
 def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> None:
-    """And the even split over all devices alone; a comparison also those over two and four of the fastest."""
+    """And the even split over all devices alone; a comparison also those over two and four of the
+    fastest.
+    """
     plan = raced(FOUR, LayoutOptions(("solo", "even", "split"), scaling=False), global_batch=800)
     assert plan["solo"] == [solo(4, 0, 800)]
     assert plan["even"] == [Layout("split", (200, 200, 200, 200))]
@@ -119,7 +127,9 @@ def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> Non
 
 
 def test_a_family_s_further_candidates_are_extra() -> None:
-    """The preferred split and the best single device come before those that may only be a little better."""
+    """The preferred split and the best single device come before those that may only be a little
+    better.
+    """
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
     search = run_search(Search(three.problem(), LayoutOptions(("solo", "split"))), three.measure)
     for family, most in (("split", 2 + len(PARTS)), ("solo", 1)):
@@ -138,7 +148,9 @@ def test_only_what_is_asked_for_races(family: str) -> None:
 def test_an_even_split_keeps_to_quanta_and_to_the_smallest_memory() -> None:
     """Of a free batch it has as many as fit on each, at most as many as the best split."""
     small = Bench(((10.0, 0.1, 0, 3000), (10.0, 0.1, 0, 300)), 0.001)
-    (even,) = raced(small, LayoutOptions(("solo", "even", "split"), scaling=False), multiple_of=8)["even"]
+    (even,) = raced(small, LayoutOptions(("solo", "even", "split"), scaling=False), multiple_of=8)[
+        "even"
+    ]
     assert len(set(even.shares)) == 1
     assert even.shares[0] % 8 == 0
     assert 200 <= even.shares[0] <= 300
@@ -169,7 +181,10 @@ def test_results_are_listed_from_the_fastest() -> None:
 
 def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
     """Whatever else was measured, and in whatever order."""
-    search = run_search(Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)), FOUR.measure)
+    search = run_search(
+        Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)),
+        FOUR.measure,
+    )
     (fastest,) = [one.layout for one in search.race.all if one.family.name == "split"]
     slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
     for seen in FOUR.measure([slow]):
@@ -179,8 +194,15 @@ def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
 
 
 def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_tried() -> None:
-    search = Search(Problem(2, (1000, 1000)), LayoutOptions(("solo", "place"), placements=(Placement("towers"),)))
+    search = Search(
+        Problem(2, (1000, 1000)),
+        LayoutOptions(("solo", "place"), placements=(Placement("towers"),)),
+    )
     for batch in (4, 8):
         for position in (0, 1):
-            search.tell(OutOfMemory(Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0))
+            search.tell(
+                OutOfMemory(
+                    Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0
+                )
+            )
     assert search.race.common_batch == 4

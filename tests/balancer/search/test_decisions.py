@@ -29,7 +29,9 @@ SAID = {
 }
 
 
-def announced(search: Search, machine: Bench | TextMachine, lengths: tuple[int, ...] = ()) -> list[tuple[Probe, str]]:
+def announced(
+    search: Search, machine: Bench | TextMachine, lengths: tuple[int, ...] = ()
+) -> list[tuple[Probe, str]]:
     """Each probe with what was said before it."""
     found = []
     while probes := search.ask():
@@ -41,7 +43,9 @@ def announced(search: Search, machine: Bench | TextMachine, lengths: tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("options", [BALANCE, LayoutOptions(("solo", "split", "pack"), knobs=("xla",))])
+@pytest.mark.parametrize(
+    "options", [BALANCE, LayoutOptions(("solo", "split", "pack"), knobs=("xla",))]
+)
 def test_what_a_probe_is_for_is_said(options: LayoutOptions) -> None:
     said = announced(Search(PAIR.problem(global_batch=1000, tolerance=0.0), options), PAIR)
     for probe, words in said:
@@ -60,7 +64,12 @@ def test_what_a_probe_is_for_is_said(options: LayoutOptions) -> None:
 def test_the_rounds_alone_differ_in_what_they_show() -> None:
     said = announced(Search(PAIR.problem()), PAIR)
     rounds = {probe.turn: words for probe, words in said if probe.stage == "solo"}
-    for turn, words in ((0, "a first time"), (1, "the slope"), (2, "the largest batch"), (3, "still in doubt")):
+    for turn, words in (
+        (0, "a first time"),
+        (1, "the slope"),
+        (2, "the largest batch"),
+        (3, "still in doubt"),
+    ):
         assert words in rounds[turn]
 
 
@@ -109,7 +118,9 @@ def test_a_figure_that_the_devices_contradict_is_doubted(times: float, unsure: s
 
 
 def test_a_search_that_ran_out_of_memory_again_and_again_says_so() -> None:
-    """Such a device may hold more than its share; the search says that it is unsure, not settled."""
+    """Such a device may hold more than its share; the search says that it is unsure, not
+    settled.
+    """
     (case,) = (one for one in hard.cases("memory_bend", 17008) if one.mode == "free")
     found = trials.run(case.machine, case.ask, case.seed)
     assert not found.settled

@@ -1,4 +1,6 @@
-"""A failure is no loss of a device: kernels that end at some size, and pairs that can't step together."""
+"""A failure is no loss of a device: kernels that end at some size, and pairs that can't step
+together.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _seen(probe: Probe, broken: tuple[int, ...]) -> Observation:
 
 @pytest.mark.parametrize("largest", [100, 900, 5000])
 def test_a_kernel_that_ends_at_a_size_is_a_ceiling_and_no_loss(largest: int) -> None:
-    """Above `largest` samples the first device fails every time; it still has its part of the plan."""
+    """Above `largest` samples the first device fails every time; it still has its part of the
+    plan.
+    """
     search = searched(lambda layout: (0,) if layout.shares[0] > largest else ())
     best = search.best()
     assert best is not None
@@ -42,7 +46,13 @@ def test_a_kernel_that_ends_at_a_size_is_a_ceiling_and_no_loss(largest: int) -> 
 def test_a_pair_that_can_not_step_together_still_has_its_devices() -> None:
     """Whichever device the failure of a split names, the faster one alone is the answer."""
     for named in (0, 1):
-        best = searched(lambda layout, named=named: (named,) if layout.kind == "split" else ()).best()  # type: ignore[misc]
+        best = searched(
+            lambda layout, named=named: (
+                (named,)  # type: ignore[misc]
+                if layout.kind == "split"
+                else ()
+            )
+        ).best()
         assert best is not None
         assert best.layout.active == (0,)
 
@@ -89,7 +99,11 @@ def test_a_device_that_goes_late_is_left_out_of_the_plan_and_of_its_rivals(stage
         gone = gone or any(probe.stage == stage and probe.layout.shares[2] for probe in probes)
         for probe in probes:
             lost = gone and probe.layout.shares[2]
-            (seen,) = [Failed(probe, "device", "it has gone", (2,), 1.0)] if lost else bench.measure([probe])
+            (seen,) = (
+                [Failed(probe, "device", "it has gone", (2,), 1.0)]
+                if lost
+                else bench.measure([probe])
+            )
             search.tell(seen)
     best = search.best()
     assert gone

@@ -1,4 +1,6 @@
-"""The first step at a new size may last as long as a hundred others, while kernels of that size are tried out."""
+"""The first step at a new size may last as long as a hundred others, while kernels of that size are
+tried out.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,12 @@ def _largest_alone(tuning: float) -> int:
 
 
 def _step_on(probe: Probe, limits: tuple[int, ...]) -> Timed | OutOfMemory:
-    """Samples take 7 MiB each beside 1100 MiB; the optimizer's own peak of 1573 MiB hides that at first."""
-    used = tuple((max(1573, 1100 + 7 * share) << 20) if share else None for share in probe.layout.shares)
+    """Samples take 7 MiB each beside 1100 MiB; the optimizer's own peak of 1573 MiB hides that at
+    first.
+    """
+    used = tuple(
+        (max(1573, 1100 + 7 * share) << 20) if share else None for share in probe.layout.shares
+    )
     short = tuple(i for i, size in enumerate(used) if size is not None and size > limits[i])
     if short:
         return OutOfMemory(probe, short, "the cap", 2.0)
@@ -74,7 +80,9 @@ def _step_on(probe: Probe, limits: tuple[int, ...]) -> Timed | OutOfMemory:
 
 
 def test_memory_that_hardly_rises_costs_two_tries_at_most() -> None:
-    """8 GiB and 5 GiB, as capped GPUs had them: each runs out at most twice, and the plan nearly fills the smaller."""
+    """8 GiB and 5 GiB, as capped GPUs had them: each runs out at most twice, and the plan nearly
+    fills the smaller.
+    """
     limits = (8 << 30, 5 << 30)
     search = Search(Problem(2, limits, tolerance=0.0, budget_seconds=120.0, micro=False))
     full = [0, 0]
@@ -87,4 +95,6 @@ def test_memory_that_hardly_rises_costs_two_tries_at_most() -> None:
     best = search.best()
     assert best is not None
     assert max(full) <= 2
-    assert min(best.layout.shares) > 0.9 * 574  # as fast as each other, so the smaller memory bounds both
+    assert (
+        min(best.layout.shares) > 0.9 * 574
+    )  # as fast as each other, so the smaller memory bounds both

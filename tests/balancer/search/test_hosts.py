@@ -1,4 +1,6 @@
-"""Layouts over several hosts: what exchange over the network costs is learnt apart, and decides how many take part."""
+"""Layouts over several hosts: what exchange over the network costs is learnt apart, and decides how
+many take part.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def best_rate(machine: Machine, batch: int | None = None) -> float:
 
     Exact where exchange doesn't depend on the number of devices.
     """
-    hosts: dict[str, list[tuple[float, float, int]]] = {device.host: [] for device in machine.devices}
+    hosts: dict[str, list[tuple[float, float, int]]] = {
+        device.host: [] for device in machine.devices
+    }
     for i, device in enumerate(machine.devices):
         (b0, t0), (b1, t1) = device.curve
         largest = int((machine.usable_memory_bytes(i) / 2**20 - 100) // 1)
@@ -83,7 +87,10 @@ def best_rate(machine: Machine, batch: int | None = None) -> float:
     times = np.linspace(0.0, max(ends), 20_000)[1:]
     done = np.stack(
         [
-            sum(np.clip(np.floor((times - fixed) / slope + 1e-9), 0, most) for fixed, slope, most in each)
+            sum(
+                np.clip(np.floor((times - fixed) / slope + 1e-9), 0, most)
+                for fixed, slope, most in each
+            )
             for each in hosts.values()
         ]
     )
@@ -104,7 +111,9 @@ def test_the_network_decides_how_many_hosts_take_part(network_ms: float, batch: 
     assert len(hosts) == (3 if network_ms == 0 else 1 if network_ms == 400 else len(hosts))
     if network_ms == 400:
         raced = [one.candidate.layout for one in search.ranking()]
-        assert any(len({machine.devices[i].host for i in one.active}) == 3 for one in raced), "it is compared"
+        assert any(len({machine.devices[i].host for i in one.active}) == 3 for one in raced), (
+            "it is compared"
+        )
 
 
 @pytest.mark.parametrize("part", [None, 0.03, 0.15, 0.3])
@@ -112,7 +121,9 @@ def test_the_network_decides_how_many_hosts_take_part(network_ms: float, batch: 
 def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -> None:
     """As good as the best of all sets, of a free batch and of parts of the most that fits."""
     rng = random.Random(seed)
-    lines = [(rng.uniform(0.001, 0.05), rng.uniform(1e-4, 1e-3), rng.randint(50, 1000)) for _ in range(8)]
+    lines = [
+        (rng.uniform(0.001, 0.05), rng.uniform(1e-4, 1e-3), rng.randint(50, 1000)) for _ in range(8)
+    ]
     devices = [
         DeviceCurve(i, Curve((0.0, 1.0), (fixed, fixed + each), each), most)
         for i, (fixed, each, most) in enumerate(lines)
@@ -128,7 +139,10 @@ def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -
     found = split_over_hosts(devices, hosts, costs, solve)
     sets = (chosen for size in range(1, 5) for chosen in combinations(range(4), size))
     every = (
-        solve([device for device in devices if hosts[device.position] in chosen], costs[len(chosen)]) for chosen in sets
+        solve(
+            [device for device in devices if hosts[device.position] in chosen], costs[len(chosen)]
+        )
+        for chosen in sets
     )
     assert found is not None
     assert found.samples_per_second >= 0.995 * max(one.samples_per_second for one in every if one)
@@ -178,7 +192,11 @@ def test_the_verdict_says_what_the_network_takes(network_ms: int, tmp_path: Path
     path = tmp_path / "hosts.toml"
     devices = "".join(DEVICE.format(number=i, host="left" if i < 2 else "right") for i in range(4))
     path.write_text(devices + MACHINE.format(network_ms=network_ms))
-    session = Session(open_run(Request(f"sim:{path}", workload="synthetic", global_batch=1600, budget_seconds=None)))
+    session = Session(
+        open_run(
+            Request(f"sim:{path}", workload="synthetic", global_batch=1600, budget_seconds=None)
+        )
+    )
     *_, ended = session.events()
     session.close()
     assert isinstance(ended, Finished)

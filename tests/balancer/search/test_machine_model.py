@@ -1,4 +1,6 @@
-"""What the observations say of a machine: who is left, limits, exchange costs, predicted rates, equal shares."""
+"""What the observations say of a machine: who is left, limits, exchange costs, predicted rates,
+equal shares.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,31 @@ from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE, same_measurement
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, layout_of, solo
+from evener.balancer.types import (
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stage,
+    Timed,
+    layout_of,
+    solo,
+)
 from tests.support.search_machines import Bench
 
 BENCH = Bench(((10.0, 0.1, 0, 2000), (20.0, 0.2, 0, 2000)), 0.005)
-SOLOS: tuple[tuple[Layout, Stage], ...] = tuple((solo(2, i, batch), "solo") for i in range(2) for batch in (8, 64, 500))
+SOLOS: tuple[tuple[Layout, Stage], ...] = tuple(
+    (solo(2, i, batch), "solo") for i in range(2) for batch in (8, 64, 500)
+)
 SPLIT = Layout("split", (400, 200))
 
 
 def model(
-    *layouts: tuple[Layout, Stage], extra: tuple[Observation, ...] = (), bench: Bench = BENCH, **options: Any
+    *layouts: tuple[Layout, Stage],
+    extra: tuple[Observation, ...] = (),
+    bench: Bench = BENCH,
+    **options: Any,
 ) -> Predictions:
     """The model after these layouts were measured."""
     problem = bench.problem(**options)
@@ -57,8 +74,13 @@ def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
 
 
 def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> None:
-    """1500 rows make 98 % of the samples/s of 2000, which a pass saves the cost of; a full device has no passes."""
-    larger: tuple[tuple[Layout, Stage], ...] = ((solo(2, 0, 1500), "solo"), (solo(2, 1, 1500), "solo"))
+    """1500 rows make 98 % of the samples/s of 2000, which a pass saves the cost of; a full device
+    has no passes.
+    """
+    larger: tuple[tuple[Layout, Stage], ...] = (
+        (solo(2, 0, 1500), "solo"),
+        (solo(2, 1, 1500), "solo"),
+    )
     found = model(*SOLOS, *larger, global_batch=6000)
     assert [one.pass_rows for one in found.devices] == [one.wall for one in found.devices]
     assert min(one.wall for one in found.devices) > 1900
@@ -95,7 +117,15 @@ def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> 
     (one,) = BENCH.measure([Probe(SPLIT, "split", 1.0)])
     assert isinstance(one, Timed)
     unknown = Timed(
-        one.probe, one.step_seconds, one.low_seconds, one.high_seconds, 20, (None, None), (None, None), 0.1, 1.0
+        one.probe,
+        one.step_seconds,
+        one.low_seconds,
+        one.high_seconds,
+        20,
+        (None, None),
+        (None, None),
+        0.1,
+        1.0,
     )
     assert model(*SOLOS, extra=(unknown,)).exchange[1][2] == pytest.approx(0.005, rel=0.02)
     assert found.splits == ()
@@ -130,7 +160,9 @@ def test_what_safely_fits_ran_or_is_little_more() -> None:
         ((0, 1000), (0, 1001), True),
     ],
 )
-def test_layouts_within_a_little_are_one_measurement(one: tuple[int, int], other: tuple[int, int], same: bool) -> None:
+def test_layouts_within_a_little_are_one_measurement(
+    one: tuple[int, int], other: tuple[int, int], same: bool
+) -> None:
     assert same_measurement(Layout("split", one), Layout("split", other)) == same
     assert same_measurement(Layout("split", other), Layout("split", one)) == same
 
@@ -153,10 +185,22 @@ def test_predictions_are_what_brute_force_finds() -> None:
     assert found.layout(single) == solo(2, 0, 600)
     assert found.within(1.0) is None
     assert found.best_single_rate == pytest.approx(600 / 0.07, rel=1e-3)
-    slow = Timed(Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0)
+    slow = Timed(
+        Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0
+    )
     rested = model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600)
     assert rested.best_single_rate == pytest.approx(6000)
-    quicker = Timed(Probe(solo(2, 0, 600), "rest", 1.0, 1), 0.09, 0.09, 0.09, 20, (7000, None), (0.09, None), 0.1, 1.0)
+    quicker = Timed(
+        Probe(solo(2, 0, 600), "rest", 1.0, 1),
+        0.09,
+        0.09,
+        0.09,
+        20,
+        (7000, None),
+        (0.09, None),
+        0.1,
+        1.0,
+    )
     for seen in ((slow, quicker), (quicker, slow)):
         rested = model(*SOLOS, (SPLIT, "split"), extra=seen, global_batch=600)
         assert rested.at_rest[0].step_seconds == 0.09, "the best of each"

@@ -21,8 +21,12 @@ def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(70, 4000), st.floats(1.0, 1.9), st.floats(0.2, 0.9), st.booleans())
-def test_the_retreat_from_out_of_memory_ends_near_the_edge(most: int, bend: float, at: float, known: bool) -> None:
-    """Whatever the memory's shape, few probes end near the largest batch that fits, and few of them run out."""
+def test_the_retreat_from_out_of_memory_ends_near_the_edge(
+    most: int, bend: float, at: float, known: bool
+) -> None:
+    """Whatever the memory's shape, few probes end near the largest batch that fits, and few of them
+    run out.
+    """
 
     def used(batch: int) -> int:
         knee = int(at * most)
@@ -46,12 +50,21 @@ def test_the_retreat_from_out_of_memory_ends_near_the_edge(most: int, bend: floa
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(64, 4000), min_size=2, max_size=8, unique=True), st.integers(0, 200), st.randoms())
+@given(
+    st.lists(st.integers(64, 4000), min_size=2, max_size=8, unique=True),
+    st.integers(0, 200),
+    st.randoms(),
+)
 def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
     batches: list[int], rounded: int, chance: random.Random
 ) -> None:
-    """However near the batches that ran lie, the line is off by what their bytes are, and not by many times that."""
-    points = tuple((batch, 10_000 + 100 * batch + chance.randint(0, rounded)) for batch in [8, *sorted(batches)])
+    """However near the batches that ran lie, the line is off by what their bytes are, and not by
+    many times that.
+    """
+    points = tuple(
+        (batch, 10_000 + 100 * batch + chance.randint(0, rounded))
+        for batch in [8, *sorted(batches)]
+    )
     line = Memory(10**9, points, ran=max(batches)).line
     assert line is not None
     assert line[1] == pytest.approx(100, abs=rounded / (0.05 * max(batches)) + 1e-6)
@@ -59,7 +72,9 @@ def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
 
 
 def test_safe_is_what_ran_or_little_more() -> None:
-    """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing failed."""
+    """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing
+    failed.
+    """
     points = ((8, 1800), (64, 7400), (200, 21_000))
     assert Memory(1_000_000, points, 200).largest_safe(10**6) == 250
     assert Memory(22_000, points, 200).largest_safe(10**6) == 200
@@ -73,13 +88,19 @@ LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
     ("memory", "most"),
     [
         (Memory(31_000, LINE, 200), 300),  # less a margin for what allocators round
-        (Memory(1_000_000, LINE, 200, failed=240, failures=1), 210),  # the line is refuted: a quarter of the way
+        (
+            Memory(1_000_000, LINE, 200, failed=240, failures=1),
+            210,
+        ),  # the line is refuted: a quarter of the way
         (Memory(31_000, LINE, 200, failed=500, failures=1), 300),
         (Memory(1_000_000, LINE, 200, failed=204, failures=1), 200),  # settled: 2 % apart
         (Memory(1_000_000, LINE, 200, failed=208, failures=1), 202),
         (Memory(1_000_000, LINE, 2, failed=3, failures=1), 2),  # one quantum apart
         (Memory(None, (), 64), 512),  # unknown: it grows by a factor,
-        (Memory(None, (), 64, failed=512, failures=1), 181),  # is cut at the geometric mean where that is far,
+        (
+            Memory(None, (), 64, failed=512, failures=1),
+            181,
+        ),  # is cut at the geometric mean where that is far,
         (Memory(None, (), 64, failed=200, failures=1), 98),  # and at a quarter where it is near
         (Memory(None, (), 0), 1),
         (Memory(None, (), 0, failed=8, failures=1), 2),
@@ -107,11 +128,15 @@ def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
     assert unknown.largest_in_split(60, 8) == 56
     assert unknown.largest_in_split(10**6, bold=True) == 512
     assert Memory(31_000, LINE, 200, failed=400, failures=2).largest_in_split(10**6) > 290
-    assert Memory(31_000, LINE, 200, failed=250, failures=3).largest_in_split(10**6, bold=True) == 200
+    assert (
+        Memory(31_000, LINE, 200, failed=250, failures=3).largest_in_split(10**6, bold=True) == 200
+    )
 
 
 def test_a_bend_is_believed_to_go_on_for_a_part_of_the_way() -> None:
-    """100 bytes a sample, then 200: at least 200, and maybe 300 from here on; 80 % of what that leaves."""
+    """100 bytes a sample, then 200: at least 200, and maybe 300 from here on; 80 % of what that
+    leaves.
+    """
     bent = Memory(100_000, ((8, 1800), (100, 11_000), (200, 31_000)), 200)
     most = bent.predict_largest()
     assert bent.line == pytest.approx((31_000 - 200 * 200, 200))

@@ -1,4 +1,5 @@
-"""Asked in another way, a search does no worse: pairs of whole runs on machines of every second family.
+"""Asked in another way, a search does no worse: pairs of whole runs on machines of every second
+family.
 
 `python -m benchmarks.search --families hard --laws` tries all families, and other seeds.
 """
@@ -10,20 +11,35 @@ import pytest
 from tests.support import machine_families_hard as hard
 from tests.support.search_laws import LAWS, NOISE
 
-FAMILIES = ("default", "contention80", "hosts", "memory_bend", "concave", "small_memory", "mixed_many", "knee")
+FAMILIES = (
+    "default",
+    "contention80",
+    "hosts",
+    "memory_bend",
+    "concave",
+    "small_memory",
+    "mixed_many",
+    "knee",
+)
 SEED = 4
 
 
-@pytest.mark.parametrize(("law", "family"), [(law, one) for i, law in enumerate(LAWS) for one in FAMILIES[i % 2 :: 2]])
+@pytest.mark.parametrize(
+    ("law", "family"), [(law, one) for i, law in enumerate(LAWS) for one in FAMILIES[i % 2 :: 2]]
+)
 def test_a_pair_of_searches_keeps_the_law(law: str, family: str) -> None:
     for case in hard.cases(family, SEED):
         loss = LAWS[law](case) or 0.0
         assert loss <= NOISE, f"{case.mode} {case.ask.words()}: {loss:.1%} worse"
 
 
-@pytest.mark.parametrize(("family", "seed"), [("stairs64", 17007), ("tol_jagged", 17001), ("small_memory", 23001)])
+@pytest.mark.parametrize(
+    ("family", "seed"), [("stairs64", 17007), ("tol_jagged", 17001), ("small_memory", 23001)]
+)
 def test_a_useless_device_changes_nothing_for_the_others(family: str, seed: int) -> None:
-    """Their even share, their looks and their retreats from too large batches are those that they have without it."""
+    """Their even share, their looks and their retreats from too large batches are those that they
+    have without it.
+    """
     for case in hard.cases(family, seed):
         loss = LAWS["a useless device more"](case)
         assert loss is None or loss <= NOISE, f"{case.mode} {case.ask.words()}: {loss:.1%} worse"

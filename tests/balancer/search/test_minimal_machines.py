@@ -1,7 +1,9 @@
-"""Machines on which searches went wrong, each as small as it could be made: a user's run is near the best on all.
+"""Machines on which searches went wrong, each as small as it could be made: a user's run is near
+the best on all.
 
-`machines/*.toml` are machine files. The comments at their top are the commands that are run here; `starts 5 s` is how
-long each group of children takes to start. Events happen when the file says, and at other times.
+`machines/*.toml` are machine files. The comments at their top are the commands that are run here;
+`starts 5 s` is how long each group of children takes to start. Events happen when the file says,
+and at other times.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ MOMENTS = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # seconds: when an event begins, bes
 
 # what still fails, with the cause; a change that mends a cause removes its lines
 TODAY = {
-    "larger_budget_worse --budget 60s": "3.9 %: after two splits there is no time for larger batches, of 4 s a step",
+    "larger_budget_worse --budget 60s": (
+        "3.9 %: after two splits there is no time for larger batches, of 4 s a step"
+    ),
 }
 
 
@@ -41,9 +45,15 @@ def _cases() -> list[Any]:
             for moment in (None, *(MOMENTS if machine.events else ())):
                 name, seeds = _name(path, ask, moment), range(SEEDS)
                 if moment is not None:
-                    seeds = seeds[MOMENTS.index(moment) % SEEDS :][:1]  # the next one at each moment
-                marks = (pytest.mark.xfail(strict=True, reason=TODAY[name]),) if name in TODAY else ()
-                found.append(pytest.param(_moved(machine, moment), ask, seeds, id=name, marks=marks))
+                    seeds = seeds[MOMENTS.index(moment) % SEEDS :][
+                        :1
+                    ]  # the next one at each moment
+                marks = (
+                    (pytest.mark.xfail(strict=True, reason=TODAY[name]),) if name in TODAY else ()
+                )
+                found.append(
+                    pytest.param(_moved(machine, moment), ask, seeds, id=name, marks=marks)
+                )
     return found
 
 
@@ -52,7 +62,9 @@ def _moved(machine: Machine, moment: float | None) -> Machine:
     if moment is None:
         return machine
     events = tuple(
-        msgspec.structs.replace(one, at_seconds=moment, until_seconds=one.until_seconds - one.at_seconds + moment)
+        msgspec.structs.replace(
+            one, at_seconds=moment, until_seconds=one.until_seconds - one.at_seconds + moment
+        )
         for one in machine.events
     )
     return msgspec.structs.replace(machine, events=events)
@@ -63,7 +75,10 @@ def test_a_run_comes_near_the_best(machine: Machine, ask: Ask, seeds: range) -> 
     """In time, and seldom out of memory."""
     for seed in seeds:
         found = trials.run(machine, ask, seed)
-        said = f"seed {seed}: {found.layout and found.layout.shares}, {found.rate:.1f} of {found.best:.1f} samples/s"
+        said = (
+            f"seed {seed}: {found.layout and found.layout.shares}, {found.rate:.1f} of "
+            f"{found.best:.1f} samples/s"
+        )
         assert found.regret <= NEAR, said
         assert found.out_of_memory <= FAILURES, said
         assert found.late <= LATE, f"{said}, {found.seconds:.0f} s"

@@ -1,4 +1,6 @@
-"""The store of observations: what counts of several on one probe, what a device and a layout are read as."""
+"""The store of observations: what counts of several on one probe, what a device and a layout are
+read as.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import pytest
 
 from evener.balancer.search.model.evidence import LUCKY, read_device, relative_error, with_drift
 from evener.balancer.search.observations import TRIES, Observations
-from evener.balancer.types import Cause, Failed, Layout, OutOfMemory, Probe, Problem, Stage, Timed, solo
+from evener.balancer.types import (
+    Cause,
+    Failed,
+    Layout,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stage,
+    Timed,
+    solo,
+)
 
 PAIR = Problem(2, (10_000, 10_000))
 SPLIT = Layout("split", (60, 40))
@@ -27,7 +39,9 @@ def timed(at: Probe, step: float = 0.1, **changes: Any) -> Timed:
     memory = tuple(10 * share if share else None for share in layout.shares)
     own = tuple(step if share else None for share in layout.shares)
     half = 0.01 * step
-    return msgspec.structs.replace(Timed(at, step, step - half, step + half, 20, memory, own, step, 2.0), **changes)
+    return msgspec.structs.replace(
+        Timed(at, step, step - half, step + half, 20, memory, own, step, 2.0), **changes
+    )
 
 
 def full(at: Probe, *devices: int) -> OutOfMemory:
@@ -54,7 +68,12 @@ def alone(batch: int, position: int = 0, turn: int = 0, stage: Stage = "solo") -
 
 
 def test_packs_and_placements_are_not_one_training_of_the_race() -> None:
-    layouts = (solo(2, 0, 8), SPLIT, Layout("pack", (8, 0), 2), Layout("place", (8, 8), placement="towers"))
+    layouts = (
+        solo(2, 0, 8),
+        SPLIT,
+        Layout("pack", (8, 0), 2),
+        Layout("place", (8, 8), placement="towers"),
+    )
     found = store(*(timed(probe(layout, "race")) for layout in layouts))
     assert {one.probe.layout.kind for one in found.timed_race()} == {"solo", "split"}
 
@@ -65,7 +84,10 @@ def test_packs_and_placements_are_not_one_training_of_the_race() -> None:
 def test_of_two_on_one_probe_the_worse_news_counts() -> None:
     at = alone(8)
     ran, quicker, longer = timed(at), timed(at, 0.09), timed(at, steps=30)
-    for order in ((ran, longer, full(at, 0), failed(at, 0)), (full(at, 0), failed(at, 0), longer, ran)):
+    for order in (
+        (ran, longer, full(at, 0), failed(at, 0)),
+        (full(at, 0), failed(at, 0), longer, ran),
+    ):
         assert store(*order).in_stage("solo") == [full(at, 0)]
     assert store(ran, longer).in_stage("solo") == store(longer, ran).in_stage("solo") == [longer]
     assert store(ran, quicker).in_stage("solo") == store(quicker, ran).in_stage("solo") == [quicker]
@@ -85,7 +107,10 @@ def test_what_says_nothing_new_changes_nothing() -> None:
 
 def test_the_order_of_telling_decides_no_order_of_probes() -> None:
     """Not of two that differ by placement alone either."""
-    packs = [timed(probe(Layout("pack", (8, 0), 2, placement), "pack")) for placement in ("", "logical", "mps")]
+    packs = [
+        timed(probe(Layout("pack", (8, 0), 2, placement), "pack"))
+        for placement in ("", "logical", "mps")
+    ]
     assert store(*packs).in_stage("pack") == store(*reversed(packs)).in_stage("pack")
 
 
@@ -202,8 +227,12 @@ def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
 
 
 def test_the_most_that_others_held_counts() -> None:
-    """Whatever was seen later in exploration; less than the device has is left, and something always is."""
-    found = store(timed(alone(8), short_bytes=(4000, 0)), timed(alone(64, 0, 1), short_bytes=(1000, 0)))
+    """Whatever was seen later in exploration; less than the device has is left, and something
+    always is.
+    """
+    found = store(
+        timed(alone(8), short_bytes=(4000, 0)), timed(alone(64, 0, 1), short_bytes=(1000, 0))
+    )
     assert found.memory_limit(0) == 6000
     assert found.memory_limit(1) == 10_000
     assert store(timed(alone(8), short_bytes=(20_000, 0))).memory_limit(0) == 1
@@ -216,24 +245,37 @@ def test_the_most_that_others_held_counts() -> None:
 def test_a_device_is_read_from_exploration_alone() -> None:
     """By where it ran: with the others at work, with them at rest, as a part of splits."""
     seen = store(
-        timed(alone(8)), timed(alone(64, 0, 1)), timed(alone(99, 0, 0, "rest"), 0.3),
-        timed(probe(SPLIT, "split"), device_seconds=(0.07, None)), timed(probe(Layout("split", (1, 1)), "race")),
-    )  # fmt: skip
+        timed(alone(8)),
+        timed(alone(64, 0, 1)),
+        timed(alone(99, 0, 0, "rest"), 0.3),
+        timed(probe(SPLIT, "split"), device_seconds=(0.07, None)),
+        timed(probe(Layout("split", (1, 1)), "race")),
+    )
     found = read_device(seen, 0)
     assert [point.batch for point in found.alone] == [8, 64]
     assert [(point.batch, point.seconds) for point in found.at_rest] == [(99, 0.3)]
     assert [(point.batch, point.seconds) for point in found.in_splits] == [(60, 0.07)]
     assert found.rounds == 2
-    assert found.memory.points == ((8, 80), (64, 640), (99, 990)), "a split holds more; beyond what ran alone it tells"
+    assert found.memory.points == ((8, 80), (64, 640), (99, 990)), (
+        "a split holds more; beyond what ran alone it tells"
+    )
     assert found.memory.ran == 99
     other = read_device(store(timed(probe(SPLIT, "split"))), 1)
-    assert other.memory.points == ((40, 400),), "with fewer than two solo points, splits tell the line"
+    assert other.memory.points == ((40, 400),), (
+        "with fewer than two solo points, splits tell the line"
+    )
 
 
 def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
     """What ran above it before no longer counts as a batch that runs."""
     found = read_device(
-        store(timed(alone(64)), timed(alone(8, 0, 1)), full(alone(64, 0, 2), 0), full(alone(70, 0, 3), 0)), 0
+        store(
+            timed(alone(64)),
+            timed(alone(8, 0, 1)),
+            full(alone(64, 0, 2), 0),
+            full(alone(70, 0, 3), 0),
+        ),
+        0,
     )
     assert (found.memory.ran, found.memory.failed, found.memory.failures) == (8, 64, 2)
 
@@ -248,7 +290,9 @@ def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
 
 
 def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
-    """Above what ran, for good, it is a size at which its kernels end; with one mate, it may be the mate."""
+    """Above what ran, for good, it is a size at which its kernels end; with one mate, it may be the
+    mate.
+    """
     at = alone(8)
     assert read_device(store(*[failed(at, 0)] * 2), 0).lost == "it ended"
     assert read_device(store(failed(at, 0)), 0).lost == ""
@@ -263,7 +307,9 @@ def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
 
 
 def test_the_check_of_a_layout_that_never_raced_is_its_turn() -> None:
-    """It was measured in the solo stage alone, before its device was held back: that figure is no more true."""
+    """It was measured in the solo stage alone, before its device was held back: that figure is no
+    more true.
+    """
     slow = timed(probe(solo(2, 0, 64), "check", 1), 0.2)
     assert list(store(timed(alone(64)), slow).turns(slow.probe.layout).values()) == [slow]
 
@@ -276,7 +322,9 @@ def errors(*splits: Timed) -> list[tuple[float, ...]]:
 
 
 def test_two_probes_of_one_batch_show_by_how_much_speed_moves_between_probes() -> None:
-    """All points are as uncertain as most of these pairs say, beyond what rows and errors explain."""
+    """All points are as uncertain as most of these pairs say, beyond what rows and errors
+    explain.
+    """
     one = timed(probe(SPLIT, "split"), device_seconds=(0.12, 0.08))
     own = relative_error(one)
     (moved, *_), (other, *_) = errors(one)
@@ -287,11 +335,15 @@ def test_two_probes_of_one_batch_show_by_how_much_speed_moves_between_probes() -
 
 def test_a_lasting_neighbour_of_one_device_says_nothing_of_all() -> None:
     once = timed(probe(SPLIT, "split"), device_seconds=(0.12, 0.1))
-    assert [error for each in errors(once) for error in each] == pytest.approx([relative_error(once)] * 4)
+    assert [error for each in errors(once) for error in each] == pytest.approx(
+        [relative_error(once)] * 4
+    )
 
 
 def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
-    """A lucky narrow interval of few steps isn't much better than its steps; a burst says nothing of other probes."""
+    """A lucky narrow interval of few steps isn't much better than its steps; a burst says nothing
+    of other probes.
+    """
     wide, lucky = timed(alone(8)), timed(alone(64, 0, 1))
     lucky = msgspec.structs.replace(lucky, low_seconds=0.0999, high_seconds=0.1001, steps=5)
     first, second = read_device(store(wide, lucky), 0).alone
@@ -301,7 +353,9 @@ def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
     assert second.error > 3 * relative_error(lucky)
     burst = msgspec.structs.replace(timed(alone(128, 0, 2)), low_seconds=0.01, high_seconds=0.19)
     assert max(one.error for one in read_device(store(wide, lucky, burst), 0).alone[:2]) < 0.01
-    jitter = msgspec.structs.replace(timed(alone(8)), low_seconds=0.09, high_seconds=0.11)  # of steps of few rows
+    jitter = msgspec.structs.replace(
+        timed(alone(8)), low_seconds=0.09, high_seconds=0.11
+    )  # of steps of few rows
     assert read_device(store(jitter, lucky), 0).alone[1].error < 0.003
     assert relative_error(wide) == pytest.approx(0.01 / 2.3646)
     assert relative_error(timed(alone(8), 0.0)) == 1.0

@@ -1,4 +1,6 @@
-"""Growing the number of trainings: it follows the gain, ends where it should, and finds the best."""
+"""Growing the number of trainings: it follows the gain, ends where it should, and finds the
+best.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,15 @@ def test_nothing_that_ran_is_no_best() -> None:
 
 
 @given(
-    peak=st.integers(1, 40), rise=st.floats(0.02, 0.5), fall=st.floats(0.0, 0.05), most=st.integers(1, MOST_PROCESSES)
+    peak=st.integers(1, 40),
+    rise=st.floats(0.02, 0.5),
+    fall=st.floats(0.0, 0.05),
+    most=st.integers(1, MOST_PROCESSES),
 )
 def test_growth_ends_soon_and_near_the_peak(peak: int, rise: float, fall: float, most: int) -> None:
-    """On any curve with one peak, at most 15 sizes are tried, and the best is within 7 % of what `most` allows."""
+    """On any curve with one peak, at most 15 sizes are tried, and the best is within 7 % of what
+    `most` allows.
+    """
 
     def rate(n: int) -> float:
         return 100.0 * (1 + rise * (min(n, peak) - 1)) * (1 - fall) ** max(0, n - peak)

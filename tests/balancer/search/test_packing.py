@@ -11,7 +11,16 @@ from evener.balancer.families import PackMode, pack_on
 from evener.balancer.result.outcome import list_broken
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
+from evener.balancer.types import (
+    Failed,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Timed,
+    solo,
+)
 from tests.support.search_machines import Bench
 
 ONE = Bench(((10.0, 0.1, 0, 3000),))
@@ -19,7 +28,9 @@ MODES: tuple[PackMode, ...] = ("", "logical")
 
 
 def searched(runs: int, budget: float | None = None) -> Search:
-    """The end of a search at 256 rows in which up to so many trainings side by side take as long as one."""
+    """The end of a search at 256 rows in which up to so many trainings side by side take as long as
+    one.
+    """
     options = LayoutOptions(("solo", "pack"), pack_modes=MODES)
     search = Search(Problem(1, (31000,), global_batch=256, budget_seconds=budget), options)
     while probes := search.ask():
@@ -34,11 +45,20 @@ def logical(search: Search) -> list[int]:
     return [one.layout.processes for one in search.race.all if one.layout.placement == "logical"]
 
 
-def packs(bench: Bench, memory: int | None, batch: int | None = None, free: int = 89) -> list[tuple[int, int]]:
-    """(trainings, rows of each) of every pack that a search of one device measures; `free` take as long as one."""
-    search, found = Search(Problem(1, (memory,), global_batch=batch), LayoutOptions(("solo", "pack"))), []
+def packs(
+    bench: Bench, memory: int | None, batch: int | None = None, free: int = 89
+) -> list[tuple[int, int]]:
+    """(trainings, rows of each) of every pack that a search of one device measures; `free` take as
+    long as one.
+    """
+    search, found = (
+        Search(Problem(1, (memory,), global_batch=batch), LayoutOptions(("solo", "pack"))),
+        [],
+    )
     while probes := search.ask():
-        found += [(one.layout.processes, one.layout.global_batch) for one in probes if one.stage == "pack"]
+        found += [
+            (one.layout.processes, one.layout.global_batch) for one in probes if one.stage == "pack"
+        ]
         for probe in probes:
             (seen,) = bench.measure([probe], max(1.0, probe.layout.processes / free))
             search.tell(seen)
@@ -58,13 +78,21 @@ def test_packs_leave_others_the_memory_that_they_hold() -> None:
     class Taken(Bench, frozen=True):
         def measure(self, probes: Iterable[Probe], scale: float = 1.0) -> list[Observation]:
             seen = super().measure(probes, scale)
-            return [msgspec.structs.replace(one, short_bytes=(11_000,)) for one in seen if isinstance(one, Timed)]
+            return [
+                msgspec.structs.replace(one, short_bytes=(11_000,))
+                for one in seen
+                if isinstance(one, Timed)
+            ]
 
-    assert packs(Taken(ONE.devices), memory=31_000, batch=256) == packs(ONE, memory=20_000, batch=256)
+    assert packs(Taken(ONE.devices), memory=31_000, batch=256) == packs(
+        ONE, memory=20_000, batch=256
+    )
 
 
 @pytest.mark.parametrize("fixed_ms", [1.0, 2000.0])
-def test_a_pack_that_ran_is_not_tried_again_with_the_memory_that_it_left_free(fixed_ms: float) -> None:
+def test_a_pack_that_ran_is_not_tried_again_with_the_memory_that_it_left_free(
+    fixed_ms: float,
+) -> None:
     """Also where rows hardly take time, so that 2 % more of them would gain nearly 2 %."""
     sizes = [size for size, _ in packs(Bench(((fixed_ms, 0.1, 0, 3000),)), memory=31_000, free=2)]
     assert len(sizes) == len(set(sizes)) > 1
@@ -72,7 +100,10 @@ def test_a_pack_that_ran_is_not_tried_again_with_the_memory_that_it_left_free(fi
 
 def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
     """Where memory can't be read; the device holds 3000 rows in all."""
-    search, tried = Search(Problem(1, (None,)), LayoutOptions(("solo", "pack"))), list[tuple[int, int]]()
+    search, tried = (
+        Search(Problem(1, (None,)), LayoutOptions(("solo", "pack"))),
+        list[tuple[int, int]](),
+    )
     while probes := search.ask():
         for probe in probes:
             size, rows = probe.layout.processes, probe.layout.global_batch
@@ -80,12 +111,18 @@ def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
             (seen,) = ONE.measure([probe])
             search.tell(seen if size * rows <= 3000 else OutOfMemory(probe, (0,), "full", 1.0))
     most = search.race.singles[0].global_batch
-    assert [rows for size, rows in tried if size == 2] == [most, int(0.7 * most), int(0.7 * int(0.7 * most))]
+    assert [rows for size, rows in tried if size == 2] == [
+        most,
+        int(0.7 * most),
+        int(0.7 * int(0.7 * most)),
+    ]
     assert 2 * int(0.7 * int(0.7 * most)) <= 3000 < 2 * int(0.7 * most)
 
 
 def test_packs_leave_time_for_the_winner_s_knobs() -> None:
-    """Of 20 s; children take 0.5 s to start for each training, so that packs would take all of it."""
+    """Of 20 s; children take 0.5 s to start for each training, so that packs would take all of
+    it.
+    """
     options, started = LayoutOptions(("solo", "pack"), knobs=("xla", "mixed")), set[Layout]()
     search = Search(Problem(1, (200_000,), global_batch=256, budget_seconds=20.0), options)
     while probes := search.ask():
@@ -97,7 +134,11 @@ def test_packs_leave_time_for_the_winner_s_knobs() -> None:
             started.add(children)
             elapsed = start + seen.probe.seconds
             search.tell(msgspec.structs.replace(seen, start_seconds=start, elapsed_seconds=elapsed))
-    assert {seen.probe.layout.knobs for seen in search._seen.timed("knobs")} == {(), ("xla",), ("mixed",)}
+    assert {seen.probe.layout.knobs for seen in search._seen.timed("knobs")} == {
+        (),
+        ("xla",),
+        ("mixed",),
+    }
 
 
 def test_a_logical_pack_is_as_large_as_the_best_of_plain_processes() -> None:
@@ -105,7 +146,9 @@ def test_a_logical_pack_is_as_large_as_the_best_of_plain_processes() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.0, 5), (1000.0, 3)])
-def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_another(seconds: float, kept: int) -> None:
+def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_another(
+    seconds: float, kept: int
+) -> None:
     """The best number of plain processes may be another than it was, when the budget is over."""
     search = searched(runs=5, budget=1000.0)
     again = Search(search.problem, search.options)
@@ -113,19 +156,27 @@ def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_anoth
     tried = [Probe(pack_on(solo(1, 0, 256), size, "logical"), "race", 1.0) for size in (2, 3)]
     for seen in [*plain, *ONE.measure(tried)]:
         assert isinstance(seen, Timed)
-        again.tell(msgspec.structs.replace(seen, elapsed_seconds=1.0 + seconds * (seen.probe == tried[0])))
+        again.tell(
+            msgspec.structs.replace(seen, elapsed_seconds=1.0 + seconds * (seen.probe == tried[0]))
+        )
     assert logical(again) == [kept]
 
 
 @pytest.mark.parametrize(("runs", "named"), [(1, [2]), (2, []), (5, [])])
-def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(runs: int, named: list[int]) -> None:
+def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
+    runs: int, named: list[int]
+) -> None:
     """Not one on which a larger pack failed: there, that is how the largest was found."""
-    layouts: list[Layout] = [one.layout for one, _ in list_broken(searched(runs)) if one.layout.placement == ""]
+    layouts: list[Layout] = [
+        one.layout for one, _ in list_broken(searched(runs)) if one.layout.placement == ""
+    ]
     assert [layout.processes for layout in layouts] == named
 
 
 def test_a_pack_that_its_check_refutes_gives_way_to_a_smaller_one() -> None:
-    """As on a GPU: five trainings seemed 7 % faster than three, and were 2 % faster when measured again."""
+    """As on a GPU: five trainings seemed 7 % faster than three, and were 2 % faster when measured
+    again.
+    """
     rates = {2: 45_400.0, 3: 56_000.0, 5: 60_000.0}
     search = Search(Problem(1, (None,), global_batch=64), LayoutOptions(("solo", "pack")))
     checked: list[int] = []
@@ -135,10 +186,24 @@ def test_a_pack_that_its_check_refutes_gives_way_to_a_smaller_one() -> None:
             if probe.stage == "check":
                 checked.append(runs)
             rate = (
-                57_000.0 if runs == 5 and probe.stage == "check" else rates.get(runs, 26_000.0 if runs == 1 else 56_000)
+                57_000.0
+                if runs == 5 and probe.stage == "check"
+                else rates.get(runs, 26_000.0 if runs == 1 else 56_000)
             )
             seconds = 64 * runs / rate
-            search.tell(Timed(probe, seconds, 0.995 * seconds, 1.005 * seconds, 200, (None,), (seconds,), 0.1, 1.0))
+            search.tell(
+                Timed(
+                    probe,
+                    seconds,
+                    0.995 * seconds,
+                    1.005 * seconds,
+                    200,
+                    (None,),
+                    (seconds,),
+                    0.1,
+                    1.0,
+                )
+            )
     best = search.best()
     assert checked == [5, 3]
     assert best is not None

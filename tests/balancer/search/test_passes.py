@@ -45,7 +45,9 @@ PAIR = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 500)), 0.002)
 
 
 def card(
-    rows: int, overhead_ms: float | None = None, curve: Sequence[tuple[int, float]] = ((1, 1.1), (8192, 820.2))
+    rows: int,
+    overhead_ms: float | None = None,
+    curve: Sequence[tuple[int, float]] = ((1, 1.1), (8192, 820.2)),
 ) -> SimulatedDevice:
     """A card on which this many rows fit at once; a step takes 1 ms + 0.1 ms a row."""
     return SimulatedDevice(
@@ -59,11 +61,15 @@ def card(
     )
 
 
-def plan(machine: Machine, batch: int | None, micro: bool = True) -> tuple[Result | None, list[Observation]]:
+def plan(
+    machine: Machine, batch: int | None, micro: bool = True
+) -> tuple[Result | None, list[Observation]]:
     """What a search ends with, and what it saw."""
     memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
     prober = RecordingProber(machine, 1)
-    search = run_search(Search(Problem(len(memory), memory, global_batch=batch, micro=micro)), prober.measure)
+    search = run_search(
+        Search(Problem(len(memory), memory, global_batch=batch, micro=micro)), prober.measure
+    )
     return search.best(), prober.seen
 
 
@@ -108,9 +114,16 @@ def test_a_share_in_passes_ends_at_known_times(curve: PassCurve, ceiling: int) -
 
 
 @given(pass_curves())
-def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(curve: PassCurve) -> None:
+def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(
+    curve: PassCurve,
+) -> None:
     assert curve.seconds(curve.wall) == curve.curve.seconds(curve.wall)
-    assert [curve.passes(share) for share in (1, curve.wall, curve.wall + 1, 3 * curve.rows)] == [1, 1, 2, 3]
+    assert [curve.passes(share) for share in (1, curve.wall, curve.wall + 1, 3 * curve.rows)] == [
+        1,
+        1,
+        2,
+        3,
+    ]
 
 
 @settings(max_examples=20, deadline=None)
@@ -118,7 +131,9 @@ def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(curv
 def test_fewer_passes_of_more_rows_are_taken_where_they_are_faster(
     knee: int, room: float, steep: float, seconds: float
 ) -> None:
-    """Level to a knee, which a pass does best: 1,024 rows in two passes of 512 take less than in three of 342."""
+    """Level to a knee, which a pass does best: 1,024 rows in two passes of 512 take less than in
+    three of 342.
+    """
     curve = Curve((0.0, float(knee)), (1.0, 1.0), steep / knee)
     fits = int(room * knee)
     device = PassCurve(curve, knee, knee, fits=fits)
@@ -132,7 +147,9 @@ def test_fewer_passes_of_more_rows_are_taken_where_they_are_faster(
 
 @settings(max_examples=20, deadline=None)
 @given(pass_curves(), curves(), st.integers(2, 600))
-def test_a_fixed_batch_over_passes_is_solved_as_trying_every_share_does(one: PassCurve, two: Curve, batch: int) -> None:
+def test_a_fixed_batch_over_passes_is_solved_as_trying_every_share_does(
+    one: PassCurve, two: Curve, batch: int
+) -> None:
     devices = (DeviceCurve(0, one, batch), DeviceCurve(1, two, batch))
     found = waterfill.split_fixed(devices, (0.0, 0.0, 0.0), batch)
     least = min(max(one.seconds(share), two.seconds(batch - share)) for share in range(1, batch))
@@ -142,7 +159,10 @@ def test_a_fixed_batch_over_passes_is_solved_as_trying_every_share_does(one: Pas
 
 def test_what_a_further_pass_costs_is_fitted() -> None:
     curve = Curve((0.0, 1.0), (1.0, 1.1), 0.1)
-    steps = [Point(share, n * curve.seconds(share / n) - (n - 1) * 0.7, 0.001, n) for share, n in ((200, 2), (900, 3))]
+    steps = [
+        Point(share, n * curve.seconds(share / n) - (n - 1) * 0.7, 0.001, n)
+        for share, n in ((200, 2), (900, 3))
+    ]
     assert fit_extra(steps, curve, 300) == pytest.approx(-0.7)
 
 
@@ -154,7 +174,9 @@ def test_a_card_with_a_quarter_of_the_memory_trains_nearly_as_fast() -> None:
     assert found is not None
     assert found.layout.passes(1) >= 3
     assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == "race")
-    assert rate(Machine((full, small), Sync(0.5)), found) >= 0.95 * samples_per_second(whole, (1024, 1024))
+    assert rate(Machine((full, small), Sync(0.5)), found) >= 0.95 * samples_per_second(
+        whole, (1024, 1024)
+    )
     held, _ = plan(Machine((full, small), Sync(0.5)), 2048, micro=False)
     assert held is None
 
@@ -178,7 +200,9 @@ def test_small_cards_are_used_as_the_best_of_all_pass_sizes() -> None:
             machine = families.machine("small card", devices, 0.01, seed)
             batch = families.batch_beyond(machine, seed)
             found, _ = plan(machine, batch)
-            regrets.append(1 - rate(machine, found) / oracle.fixed(machine, batch).samples_per_second)
+            regrets.append(
+                1 - rate(machine, found) / oracle.fixed(machine, batch).samples_per_second
+            )
     assert statistics.median(regrets) <= 0.01
     assert max(regrets) <= 0.03
 
@@ -186,10 +210,17 @@ def test_small_cards_are_used_as_the_best_of_all_pass_sizes() -> None:
 @settings(max_examples=12, deadline=None)
 @given(benches(fewest=1, most=3), st.data())
 def test_where_everything_fits_passes_cost_nothing(bench: Bench, data: st.DataObject) -> None:
-    """A fixed batch that any of the devices could hold, on curves along which a pass more is never faster."""
-    batch = data.draw(st.integers(len(bench.devices), max(len(bench.devices), min(m for *_, m in bench.devices) // 2)))
+    """A fixed batch that any of the devices could hold, on curves along which a pass more is never
+    faster.
+    """
+    batch = data.draw(
+        st.integers(
+            len(bench.devices), max(len(bench.devices), min(m for *_, m in bench.devices) // 2)
+        )
+    )
     found, without = (
-        searched(bench, bench.problem(global_batch=batch, micro=micro))[0].best() for micro in (True, False)
+        searched(bench, bench.problem(global_batch=batch, micro=micro))[0].best()
+        for micro in (True, False)
     )
     assert found is not None
     assert without is not None
@@ -212,18 +243,27 @@ class Keeping(Bench, frozen=True):
         seen, layout = super()._one(probe, scale), probe.layout
         kept = tuple(40 if layout.passes(i) > 1 else 0 for i in range(len(self.devices)))
         rows = tuple(a + b for a, b in zip(layout.pass_rows, kept, strict=True))
-        full = tuple(i for i, (size, (*_, most)) in enumerate(zip(rows, self.devices, strict=True)) if size > most)
+        full = tuple(
+            i
+            for i, (size, (*_, most)) in enumerate(zip(rows, self.devices, strict=True))
+            if size > most
+        )
         if full:
             return OutOfMemory(probe, full, "full", 1.0)
         if not isinstance(seen, Timed):
             return seen
-        memory = tuple(1000 + 10 * size if share else None for size, share in zip(rows, layout.shares, strict=True))
+        memory = tuple(
+            1000 + 10 * size if share else None
+            for size, share in zip(rows, layout.shares, strict=True)
+        )
         return msgspec.structs.replace(seen, memory_bytes=memory)
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_gradients_that_are_kept_between_passes_make_them_smaller(known: bool) -> None:
-    """Exploration may run out of memory, the race doesn't; the plan is near what such passes allow."""
+    """Exploration may run out of memory, the race doesn't; the plan is near what such passes
+    allow.
+    """
     bench = Keeping(PAIR.devices, PAIR.sync_seconds)
     search, seen = searched(bench, bench.problem(known, global_batch=8000))
     best = search.best()
@@ -249,7 +289,9 @@ def test_a_workload_that_can_not_be_cut_keeps_its_devices() -> None:
     while probes := search.ask():
         for probe in probes:
             (seen,) = PAIR.measure([probe])
-            search.tell(Failed(probe, "raised", "can't be cut", (), 1.0) if probe.layout.in_passes else seen)
+            search.tell(
+                Failed(probe, "raised", "can't be cut", (), 1.0) if probe.layout.in_passes else seen
+            )
     best = search.best()
     assert best is not None
     assert best.layout == layout_of((1700, 500)) or best.layout.shares[1] >= 450
@@ -267,15 +309,22 @@ def test_a_card_that_holds_no_row_is_left_out() -> None:
 
 def test_a_plan_that_is_known_to_fit_comes_before_one_that_may_not() -> None:
     """4 and 8 rows say that 17 fit, and 15 do; the time left is too short for a second try."""
-    memory, curve = ((4, 3180.0), (8, 4594.0), (15, 7990.0), (16, 9000.0), (64, 40000.0)), ((1, 28.0), (8, 31.5))
-    card = SimulatedDevice(name="a", memory_mib=8192.0, memory_curve=memory, noise=0.01, curve=curve)
+    memory, curve = (
+        ((4, 3180.0), (8, 4594.0), (15, 7990.0), (16, 9000.0), (64, 40000.0)),
+        ((1, 28.0), (8, 31.5)),
+    )
+    card = SimulatedDevice(
+        name="a", memory_mib=8192.0, memory_curve=memory, noise=0.01, curve=curve
+    )
     found = trials.run(Machine((card,), Sync(0.0)), Ask(batch=192, budget=12.0, start=3.0))
     assert found.layout is not None
     assert found.layout.in_passes
 
 
 def test_out_of_memory_means_more_passes_or_a_smaller_batch() -> None:
-    """Of a fixed batch the device that ran out takes more; a free one keeps its passes and shrinks."""
+    """Of a fixed batch the device that ran out takes more; a free one keeps its passes and
+    shrinks.
+    """
     layout = layout_of((820, 400), (410, 400))
     assert divide(layout, (0,)) == layout_of((820, 400), (287, 400))
     assert divide(layout, ()) == layout_of((820, 400), (287, 280))
@@ -288,7 +337,9 @@ def test_out_of_memory_means_more_passes_or_a_smaller_batch() -> None:
 def test_one_pass_wins_a_tie() -> None:
     whole, cut = layout_of((500, 500)), layout_of((600, 400), (300, 400))
     ran = {layout: {0: timed(layout, step)} for layout, step in ((whole, 1.0), (cut, 0.995))}
-    found = choose_winner([Candidate(SPLIT, one) for one in ran], ran, Problem(2, (None, None), global_batch=1000))
+    found = choose_winner(
+        [Candidate(SPLIT, one) for one in ran], ran, Problem(2, (None, None), global_batch=1000)
+    )
     assert found.layout == whole
 
 
@@ -305,10 +356,18 @@ def test_layouts_of_the_same_passes_are_equal() -> None:
 @settings(max_examples=12, deadline=None)
 @example(points=[(3, 1.0), (4, 2.0)], wall=3, overhead=1.0)
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.floats(0.1, 30.0)), min_size=2, max_size=4, unique_by=lambda p: p[0]),
-    st.integers(1, 40), st.none() | st.floats(0.0, 5.0),
-)  # fmt: skip
-def test_the_oracle_tries_every_pass_size(points: list[tuple[int, float]], wall: int, overhead: float | None) -> None:
+    st.lists(
+        st.tuples(st.integers(1, 60), st.floats(0.1, 30.0)),
+        min_size=2,
+        max_size=4,
+        unique_by=lambda p: p[0],
+    ),
+    st.integers(1, 40),
+    st.none() | st.floats(0.0, 5.0),
+)
+def test_the_oracle_tries_every_pass_size(
+    points: list[tuple[int, float]], wall: int, overhead: float | None
+) -> None:
     device = card(wall, overhead, list(zip(*map(sorted, zip(*points, strict=True)), strict=True)))
     every = [min(device.seconds(b, k) for k in range(-(-b // wall), b + 1)) for b in range(1, 49)]
     assert np.all(oracle.step_times(device, wall, 48) >= np.array(every) * (1 - 1e-9) - 1e-12)
@@ -316,9 +375,15 @@ def test_the_oracle_tries_every_pass_size(points: list[tuple[int, float]], wall:
 
 
 def test_four_hosts_share_a_batch_that_fits_on_none_of_them() -> None:
-    """A device takes it in passes; which hosts share it is decided by the times at which passes end."""
-    machine = Machine(tuple(card(200, curve=((1, 5.3), (1000, 305.0))) for _ in range(4)), Sync(1.0, 0.0, 100.0))
-    search = Search(Problem(4, (round(1200.5 * (1 << 20)),) * 4, global_batch=512, hosts=(0, 1, 2, 3)))
+    """A device takes it in passes; which hosts share it is decided by the times at which passes
+    end.
+    """
+    machine = Machine(
+        tuple(card(200, curve=((1, 5.3), (1000, 305.0))) for _ in range(4)), Sync(1.0, 0.0, 100.0)
+    )
+    search = Search(
+        Problem(4, (round(1200.5 * (1 << 20)),) * 4, global_batch=512, hosts=(0, 1, 2, 3))
+    )
     run_search(search, RecordingProber(machine, 0).measure)
     best = search.best()
     assert best is not None

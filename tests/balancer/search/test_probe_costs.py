@@ -1,4 +1,6 @@
-"""What a probe should cost, how long it may measure, and which part of a budget each stage may spend."""
+"""What a probe should cost, how long it may measure, and which part of a budget each stage may
+spend.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,31 @@ SPLIT = Layout("split", (60, 40))
 ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")), knobs=("xla",))
 
 
-def timed(layout: Layout, stage: Stage = "solo", step: float = 0.1, turn: int = 0, **changes: Any) -> Timed:
+def timed(
+    layout: Layout, stage: Stage = "solo", step: float = 0.1, turn: int = 0, **changes: Any
+) -> Timed:
     """Ten steps in 2 s, of which one is not timed."""
     nothing = (None,) * len(layout.shares)
-    seen = Timed(Probe(layout, stage, 1.0, turn), step, step, step, 10, nothing, nothing, step, 10 * step + 1.0)
+    seen = Timed(
+        Probe(layout, stage, 1.0, turn),
+        step,
+        step,
+        step,
+        10,
+        nothing,
+        nothing,
+        step,
+        10 * step + 1.0,
+    )
     return msgspec.structs.replace(seen, **changes)
 
 
 def budget(
-    *seen: Timed, seconds: float | None = 100.0, options: LayoutOptions = BALANCE, devices: int = 2, **others: Any
+    *seen: Timed,
+    seconds: float | None = 100.0,
+    options: LayoutOptions = BALANCE,
+    devices: int = 2,
+    **others: Any,
 ) -> Budget:
     """A budget of which these were spent."""
     problem = Problem(devices, (None,) * devices, budget_seconds=seconds)
@@ -40,7 +58,11 @@ def budget(
 
 @pytest.mark.parametrize(
     ("stage", "step", "seconds"),
-    [*((stage, 0.01, seconds) for stage, seconds in BASE_SECONDS.items()), ("solo", 1.0, 12.0), ("solo", 30.0, 60.0)],
+    [
+        *((stage, 0.01, seconds) for stage, seconds in BASE_SECONDS.items()),
+        ("solo", 1.0, 12.0),
+        ("solo", 30.0, 60.0),
+    ],
 )
 def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_twelve_steps(
     stage: Stage, step: float, seconds: float
@@ -49,10 +71,14 @@ def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_twelve_steps(
 
 
 def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
-    """Later turns may take 95 of 100 s; 2 s are spent, a split's children start in 1.5 times 1 s."""
+    """Later turns may take 95 of 100 s; 2 s are spent, a split's children start in 1.5 times 1
+    s.
+    """
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=2.0, start_seconds=1.0))
     left = 100 - 2 - 1.5
-    assert found.probe_seconds(SPLIT, "race", 40, 0.01) == pytest.approx(left / 40 - found.overhead_seconds, abs=0.001)
+    assert found.probe_seconds(SPLIT, "race", 40, 0.01) == pytest.approx(
+        left / 40 - found.overhead_seconds, abs=0.001
+    )
     assert found.probe_seconds(SPLIT, "race", 2, 0.01) == BASE_SECONDS["race"]
     assert found.probe_seconds(SPLIT, "race", 40, 0.01, reserved=20) == pytest.approx(
         (left - 20) / 40 - found.overhead_seconds, abs=0.001
@@ -61,10 +87,14 @@ def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
     assert found.probe_seconds(SPLIT, "race", 10_000, 0.01) == 0.2
 
 
-def test_a_probe_of_exploration_ends_at_once_if_ten_of_its_steps_would_take_all_that_is_left() -> None:
+def test_a_probe_of_exploration_ends_at_once_if_ten_of_its_steps_would_take_all_that_is_left() -> (
+    None
+):
     found = budget(timed(solo(2, 0, 8), step=4.0, elapsed_seconds=41.0))
     assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 1.0) == pytest.approx((95 - 41) / 10 - 1)
-    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 1.0, reserved=6.0) == pytest.approx((95 - 47) / 10 - 1)
+    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 1.0, reserved=6.0) == pytest.approx(
+        (95 - 47) / 10 - 1
+    )
 
 
 def test_a_round_takes_a_part_of_what_is_left_and_leaves_the_time_of_the_first_split() -> None:
@@ -78,7 +108,8 @@ def test_a_round_takes_a_part_of_what_is_left_and_leaves_the_time_of_the_first_s
 
 
 @pytest.mark.parametrize(
-    ("stage", "turn", "end"), [("solo", 0, 95), ("split", 0, 95), ("race", 0, 100), ("race", 1, 95), ("pack", 0, 65)]
+    ("stage", "turn", "end"),
+    [("solo", 0, 95), ("split", 0, 95), ("race", 0, 100), ("race", 1, 95), ("pack", 0, 65)],
 )
 def test_a_stage_ends_at_its_part_of_the_budget(stage: Stage, turn: int, end: float) -> None:
     """The shortest probe, of 0.2 s, has to end by then."""
@@ -93,14 +124,19 @@ def test_when_the_race_is_over_exploration_may_have_the_rest() -> None:
     for spent, fits in ((70.0, True), (94.9, False)):
         seen = timed(solo(2, 0, 8), step=spent / 10, elapsed_seconds=spent)
         assert not budget(seen, options=ALL).affords(solo(2, 0, 64), "solo", 0.01)
-        assert budget(seen, options=ALL, race_is_over=True).affords(solo(2, 0, 64), "solo", 0.01) == fits
+        assert (
+            budget(seen, options=ALL, race_is_over=True).affords(solo(2, 0, 64), "solo", 0.01)
+            == fits
+        )
 
 
 # ---------------------------------------------------------------------- what a probe costs
 
 
 def test_children_that_stand_start_in_no_time() -> None:
-    """New ones as long as the slowest of a device alone, for each kind of layout; packs for each training."""
+    """New ones as long as the slowest of a device alone, for each kind of layout; packs for each
+    training.
+    """
     found = budget(timed(solo(2, 0, 8), start_seconds=4.0), timed(solo(2, 1, 8), start_seconds=3.0))
     assert found.start_seconds(solo(2, 0, 64)) == 0.0
     assert found.start_seconds(SPLIT) == pytest.approx(1.5 * 4)
@@ -114,7 +150,8 @@ def test_children_that_stand_start_in_no_time() -> None:
 def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
     """Two trainings in 6 s, four in 8: each of the next takes a second, not three."""
     two, four = (
-        timed(Layout("pack", (8, 0), size), "pack", start_seconds=seconds) for size, seconds in ((2, 6.0), (4, 8.0))
+        timed(Layout("pack", (8, 0), size), "pack", start_seconds=seconds)
+        for size, seconds in ((2, 6.0), (4, 8.0))
     )
     six = Layout("pack", (8, 0), 6)
     assert budget(two).start_seconds(six) == pytest.approx(18.0)
@@ -122,7 +159,10 @@ def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
 
 
 def test_children_that_make_way_again_and_again_pay_their_least_start_each_time() -> None:
-    first, second = timed(SPLIT, "split", start_seconds=6.0), timed(SPLIT, "race", turn=1, start_seconds=5.0)
+    first, second = (
+        timed(SPLIT, "split", start_seconds=6.0),
+        timed(SPLIT, "race", turn=1, start_seconds=5.0),
+    )
     assert budget(first).start_seconds(SPLIT) == 0.0
     assert budget(first, second).start_seconds(SPLIT) == 5.0
 
@@ -142,7 +182,9 @@ def test_the_shortest_probe_has_five_steps_and_its_warm_up() -> None:
 
 
 def test_steps_that_try_kernels_out_are_counted_by_how_they_grow() -> None:
-    """A first step of 0.3 s at 10 ms, of 11.2 s at 110: 109 / 0.1 - 1 steps more; none where sizes hardly differ."""
+    """A first step of 0.3 s at 10 ms, of 11.2 s at 110: 109 / 0.1 - 1 steps more; none where sizes
+    hardly differ.
+    """
     quick = timed(solo(2, 0, 8), step=0.01, first_step_seconds=0.3)
     slow = timed(solo(2, 0, 64), step=0.11, turn=1, first_step_seconds=11.2)
     found = budget(quick, slow, seconds=None)
@@ -157,8 +199,12 @@ def test_steps_that_try_kernels_out_are_counted_by_how_they_grow() -> None:
 def test_a_layout_that_never_ran_steps_as_its_devices_alone_promise() -> None:
     """Together for a split, as the slower ones wait; as the fastest for a pack."""
     found = budget(timed(solo(2, 0, 10)), timed(solo(2, 1, 5)), timed(solo(2, 0, 1), turn=1))
-    assert found.least_seconds(Layout("split", (300, 300))) - found.overhead_seconds == pytest.approx(5 * 600 / 150)
-    assert found.least_seconds(Layout("pack", (100, 0), 4)) - found.overhead_seconds == pytest.approx(5 * 400 / 100)
+    assert found.least_seconds(
+        Layout("split", (300, 300))
+    ) - found.overhead_seconds == pytest.approx(5 * 600 / 150)
+    assert found.least_seconds(
+        Layout("pack", (100, 0), 4)
+    ) - found.overhead_seconds == pytest.approx(5 * 400 / 100)
 
 
 # ---------------------------------------------------------------------- turns and longer budgets
@@ -199,6 +245,10 @@ def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
     spent = timed(solo(2, 0, 8), elapsed_seconds=31.0)
     split = timed(SPLIT, "split", elapsed_seconds=20.0)
     found = budget(spent, split)
-    assert found.longest_step() == pytest.approx(max(0.2, 0.4 * (95 - 51) - found.overhead_seconds) / 5)
+    assert found.longest_step() == pytest.approx(
+        max(0.2, 0.4 * (95 - 51) - found.overhead_seconds) / 5
+    )
     assert budget(seconds=None).longest_step() == pytest.approx(60 / 5)
-    assert budget(timed(solo(2, 0, 8), elapsed_seconds=99.9)).longest_step() == pytest.approx(0.2 / 5)
+    assert budget(timed(solo(2, 0, 8), elapsed_seconds=99.9)).longest_step() == pytest.approx(
+        0.2 / 5
+    )

@@ -25,7 +25,9 @@ PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
 EQUAL = Bench(((10.0, 0.1, 0, 4000), (10.0, 0.1, 0, 4000)), 0.002)
 
 
-def searched_with(bench: Bench, slower: Callable[[Probe], float], **options: Any) -> tuple[Search, list[Observation]]:
+def searched_with(
+    bench: Bench, slower: Callable[[Probe], float], **options: Any
+) -> tuple[Search, list[Observation]]:
     """A search in which each probe's steps take longer by a factor; and what it saw."""
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():
@@ -37,41 +39,61 @@ def searched_with(bench: Bench, slower: Callable[[Probe], float], **options: Any
     return search, seen
 
 
-@pytest.mark.parametrize(("families", "why"), [(("solo", "split"), Stop.SETTLED), (("split",), Stop.ONLY_ONE)])
-def test_a_race_of_two_is_settled_and_of_one_is_no_race(families: tuple[str, ...], why: Stop) -> None:
-    search = run_search(Search(PAIR.problem(global_batch=1000), LayoutOptions(families, scaling=False)), PAIR.measure)
+@pytest.mark.parametrize(
+    ("families", "why"), [(("solo", "split"), Stop.SETTLED), (("split",), Stop.ONLY_ONE)]
+)
+def test_a_race_of_two_is_settled_and_of_one_is_no_race(
+    families: tuple[str, ...], why: Stop
+) -> None:
+    search = run_search(
+        Search(PAIR.problem(global_batch=1000), LayoutOptions(families, scaling=False)),
+        PAIR.measure,
+    )
     assert len(search.ranking()) == len(families)
     assert search.why_stopped() == why.value
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5, 3.0])
 def test_what_was_faster_than_all_that_raced_races_too(factor: float) -> None:
-    """Where everything is slower in the race, the fastest single device that was seen before it is among what is."""
+    """Where everything is slower in the race, the fastest single device that was seen before it is
+    among what is.
+    """
     for seed in range(8):
         chance = random.Random(seed)
         bench = Bench(
-            tuple((chance.uniform(1, 40), chance.uniform(0.05, 1), 0, chance.randint(100, 3000)) for _ in range(2))
+            tuple(
+                (chance.uniform(1, 40), chance.uniform(0.05, 1), 0, chance.randint(100, 3000))
+                for _ in range(2)
+            )
         )
         search, seen = searched_with(bench, lambda probe: factor if probe.stage == "race" else 1.0)
-        singles = [one for one in seen if isinstance(one, Timed) and one.probe.layout.kind == "solo"]
+        singles = [
+            one for one in seen if isinstance(one, Timed) and one.probe.layout.kind == "solo"
+        ]
         before = [one for one in singles if one.probe.stage != "race"]
         fastest = max(before, key=lambda one: one.samples_per_second)
         assert fastest.probe.layout in {one.candidate.layout for one in search.ranking()}
 
 
 def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
-    """Turns are taken A B C A B C; what exploration measured with nothing else at work has had its first."""
+    """Turns are taken A B C A B C; what exploration measured with nothing else at work has had its
+    first.
+    """
     _, seen = noisy(EQUAL, 0.1, 3, budget_seconds=120.0)
     turns = [one.probe.turn for one in seen if one.probe.stage == "race"]
     assert turns == sorted(turns)
     assert max(turns) >= 1
     for turn in range(1, max(turns) + 1):
-        layouts = [one.probe.layout for one in seen if one.probe.stage == "race" and one.probe.turn == turn]
+        layouts = [
+            one.probe.layout for one in seen if one.probe.stage == "race" and one.probe.turn == turn
+        ]
         assert len(layouts) == len(set(layouts)) >= 2
 
 
 def test_a_race_ends_settled_only_if_no_rival_may_gain_what_matters() -> None:
-    """By the expected gain of switching to it, whatever the noise; else it says that it is tied or has no time."""
+    """By the expected gain of switching to it, whatever the noise; else it says that it is tied or
+    has no time.
+    """
     reasons = set()
     for seed in range(8):
         for deviation in (0.002, 0.02, 0.06):
@@ -115,15 +137,26 @@ def test_devices_that_all_fail_are_the_reason_each_by_name() -> None:
     search = Search(PAIR.problem())
     while probes := search.ask():
         for probe in probes:
-            search.tell(Failed(probe, "exit", f"child {probe.layout.active[0]} died", probe.layout.active, 1.0))
-    assert search.why_stopped() == "Every device failed: device 0: child 0 died; device 1: child 1 died."
+            search.tell(
+                Failed(
+                    probe, "exit", f"child {probe.layout.active[0]} died", probe.layout.active, 1.0
+                )
+            )
+    assert (
+        search.why_stopped()
+        == "Every device failed: device 0: child 0 died; device 1: child 1 died."
+    )
 
 
 def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
-    """Two equal devices with 10 % of noise between probes: more turns would not tell the leading layouts apart."""
+    """Two equal devices with 10 % of noise between probes: more turns would not tell the leading
+    layouts apart.
+    """
     found = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0)[0] for seed in range(8)]
     checks = [search._seen.spent_seconds("check") for search in found]
-    spent = sorted(search._seen.spent_seconds() - after for search, after in zip(found, checks, strict=True))
+    spent = sorted(
+        search._seen.spent_seconds() - after for search, after in zip(found, checks, strict=True)
+    )
     assert spent[4] < 90
     assert spent[-1] < 0.95 * 120
     ends = [search.why_stopped() for search in found]
@@ -168,7 +201,12 @@ def test_no_device_is_probed_twice_alone_at_one_batch(bench: Bench, budget: floa
 
 
 @settings(max_examples=20, deadline=None)
-@given(benches(fewest=2, most=3), st.sampled_from([None, 4.0, 8.0, 15.0, 40.0]), st.booleans(), st.booleans())
+@given(
+    benches(fewest=2, most=3),
+    st.sampled_from([None, 4.0, 8.0, 15.0, 40.0]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_the_answer_is_not_slower_than_anything_that_ran(
     bench: Bench, budget: float | None, fixed: bool, known: bool
 ) -> None:
@@ -178,7 +216,8 @@ def test_the_answer_is_not_slower_than_anything_that_ran(
     ran = [
         one
         for one in seen
-        if isinstance(one, Timed) and one.probe.layout.global_batch == (batch or one.probe.layout.global_batch)
+        if isinstance(one, Timed)
+        and one.probe.layout.global_batch == (batch or one.probe.layout.global_batch)
     ]
     best = search.best()
     if ran:
@@ -188,14 +227,18 @@ def test_the_answer_is_not_slower_than_anything_that_ran(
 
 
 def test_a_problem_of_one_sample_has_an_answer() -> None:
-    search = run_search(Search(Problem(1, (None,), global_batch=1)), Bench(((1.0, 1.0, 0, 5),)).measure)
+    search = run_search(
+        Search(Problem(1, (None,), global_batch=1)), Bench(((1.0, 1.0, 0, 5),)).measure
+    )
     best = search.best()
     assert best is not None
     assert best.layout.shares == (1,)
 
 
 def test_a_plan_s_figure_is_neither_too_high_nor_too_low_on_average() -> None:
-    """With 5 % of noise between probes, what chose the layout is 2 % too high: of many figures it was the highest."""
+    """With 5 % of noise between probes, what chose the layout is 2 % too high: of many figures it
+    was the highest.
+    """
     flattered, figures = [], []
     for seed in range(60):
         search, _ = noisy(PAIR, 0.05, seed, budget_seconds=60.0)
@@ -224,7 +267,9 @@ def test_a_layout_that_no_other_was_compared_with_is_not_checked() -> None:
 
 @pytest.mark.parametrize("budget", [30.0, 60.0, None])
 def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -> None:
-    """Once where its figure is sure, and when all else was measured; only what the check shows may race after it."""
+    """Once where its figure is sure, and when all else was measured; only what the check shows may
+    race after it.
+    """
     search, seen = searched(PAIR, PAIR.problem(budget_seconds=budget))
     best, stages = search.best(), [one.probe.stage for one in seen]
     assert best is not None
@@ -233,8 +278,12 @@ def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -
 
 
 @pytest.mark.parametrize(("deviation", "budget"), [(0.002, None), (0.05, None), (0.05, 200.0)])
-def test_a_winner_is_measured_until_its_figure_is_within_five_percent(deviation: float, budget: float | None) -> None:
-    """Of two cards that are far apart the first wins at once; what is left is to say how fast it is."""
+def test_a_winner_is_measured_until_its_figure_is_within_five_percent(
+    deviation: float, budget: float | None
+) -> None:
+    """Of two cards that are far apart the first wins at once; what is left is to say how fast it
+    is.
+    """
     bench = Bench(((10.0, 0.1, 0, 4000), (1000.0, 10.0, 0, 4000)), 0.5)
     for seed in range(5):
         search, seen = noisy(bench, deviation, seed, global_batch=256, budget_seconds=budget)

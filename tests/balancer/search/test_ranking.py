@@ -1,4 +1,6 @@
-"""The ranking: what drifts cancels, ties are ties, the simplest of equals wins, and turns go where they can matter."""
+"""The ranking: what drifts cancels, ties are ties, the simplest of equals wins, and turns go where
+they can matter.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def timed(candidate: Candidate, rate: float, turn: int, spread: float = 0.002) -
     return Timed(Probe(layout, "race", 1.0, turn), step, low, high, 50, unknown, unknown, step, 1.0)
 
 
-def turns(rates: Mapping[Candidate, list[float]], spread: float = 0.002) -> dict[Layout, dict[int, Timed]]:
+def turns(
+    rates: Mapping[Candidate, list[float]], spread: float = 0.002
+) -> dict[Layout, dict[int, Timed]]:
     """Each layout's turns from its samples/s."""
     return {
         one.layout: {turn: timed(one, rate, turn, spread) for turn, rate in enumerate(own)}
@@ -50,12 +54,16 @@ def turns(rates: Mapping[Candidate, list[float]], spread: float = 0.002) -> dict
     }
 
 
-def ranked(rates: Mapping[Candidate, list[float]], problem: Problem = FIXED) -> tuple[Standing, ...]:
+def ranked(
+    rates: Mapping[Candidate, list[float]], problem: Problem = FIXED
+) -> tuple[Standing, ...]:
     """The ranking of layouts with these samples/s."""
     return rank(tuple(rates), turns(rates), problem)
 
 
-def wanted(rates: Mapping[Candidate, list[float]], left: float = 9, most: int = 8) -> tuple[list[Candidate], bool]:
+def wanted(
+    rates: Mapping[Candidate, list[float]], left: float = 9, most: int = 8
+) -> tuple[list[Candidate], bool]:
     """Who deserves another turn, with no tolerance, and whether a tie was given up."""
     return unsettled(tuple(rates), turns(rates), left, most)
 
@@ -124,7 +132,9 @@ def test_a_clear_gain_wins_though_it_is_not_simple() -> None:
 
 def test_of_a_free_batch_the_smallest_within_the_tolerance_wins() -> None:
     """And the faster of two with the same batch; the ranking behind the winner is by throughput."""
-    large, small, smaller = (Candidate(find_family("solo"), solo(2, 0, batch)) for batch in (400, 200, 150))
+    large, small, smaller = (
+        Candidate(find_family("solo"), solo(2, 0, batch)) for batch in (400, 200, 150)
+    )
     twin = Candidate(find_family("solo"), solo(2, 1, 200))
     rates = {large: [1000.0] * 3, small: [985.0] * 3, twin: [990.0] * 3, smaller: [950.0] * 3}
     assert [one.candidate for one in ranked(rates, FREE)] == [twin, large, small, smaller]
@@ -146,14 +156,18 @@ def test_the_deviation_of_a_turn_is_drawn_to_what_drift_is_assumed() -> None:
     own = 2 * relative_error(one[0]) ** 2
     spread = 0.03**2 / 3
     assert found.value == pytest.approx(0.01)
-    assert found.deviation == pytest.approx(math.sqrt((4 * (own + PROBE_DRIFT**2) + 2 * spread) / 6))
+    assert found.deviation == pytest.approx(
+        math.sqrt((4 * (own + PROBE_DRIFT**2) + 2 * spread) / 6)
+    )
     half = 2.4469 * found.deviation / math.sqrt(3)
     assert found.interval().high == pytest.approx(0.01 + half)
     assert found.interval().low == pytest.approx(0.01 - half)
 
 
 def test_a_pack_is_beaten_by_a_clear_gain_only_whatever_its_batch() -> None:
-    """Its batch is that of one of its trainings, so that the tolerance for smaller batches says nothing of it."""
+    """Its batch is that of one of its trainings, so that the tolerance for smaller batches says
+    nothing of it.
+    """
     small = Candidate(find_family("solo"), solo(2, 0, 10))
     assert ranked({PACK: [1000.0] * 3, small: [985.0] * 3}, FREE)[0].candidate == PACK
 
@@ -181,13 +195,17 @@ def test_a_settled_ranking_has_no_more_turns() -> None:
 
 
 @pytest.mark.parametrize(("left", "most"), [(0.5, 8), (9, 1)])
-def test_a_difference_that_no_turn_can_settle_is_a_tie_and_gets_none(left: float, most: int) -> None:
+def test_a_difference_that_no_turn_can_settle_is_a_tie_and_gets_none(
+    left: float, most: int
+) -> None:
     """Neither the budget nor the number of turns leaves another one."""
     assert wanted({SOLO: [1000.0], EVEN: [999.0]}, left, most) == ([], True)
 
 
 def test_a_noisy_difference_that_few_turns_would_not_settle_is_given_up() -> None:
-    """10 % of noise a turn: with two more turns the gain to expect is still above what matters; with 60 it is not."""
+    """10 % of noise a turn: with two more turns the gain to expect is still above what matters;
+    with 60 it is not.
+    """
     rates = {SOLO: [1000.0] * 3, EVEN: [880.0, 1100.0, 975.0]}
     assert wanted(rates, 2) == ([], True)
     assert wanted(rates, 60, 100) == ([SOLO, EVEN], False)
@@ -198,9 +216,13 @@ def test_one_turn_is_believed_less_than_three() -> None:
     assert one.low < 0 < one.high
 
 
-@pytest.mark.parametrize(("noise", "count", "most"), [(0.005, 3, 0.05), (0.01, 3, 0.2), (0.01, 8, 0.05)])
+@pytest.mark.parametrize(
+    ("noise", "count", "most"), [(0.005, 3, 0.05), (0.01, 3, 0.2), (0.01, 8, 0.05)]
+)
 def test_two_layouts_of_one_speed_tie_nearly_always(noise: float, count: int, most: float) -> None:
-    """As drift is assumed to be, in 95 % of races; where it is twice as large, after eight turns."""
+    """As drift is assumed to be, in 95 % of races; where it is twice as large, after eight
+    turns.
+    """
     rng = random.Random(1)
     wrong = 0
     for _ in range(400):
@@ -215,12 +237,18 @@ def test_a_difference_that_nobody_would_notice_is_a_tie_however_sure() -> None:
 
 
 @given(st.floats(-0.2, 0.2), st.floats(1e-4, 0.1), st.integers(1, 8))
-def test_the_gain_to_expect_is_that_of_a_normal_difference(value: float, deviation: float, count: int) -> None:
-    """E[max(0, d)], by the trapezoidal rule; more turns never promise more, and the value itself is the least."""
+def test_the_gain_to_expect_is_that_of_a_normal_difference(
+    value: float, deviation: float, count: int
+) -> None:
+    """E[max(0, d)], by the trapezoidal rule; more turns never promise more, and the value itself is
+    the least.
+    """
     found = Difference(value, deviation, count)
     error = deviation / math.sqrt(count)
     steps = [value + error * (n / 100 - 8) for n in range(1601)]
-    density = [math.exp(-(((x - value) / error) ** 2) / 2) / error / math.sqrt(2 * math.pi) for x in steps]
+    density = [
+        math.exp(-(((x - value) / error) ** 2) / 2) / error / math.sqrt(2 * math.pi) for x in steps
+    ]
     direct = math.fsum(max(0.0, x) * d for x, d in zip(steps, density, strict=True)) * error / 100
     assert found.expected_gain() == pytest.approx(direct, abs=1e-4 * error + 1e-12)
     assert max(0.0, value) <= found.expected_gain(3) + 1e-12
@@ -240,11 +268,16 @@ def test_turns_that_agree_sharpen_a_figure_and_turns_that_differ_widen_it() -> N
 
 def test_a_single_turn_has_its_own_interval() -> None:
     figure = throughput(turns({SOLO: [1000.0]}, 0.01)[SOLO.layout])
-    assert (figure.low, figure.high) == (pytest.approx(990, rel=1e-3), pytest.approx(1010, rel=1e-3))
+    assert (figure.low, figure.high) == (
+        pytest.approx(990, rel=1e-3),
+        pytest.approx(1010, rel=1e-3),
+    )
 
 
 def test_two_turns_a_little_apart_are_known_to_little_more_than_that() -> None:
-    """Two turns 2 % apart, one of them without noise: the interval holds both and is not absurdly wide."""
+    """Two turns 2 % apart, one of them without noise: the interval holds both and is not absurdly
+    wide.
+    """
     own = {0: timed(SOLO, 1000.0, 0, 0.0), 1: timed(SOLO, 1020.0, 1, 0.001)}
     figure = throughput(own)
     assert figure.low <= 1000.0

@@ -1,4 +1,6 @@
-"""What is refuted later: memory that others take and devices that go leave no plan that counts on them."""
+"""What is refuted later: memory that others take and devices that go leave no plan that counts on
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def shrunk(bench: Bench, room: tuple[int, ...]) -> Bench:
 
 
 def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, list[Observation]]:
-    """A whole search in which others take memory after so many observations; every probe begun later tells of it."""
+    """A whole search in which others take memory after so many observations; every probe begun
+    later tells of it.
+    """
     search, seen, less = Search(bench.problem()), list[Observation](), shrunk(bench, room)
     short = tuple(10 * (had[3] - has) for had, has in zip(bench.devices, room, strict=True))
     for _ in range(MOST_ASKS):
@@ -57,7 +61,9 @@ def test_a_plan_fits_what_others_leave(bench: Bench, data: st.DataObject) -> Non
 
 
 def test_a_layout_that_ran_and_no_longer_fits_is_not_the_best() -> None:
-    """The same layout, or less on the same devices, out of memory: another one counts, though it was slower."""
+    """The same layout, or less on the same devices, out of memory: another one counts, though it
+    was slower.
+    """
     bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
     search = Search(bench.problem())
     seen: list[Observation] = []
@@ -75,7 +81,9 @@ def test_a_layout_that_ran_and_no_longer_fits_is_not_the_best() -> None:
 
 
 def test_added_time_is_not_spent_on_what_ran_out_of_memory() -> None:
-    """Others took the memory after exploration: nothing fits any more, and no probe is asked again."""
+    """Others took the memory after exploration: nothing fits any more, and no probe is asked
+    again.
+    """
     bench, asked = Bench(((1.0, 1.0, 0, 500),), 0.0), list[Probe]()
     search = Search(msgspec.structs.replace(bench.problem(budget_seconds=60.0), spend_all=True))
     while probes := search.ask():
@@ -98,7 +106,9 @@ def test_a_device_that_has_gone_takes_its_layouts_with_it() -> None:
     assert best is not None
     assert len(best.layout.active) == 2
     for seconds in (1.0, 2.0):
-        search.tell(Failed(Probe(best.layout, "race", 1.0, 7), "device", "GPU:1 is lost", (1,), seconds))
+        search.tell(
+            Failed(Probe(best.layout, "race", 1.0, 7), "device", "GPU:1 is lost", (1,), seconds)
+        )
     after = search.best()
     assert after is not None
     assert after.layout.active == (0,)

@@ -74,7 +74,9 @@ def test_scaling_all_times_keeps_the_shares(bench: Bench, scale: float) -> None:
     """What counts is how devices compare, not how fast all of them are."""
     search, _ = searched(bench, bench.problem(tolerance=0.0))
     scaled = Bench(
-        tuple((fixed * scale, slope * scale, knee, most) for fixed, slope, knee, most in bench.devices),
+        tuple(
+            (fixed * scale, slope * scale, knee, most) for fixed, slope, knee, most in bench.devices
+        ),
         bench.sync_seconds * scale,
     )
     other, _ = searched(scaled, bench.problem(tolerance=0.0))
@@ -102,7 +104,9 @@ def test_permuting_the_devices_permutes_the_answer(bench: Bench, rng: random.Ran
 @settings(max_examples=30, deadline=None)
 @given(benches(), st.data())
 def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
-    """Shares are multiples, sum to a fixed batch, stay below the caps, and the race never runs out of memory."""
+    """Shares are multiples, sum to a fixed batch, stay below the caps, and the race never runs out
+    of memory.
+    """
     quantum = data.draw(st.sampled_from([1, 1, 8]))
     count = len(bench.devices)
     options: dict[str, Any] = {"multiple_of": quantum}
@@ -135,7 +139,9 @@ def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
     """Whatever was measured, the answer is not slower than the rivals it was measured against."""
     search, _ = searched(bench, bench.problem(tolerance=0.0))
     best, lone, everyone = search.best(), search.best_single(), tuple(range(len(bench.devices)))
-    even = (one for one in search.results() if is_even(one.layout, 1) and one.layout.active == everyone)
+    even = (
+        one for one in search.results() if is_even(one.layout, 1) and one.layout.active == everyone
+    )
     assert best is not None
     for rival in (next(even, None), lone):
         if rival is not None:
@@ -145,7 +151,9 @@ def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.randoms(use_true_random=True), st.integers(1, 4))
 def test_it_ends_whatever_it_is_told(chance: random.Random, count: int) -> None:
-    """Random outcomes, failures and memory that is never enough all come to an end, with a reason."""
+    """Random outcomes, failures and memory that is never enough all come to an end, with a
+    reason.
+    """
     search = Search(Problem(count, (None,) * count))
     for _ in range(400):
         probes = search.ask()
@@ -160,7 +168,10 @@ def test_it_ends_whatever_it_is_told(chance: random.Random, count: int) -> None:
 
 def test_a_device_with_nothing_left_to_try_goes_no_further() -> None:
     """The second of three takes so long that no batch of it ends with the others' best one."""
-    search, steps = Search(Problem(3, (None,) * 3)), iter([1.0, 8.0, 0.03125, 0.125, 0.125, 0.125, *[2.0] * 1000])
+    search, steps = (
+        Search(Problem(3, (None,) * 3)),
+        iter([1.0, 8.0, 0.03125, 0.125, 0.125, 0.125, *[2.0] * 1000]),
+    )
     while probes := search.ask():
         for probe in probes:
             step, nothing = next(steps), (None,) * 3
@@ -218,7 +229,9 @@ def test_a_device_that_keeps_failing_is_left_out() -> None:
 
 
 def test_the_budget_is_kept() -> None:
-    """The sum of what probes cost stays within the budget, and a shorter one asks for shorter probes."""
+    """The sum of what probes cost stays within the budget, and a shorter one asks for shorter
+    probes.
+    """
     bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 900)))
     for budget in (3.0, 6.0, 30.0):
         search, _ = searched(bench, bench.problem(budget_seconds=budget))
@@ -269,7 +282,9 @@ def test_a_free_batch_leaves_20_steps_once_the_rows_of_the_data_are_reported(
         assert all(one.layout.global_batch <= most for one in probes)
 
 
-@pytest.mark.parametrize("asked", [Problem(1, (None,), max_global_batch=500), Problem(1, (None,), global_batch=500)])
+@pytest.mark.parametrize(
+    "asked", [Problem(1, (None,), max_global_batch=500), Problem(1, (None,), global_batch=500)]
+)
 def test_a_batch_that_was_asked_for_may_be_larger_than_the_data(asked: Problem) -> None:
     """The plan warns of it."""
     search = Search(asked)

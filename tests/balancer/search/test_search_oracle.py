@@ -15,11 +15,17 @@ EVENTS: tuple[dict[str, float], ...] = ({"lost": True}, {"slowed": 0.4}, {"memor
 
 
 def _machine(chance: random.Random) -> Machine:
-    """One to three devices on two hosts; a larger share may take less time, and one event may happen."""
+    """One to three devices on two hosts; a larger share may take less time, and one event may
+    happen.
+    """
     falls = chance.choice([0.0, -2.0])
     devices = tuple(_device(chance, falls) for _ in range(chance.randint(1, 3)))
     sync = Sync(chance.uniform(0, 2), chance.uniform(0, 1), chance.uniform(0, 5), 0.5)
-    event = SimulatedEvent(at_seconds=1.0, device=chance.randrange(len(devices)), **chance.choice(EVENTS))  # type: ignore[arg-type]
+    event = SimulatedEvent(
+        at_seconds=1.0,
+        device=chance.randrange(len(devices)),
+        **chance.choice(EVENTS),  # type: ignore[arg-type]
+    )
     return Machine(devices, sync, events=(event,))
 
 
@@ -45,7 +51,11 @@ def _device(chance: random.Random, falls: float) -> SimulatedDevice:
 def test_it_finds_the_best_of_all_layouts(seed: int) -> None:
     chance = random.Random(seed)
     machine, at = _machine(chance), chance.choice([0.0, 2.0])
-    quantum, batch, micro = chance.choice([1, 2]), chance.choice([4, 6, 8]), chance.choice([True, False])
+    quantum, batch, micro = (
+        chance.choice([1, 2]),
+        chance.choice([4, 6, 8]),
+        chance.choice([True, False]),
+    )
     most = [largest(machine, i) for i in range(len(machine.devices))]
     some = (shares for shares in product(*(range(0, n + 1, quantum) for n in most)) if any(shares))
     best = max((oracle.true_rate(machine, shares, (), at) for shares in some), default=0.0)
@@ -54,6 +64,12 @@ def test_it_finds_the_best_of_all_layouts(seed: int) -> None:
     for shares in product(range(0, batch + 1, quantum), repeat=len(most)):
         if sum(shares) == batch:
             rows = (range(1, share + 1) if share and micro else [share] for share in shares)
-            fit = (one for one in product(*rows) if all(n <= limit for n, limit in zip(one, most, strict=True)))
+            fit = (
+                one
+                for one in product(*rows)
+                if all(n <= limit for n, limit in zip(one, most, strict=True))
+            )
             best = max([best, *(oracle.true_rate(machine, shares, one, at) for one in fit)])
-    assert oracle.fixed(machine, batch, micro, quantum, at).samples_per_second == pytest.approx(best)
+    assert oracle.fixed(machine, batch, micro, quantum, at).samples_per_second == pytest.approx(
+        best
+    )

@@ -1,4 +1,6 @@
-"""A model that no device holds is planned in shards: state by memory, rows by speed; and what doesn't fit is said."""
+"""A model that no device holds is planned in shards: state by memory, rows by speed; and what
+doesn't fit is said.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,21 @@ GIB = 1 << 30
 NEEDS = st.builds(Need, st.floats(0, GIB), st.floats(0, GIB / 8), st.floats(0.1, 1000))
 
 
-@given(st.lists(st.tuples(st.floats(1, 100), NEEDS), min_size=2, max_size=5), st.floats(0.1, 200), st.floats(0, 50))
+@given(
+    st.lists(st.tuples(st.floats(1, 100), NEEDS), min_size=2, max_size=5),
+    st.floats(0.1, 200),
+    st.floats(0, 50),
+)
 def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
     devices: list[tuple[float, Need]], state: float, step: float
 ) -> None:
     """Filled by the memory that rows leave: with a row each, no part is too large."""
     limits, needs = [size * GIB for size, _ in devices], [need for _, need in devices]
     problem = Problem(
-        len(limits), tuple(map(int, limits)), state=ModelState(int(state * GIB), GIB, int(step * GIB)), shards=True
+        len(limits),
+        tuple(map(int, limits)),
+        state=ModelState(int(state * GIB), GIB, int(step * GIB)),
+        shards=True,
     )
     parts = share_state(limits, needs, problem)
     left = sum(max(0.0, limit - need.base_bytes) for limit, need in zip(limits, needs, strict=True))
@@ -46,7 +55,8 @@ def test_more_memory_never_makes_it_not_fit() -> None:
     needs = [Need(GIB, GIB / 16, rate) for rate in (10.0, 5.0)]
     state = ModelState(20 * GIB, GIB)
     fits = [
-        share_state([size * GIB, 8 * GIB], needs, Problem(2, (0, 0), state=state)) is not None for size in range(8, 33)
+        share_state([size * GIB, 8 * GIB], needs, Problem(2, (0, 0), state=state)) is not None
+        for size in range(8, 33)
     ]
     assert fits == sorted(fits)
     assert {False, True} == set(fits)
@@ -73,7 +83,9 @@ def test_a_model_that_no_device_holds_gets_a_plan_in_shards(
         assert used <= machine.usable_memory_bytes(position)
         assert share.peak_bytes == used
         assert 0 < share.held_bytes < used, "without activations"
-        assert machine.memory_bytes(position, 1) > machine.usable_memory_bytes(position), "no device holds it all"
+        assert machine.memory_bytes(position, 1) > machine.usable_memory_bytes(position), (
+            "no device holds it all"
+        )
     assert "Shard the model" in json.loads(said)["verdict"]
     assert large.curve
 
@@ -81,7 +93,9 @@ def test_a_model_that_no_device_holds_gets_a_plan_in_shards(
 def test_a_fixed_batch_is_taken_in_passes_where_shards_leave_too_little(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = balance(capsys, "-d", f"sim:{MACHINE}", "--global-batch", "300", "--export", "plan.toml")
+    code, said = balance(
+        capsys, "-d", f"sim:{MACHINE}", "--global-batch", "300", "--export", "plan.toml"
+    )
     assert code == 0, said
     layout = load_plan("plan.toml").layout
     assert layout.global_batch == 300
@@ -90,7 +104,11 @@ def test_a_fixed_batch_is_taken_in_passes_where_shards_leave_too_little(
 
 def smaller(state: str, tmp_path: Path) -> Path:
     path = tmp_path / "machine.toml"
-    path.write_text(MACHINE.read_text().replace("state_mib = 24400", f"state_mib = {state}").replace("25100", state))
+    path.write_text(
+        MACHINE.read_text()
+        .replace("state_mib = 24400", f"state_mib = {state}")
+        .replace("25100", state)
+    )
     return path
 
 
@@ -116,17 +134,24 @@ def test_where_each_device_holds_it_nobody_asks_for_shards(
     assert "shards of the model" in names, "unless they are asked for"
 
 
-def test_what_does_not_fit_in_shards_either_is_said(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_in_shards_either_is_said(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, said = balance(capsys, "-d", f"sim:{smaller('40000', own_folder)}")
     assert code == 1
     assert "in shards" in said
 
 
-def test_a_dry_run_says_how_large_a_model_could_be(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_how_large_a_model_could_be(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = smaller("4000", own_folder)
     code, said = balance(capsys, "-d", f"sim:{path}", "--dry-run")
     assert code == 0
-    assert "at most 537 million parameters where each device holds the model, and 2.1 billion in shards" in said
+    assert (
+        "at most 537 million parameters where each device holds the model, and 2.1 billion in "
+        "shards"
+    ) in said
     code, said = balance(capsys, "-d", f"sim:{MACHINE}", "--dry-run")
     assert code == 1
     assert "Not even one sample fits on SIM:0. AdamW in float32 trains at most" in said
@@ -142,8 +167,12 @@ def test_a_machine_whose_devices_need_less_than_the_state_is_refused(
     assert "needs less memory for a sample than `shards.state_mib`, 24400" in said
 
 
-def test_a_plan_in_shards_comes_again_from_its_journal(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_in_shards_comes_again_from_its_journal(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert balance(capsys, "-d", f"sim:{MACHINE}", "--export", "plan.toml")[0] == 0
     first = load_plan("plan.toml")
     assert run(["export", "last", "-o", "again.toml"]) == 0
-    assert msgspec.structs.replace(load_plan("again.toml"), created="") == msgspec.structs.replace(first, created="")
+    assert msgspec.structs.replace(load_plan("again.toml"), created="") == msgspec.structs.replace(
+        first, created=""
+    )

@@ -14,11 +14,18 @@ from tests.support.search_machines import Bench
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
 
 
-def rounds(bench: Bench, most: int = 20, known: bool = True, **options: Any) -> list[tuple[int, ...]]:
+def rounds(
+    bench: Bench, most: int = 20, known: bool = True, **options: Any
+) -> list[tuple[int, ...]]:
     """The batches of each solo round; 0 for a device that sits it out."""
     search, found = Search(bench.problem(known, **options)), list[tuple[int, ...]]()
     while (probes := search.ask()) and probes[0].stage == "solo" and len(found) < most:
-        found.append(tuple(max(column) for column in zip(*(probe.layout.shares for probe in probes), strict=True)))
+        found.append(
+            tuple(
+                max(column)
+                for column in zip(*(probe.layout.shares for probe in probes), strict=True)
+            )
+        )
         for one in bench.measure(probes):
             search.tell(one)
     return found
@@ -41,7 +48,9 @@ def rounds(bench: Bench, most: int = 20, known: bool = True, **options: Any) -> 
     ],
 )
 def test_the_first_two_batches_are_small(options: dict[str, Any], first: int, second: int) -> None:
-    """Around an even share of a batch that is given or capped, in whole quanta, and never above a share's limit."""
+    """Around an even share of a batch that is given or capped, in whole quanta, and never above a
+    share's limit.
+    """
     found = rounds(PAIR, 2, **options)
     assert found[0] == (first, first)
     assert found[1:] == ([(second, second)] if second > first else [])

@@ -21,7 +21,9 @@ THREE = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000), (30.0, 0.3, 0, 2000)
 
 
 def test_splits_that_fail_are_given_up_after_the_second() -> None:
-    """Each failure names another device, as where the network fails; every try may take minutes to end."""
+    """Each failure names another device, as where the network fails; every try may take minutes to
+    end.
+    """
     bench = Bench(((10.0, 0.1, 0, 4000),) * 6, 0.002)
     search, failed = Search(bench.problem(global_batch=1000)), set[Layout]()
 
@@ -38,7 +40,9 @@ def test_splits_that_fail_are_given_up_after_the_second() -> None:
     assert best.layout.kind == "solo"
 
 
-def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_being_measured() -> None:
+def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_being_measured() -> (
+    None
+):
     """2000 rows take one of them 20 s, and both half of that."""
     bench = Bench(((10.0, 10.0, 0, 4000),) * 2, 0.002)
     search, seen = Search(bench.problem(global_batch=2000, budget_seconds=200.0)), list[Probe]()
@@ -54,7 +58,9 @@ def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_bei
 
 
 def test_a_device_alone_whose_steps_may_take_most_of_the_budget_comes_after_the_splits() -> None:
-    """Two steps in passes take 43 of the 80 s that are left, and no split followed: it has a third of the samples/s."""
+    """Two steps in passes take 43 of the 80 s that are left, and no split followed: it has a third
+    of the samples/s.
+    """
     (case,) = hard.cases("passes_dear", 96_002)
     assert trials.run(case.machine, case.ask, case.seed).regret <= 0.03
 
@@ -74,7 +80,9 @@ def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_of_several_devices_is_measured_at_rest_once(seed: int) -> None:
-    """Though noise promises another batch again: where splits cost too much, all of that time would go there."""
+    """Though noise promises another batch again: where splits cost too much, all of that time would
+    go there.
+    """
     _, seen = noisy(Bench(PAIR.devices, 1.0), 0.08, seed, max_global_batch=1500)
     rested = [one.probe.layout.active for one in seen if one.probe.stage == "rest"]
     assert rested

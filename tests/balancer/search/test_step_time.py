@@ -27,7 +27,9 @@ def device(alone: list[Point], in_splits: tuple[Point, ...] = (), lost: str = ""
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5000), positive, st.floats(0, 0.05)), min_size=1, max_size=8))
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), positive, st.floats(0, 0.05)), min_size=1, max_size=8)
+)
 def test_every_fit_rises(points: list[tuple[int, float, float]]) -> None:
     """Water-filling needs curves that rise; where times fall, a curve stays level."""
     curve = fit_curve(Point(*point) for point in points)
@@ -71,7 +73,9 @@ def test_a_knee_is_found() -> None:
 
 
 def test_a_knee_with_one_point_behind_it_lies_at_the_last_flat_one() -> None:
-    """Anywhere from 64 to 1000 would do; the latest is the steepest, and promises the most for the batches before."""
+    """Anywhere from 64 to 1000 would do; the latest is the steepest, and promises the most for the
+    batches before.
+    """
     curve = fit_curve(Point(b, t, 0.001) for b, t in ((8, 0.02), (64, 0.02), (1000, 0.05)))
     assert curve is not None
     assert curve.seconds(64) == pytest.approx(0.02)
@@ -91,15 +95,21 @@ def test_a_bend_goes_through_its_points_and_keeps_its_factor_beyond_them() -> No
     line, _ = step_time._simplest([Point(b, 0.01 + 1.3e-5 * b**1.21, 0.0005) for b in batches])
     factor = curve.seconds(1000) / line.seconds(1000)
     assert factor > 1.005
-    assert [curve.seconds(b) for b in (1500, 3000)] == pytest.approx([factor * line.seconds(b) for b in (1500, 3000)])
+    assert [curve.seconds(b) for b in (1500, 3000)] == pytest.approx(
+        [factor * line.seconds(b) for b in (1500, 3000)]
+    )
 
 
 def test_noise_is_not_taken_for_shape() -> None:
-    """Points that scatter by their errors stay a straight line, and their mean is nearer than each of them."""
+    """Points that scatter by their errors stay a straight line, and their mean is nearer than each
+    of them.
+    """
     rng = random.Random(5)
     off = []
     for _ in range(200):
-        points = [Point(b, (10 + 0.2 * b) * (1 + rng.gauss(0, 0.01)), 0.01) for b in (8, 64, 500, 1000)]
+        points = [
+            Point(b, (10 + 0.2 * b) * (1 + rng.gauss(0, 0.01)), 0.01) for b in (8, 64, 500, 1000)
+        ]
         curve = fit_curve(points)
         assert curve is not None
         off.append(abs(curve.seconds(700) / 150 - 1))
@@ -108,7 +118,10 @@ def test_noise_is_not_taken_for_shape() -> None:
 
 def test_fewer_rows_than_a_faster_batch_count_as_what_that_takes() -> None:
     """128 rows in 7.39 ms and 256 in 7.08, as a recorded GPU had it: in 7.08 ms 256 can be done."""
-    curve = fit_curve(Point(b, t / 1000, 0.002) for b, t in ((8, 6.9), (64, 7.3), (128, 7.39), (256, 7.08), (512, 9.0)))
+    curve = fit_curve(
+        Point(b, t / 1000, 0.002)
+        for b, t in ((8, 6.9), (64, 7.3), (128, 7.39), (256, 7.08), (512, 9.0))
+    )
     assert curve is not None
     assert curve.seconds(128) == curve.seconds(256) == pytest.approx(0.00708, rel=0.01)
     assert curve.largest(0.0071, 512, 1) >= 256
@@ -116,18 +129,29 @@ def test_fewer_rows_than_a_faster_batch_count_as_what_that_takes() -> None:
 
 
 def test_points_of_nearly_one_batch_are_averaged_by_their_errors() -> None:
-    """100 and 101 samples are one batch; the surer one counts for more, and their mean is surer than both."""
+    """100 and 101 samples are one batch; the surer one counts for more, and their mean is surer
+    than both.
+    """
     (merged,) = merge_points([Point(100, 1.0, 0.01), Point(101, 1.2, 0.1)])
     assert merged.batch in (100, 101)
     assert merged.seconds == pytest.approx(1.0, rel=0.02)
     assert merged.error < 0.01
     assert len(merge_points([Point(100, 1.0, 0.01), Point(103, 1.3, 0.1)])) == 2
-    assert len(merge_points([Point(128, 1.0, 0.002), Point(129, 1.4, 0.002)])) == 2, "a stair lies between them"
+    assert len(merge_points([Point(128, 1.0, 0.002), Point(129, 1.4, 0.002)])) == 2, (
+        "a stair lies between them"
+    )
 
 
 def test_merged_points_have_batches_of_their_own() -> None:
-    """A device whose speed moves has other times of one batch, some of which are like those of a near one."""
-    points = [Point(64, 0.2, 0.002), Point(500, 1.0, 0.02), Point(505, 1.01, 0.001), Point(505, 1.4, 0.001)]
+    """A device whose speed moves has other times of one batch, some of which are like those of a
+    near one.
+    """
+    points = [
+        Point(64, 0.2, 0.002),
+        Point(500, 1.0, 0.02),
+        Point(505, 1.01, 0.001),
+        Point(505, 1.4, 0.001),
+    ]
     merged = [point.batch for point in merge_points(points)]
     assert merged == sorted(set(merged))
     curve = fit_curve(points)
@@ -135,27 +159,42 @@ def test_merged_points_have_batches_of_their_own() -> None:
     assert hopeful_curve(points, curve).seconds(500) > 0
 
 
-@given(st.sampled_from([8, 16, 64, 100, 128, 300]), st.floats(0.0, 50.0), st.floats(2.0, 30.0), st.integers(0, 60))
-def test_stairs_are_read_from_a_few_batches(width: int, base: float, rise: float, shift: int) -> None:
-    """Whatever their width and where they begin: the curve meets every point, and stairs of tiles end where they do."""
+@given(
+    st.sampled_from([8, 16, 64, 100, 128, 300]),
+    st.floats(0.0, 50.0),
+    st.floats(2.0, 30.0),
+    st.integers(0, 60),
+)
+def test_stairs_are_read_from_a_few_batches(
+    width: int, base: float, rise: float, shift: int
+) -> None:
+    """Whatever their width and where they begin: the curve meets every point, and stairs of tiles
+    end where they do.
+    """
     tiles = shift < 30 and width & (width - 1) == 0
     shift = 0 if tiles else shift
 
     def seconds(batch: int) -> float:
         return (base + rise * math.ceil((batch + shift) / width)) / 1000
 
-    batches = sorted({2, 2 + width // 4, width, 2 * width - 1, 3 * width - 1, 3 * width + 2, 6 * width + 1})
+    batches = sorted(
+        {2, 2 + width // 4, width, 2 * width - 1, 3 * width - 1, 3 * width + 2, 6 * width + 1}
+    )
     points = [Point(batch, seconds(batch), 0.001) for batch in batches]
     curve = fit_curve(points)
     assert curve is not None
     for batch in batches:
         assert curve.seconds(batch) == pytest.approx(seconds(batch), rel=0.05)
     if tiles and curve.simple and not curve.flat:
-        assert all(curve.seconds(n * width) == pytest.approx(seconds(n * width), rel=0.05) for n in range(1, 9))
+        assert all(
+            curve.seconds(n * width) == pytest.approx(seconds(n * width), rel=0.05)
+            for n in range(1, 9)
+        )
 
 
 def test_waves_of_64_samples_are_seen_in_times_of_others() -> None:
-    """Two of a device's times are level, two lie 50.2 ms higher: 128 samples are the end of the second wave.
+    """Two of a device's times are level, two lie 50.2 ms higher: 128 samples are the end of the
+    second wave.
 
     What ran says so, not that there is a third: that is hoped for.
     """
@@ -213,24 +252,35 @@ def line(factor: float = 1.0, error: float = 0.002) -> list[Point]:
         ([device(line()), device([*line()[:2], Point(400, 0.055, 0.002)])], [[0], [1]]),
     ],
 )
-def test_devices_that_noise_tells_apart_share_no_curve(devices: list[DeviceEvidence], groups: list[list[int]]) -> None:
+def test_devices_that_noise_tells_apart_share_no_curve(
+    devices: list[DeviceEvidence], groups: list[list[int]]
+) -> None:
     """A 10 % slower largest batch, one batch in common, a lost device: each is its own."""
     assert sorted(group_devices(devices)) == groups
 
 
 def test_parts_of_equal_devices_share_no_curve() -> None:
-    """One H200 whole and one at 60 %, by points that a busy host had made rough: noise could explain a third."""
-    points = [[Point(8, 0.059, 0.036), Point(64, 0.133, 0.06)], [Point(8, 0.063, 0.044), Point(64, 0.175, 0.071)]]
+    """One H200 whole and one at 60 %, by points that a busy host had made rough: noise could
+    explain a third.
+    """
+    points = [
+        [Point(8, 0.059, 0.036), Point(64, 0.133, 0.06)],
+        [Point(8, 0.063, 0.044), Point(64, 0.175, 0.071)],
+    ]
     devices = [device(each) for each in points]
     assert sorted(group_devices(devices)) == [[0, 1]]
     assert sorted(group_devices(devices, (0, 1))) == [[0], [1]]
     records = recorded_machines.records()
-    whole, part = (records[f"h200x2-torch_{name}"].header for name in ("mnist", "llama-60percent-192"))
+    whole, part = (
+        records[f"h200x2-torch_{name}"].header for name in ("mnist", "llama-60percent-192")
+    )
     assert (whole.job.problem.limits, part.job.problem.limits) == ((0, 0), (0, 1))
 
 
 def test_of_several_ratios_the_surest_decides() -> None:
-    """Two rough batches 5 % apart say nothing against a third that is sure; nor does it hide what a sure one says."""
+    """Two rough batches 5 % apart say nothing against a third that is sure; nor does it hide what a
+    sure one says.
+    """
     rough = [Point(b, 0.01 + 1e-4 * b, 0.05) for b in (8, 64)]
     slower = [Point(p.batch, 1.05 * p.seconds, p.error) for p in rough]
     sure = Point(400, 0.05, 0.001)
@@ -240,6 +290,10 @@ def test_of_several_ratios_the_surest_decides() -> None:
 
 
 def test_a_bend_is_shrunk_by_the_part_that_noise_explains() -> None:
-    """Points 20 % off with an error of 10 %: a quarter of their squares is noise, and so is a quarter of each bend."""
-    bends = step_time._bends([Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time._line(0.0, 1.0))
+    """Points 20 % off with an error of 10 %: a quarter of their squares is noise, and so is a
+    quarter of each bend.
+    """
+    bends = step_time._bends(
+        [Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time._line(0.0, 1.0)
+    )
     assert bends == [(10, pytest.approx(1.15)), (20, pytest.approx(0.85))]

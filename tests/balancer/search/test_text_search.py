@@ -1,4 +1,6 @@
-"""Searches over rows of unequal length: costs are learnt, splits dealt by them, memory kept to, and tokens compared."""
+"""Searches over rows of unequal length: costs are learnt, splits dealt by them, memory kept to, and
+tokens compared.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ ROWS = [(1.0, 1.0, 512.0, 32768.0), (1.0, 1.0, 512.0, 262144.0), (1.0, 4.0, 2048
 ROWS += [(1.0, 1.0, 2048.0, 131072.0), (1.0, 7.0, 5000.0, 400000.0)]
 
 
-@given(st.tuples(*[st.sampled_from([0.0, 1.0]), st.floats(0.01, 2), st.floats(1e-4, 0.1), st.floats(1e-7, 1e-3)]))
+@given(
+    st.tuples(
+        *[
+            st.sampled_from([0.0, 1.0]),
+            st.floats(0.01, 2),
+            st.floats(1e-4, 0.1),
+            st.floats(1e-7, 1e-3),
+        ]
+    )
+)
 @settings(max_examples=20)
 def test_rates_are_those_that_the_values_were_made_of(rates: tuple[float, ...]) -> None:
     values = [sum(rate * amount for rate, amount in zip(rates, row, strict=True)) for row in ROWS]
@@ -35,11 +46,15 @@ def test_rates_are_those_that_the_values_were_made_of(rates: tuple[float, ...]) 
 @given(st.lists(st.floats(0.1, 10), min_size=len(ROWS), max_size=len(ROWS)))
 @settings(max_examples=20)
 def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
-    """Whatever is measured, none is negative, and a little more or less of any of them is no better."""
+    """Whatever is measured, none is negative, and a little more or less of any of them is no
+    better.
+    """
     rates, least = fit_rates(ROWS, values, values)
 
     def missed(tried: list[float]) -> float:
-        found = [sum(rate * amount for rate, amount in zip(tried, row, strict=True)) for row in ROWS]
+        found = [
+            sum(rate * amount for rate, amount in zip(tried, row, strict=True)) for row in ROWS
+        ]
         return sum((a / b - 1) ** 2 for a, b in zip(found, values, strict=True))
 
     assert min(rates) >= 0
@@ -66,9 +81,13 @@ def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, 
     families = {one.candidate.family.name: one for one in search.ranking()}
     assert set(families) == {"solo", "even", "split"}
     assert best.throughput.value > 1.3 * families["even"].throughput.value
-    assert padding_share(search.turns(layout)) < padding_share(search.turns(families["even"].candidate.layout))
+    assert padding_share(search.turns(layout)) < padding_share(
+        search.turns(families["even"].candidate.layout)
+    )
     assert not is_even(layout)
-    assert len([one for one in search.solos() if one and one.layout.global_batch == 64]) == len(costs)
+    assert len([one for one in search.solos() if one and one.layout.global_batch == 64]) == len(
+        costs
+    )
 
 
 def test_a_free_batch_is_the_smallest_within_the_tolerance() -> None:
@@ -84,8 +103,12 @@ def test_a_free_batch_is_the_smallest_within_the_tolerance() -> None:
 
 @pytest.mark.parametrize("batch", [8, 16])
 def test_a_small_batch_of_rows_that_are_mostly_cut_to_one_length_has_a_plan(batch: int) -> None:
-    """More than half of the rows have 512 tokens: few passes differ, and two of them tell a cost."""
-    search, _ = TextMachine((FAST, SLOW), lengths=lognormal(600, longest=512)).searched(global_batch=batch)
+    """More than half of the rows have 512 tokens: few passes differ, and two of them tell a
+    cost.
+    """
+    search, _ = TextMachine((FAST, SLOW), lengths=lognormal(600, longest=512)).searched(
+        global_batch=batch
+    )
     best = search.best()
     assert best is not None
     assert best.layout.kind == "split"
@@ -114,7 +137,12 @@ def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes()
     class Surprising(TextMachine):
         def _one(self, probe: Probe) -> Observation:
             tokens = [most for most in probe.layout.tokens if most]
-            if probe.stage in ("race", "check") and probe.layout.kind == "split" and tokens and max(tokens) > 900:
+            if (
+                probe.stage in ("race", "check")
+                and probe.layout.kind == "split"
+                and tokens
+                and max(tokens) > 900
+            ):
                 return OutOfMemory(probe, (0, 1), "full", 1.0)
             return super()._one(probe)
 
@@ -136,7 +164,9 @@ def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
 
 def test_a_device_that_can_not_hold_the_longest_row_leaves_the_others_to_train() -> None:
     """It runs out of memory before its cost is known; the others go on."""
-    search, seen = TextMachine((SLOW, FAST), walls=(100_000, 400)).searched(global_batch=64, budget_seconds=120.0)
+    search, seen = TextMachine((SLOW, FAST), walls=(100_000, 400)).searched(
+        global_batch=64, budget_seconds=120.0
+    )
     best = search.best()
     assert any(isinstance(one, OutOfMemory) for one in seen)
     assert best is not None
@@ -218,7 +248,9 @@ def test_devices_of_one_speed_have_one_cost_in_spite_of_noise() -> None:
 
 
 def test_passes_are_not_taken_to_be_free() -> None:
-    """What a step takes beside its tokens is a pass's, until steps of several passes show that it isn't."""
+    """What a step takes beside its tokens is a pass's, until steps of several passes show that it
+    isn't.
+    """
     true = StepCost(0.004, Cost(0.002, 2e-5, 1e-8))
     works = [Work(row[2], *row[1:]) for row in ROWS]
     points = [WorkPoint(work, true.seconds(work), 0.01) for work in works]
@@ -246,7 +278,9 @@ def test_a_slow_network_leaves_one_host_to_train(across_s: float, devices: tuple
 
 @pytest.mark.parametrize("budget", [20.0, 25.0, 40.0])
 def test_a_short_budget_gives_a_split_first(budget: float) -> None:
-    """Each probe takes 2 s here, as slow children do; costs may take more than exploration's part."""
+    """Each probe takes 2 s here, as slow children do; costs may take more than exploration's
+    part.
+    """
     search, _ = TextMachine((FAST, SLOW)).searched(global_batch=64, budget_seconds=budget)
     best = search.best()
     assert best is not None
@@ -255,7 +289,9 @@ def test_a_short_budget_gives_a_split_first(budget: float) -> None:
 
 
 class Launched(Cost, frozen=True):
-    """Of a fast GPU, which waits for the host: no pass is shorter than it takes to start its kernels."""
+    """Of a fast GPU, which waits for the host: no pass is shorter than it takes to start its
+    kernels.
+    """
 
     launch_s: float = 0.01
 
@@ -265,7 +301,9 @@ class Launched(Cost, frozen=True):
 
 
 def test_a_fast_gpu_is_certain_by_passes_in_which_tokens_show() -> None:
-    """On two H200, passes of up to 16,000 tokens took 48 to 70 ms; by costs of those alone nothing was cut."""
+    """On two H200, passes of up to 16,000 tokens took 48 to 70 ms; by costs of those alone nothing
+    was cut.
+    """
     machine = TextMachine(
         (Launched(0.004, 3.7e-6, 0, 0.046), Launched(0.004, 6.2e-6, 0, 0.046)),
         step_s=0.008,

@@ -10,7 +10,17 @@ from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
-from evener.balancer.types import Facts, Failed, Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
+from evener.balancer.types import (
+    Facts,
+    Failed,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Timed,
+    solo,
+)
 from evener.shares.curves import Cost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
@@ -45,7 +55,8 @@ def passes_of(
 
 
 def test_passes_grow_until_tokens_show_and_then_differ_in_length() -> None:
-    """Eight rows of middling length, longer ones until they take three times as long, then every length.
+    """Eight rows of middling length, longer ones until they take three times as long, then every
+    length.
 
     Short rows come in four passes: they show what of a step's cost is a pass's.
     """
@@ -54,7 +65,9 @@ def test_passes_grow_until_tokens_show_and_then_differ_in_length() -> None:
 
 def test_until_there_is_a_cost_passes_may_take_all_of_the_budget() -> None:
     """Where packs follow, exploration has 0.4 of it; without costs, no row can be assigned."""
-    search, seen = TextMachine((FAST, SLOW)).searched(LayoutOptions(), budget_seconds=6.0, global_batch=64)
+    search, seen = TextMachine((FAST, SLOW)).searched(
+        LayoutOptions(), budget_seconds=6.0, global_batch=64
+    )
     assert sum(one.elapsed_seconds for one in seen if one.probe.layout.shares[0]) > 0.4 * 6.0 + 2.0
     assert isinstance(search.devices, TextModel)
     assert all(search.devices.alone)
@@ -84,7 +97,9 @@ def test_passes_that_never_take_longer_grow_to_the_global_batch() -> None:
 
 
 class Contended(TextMachine):
-    """The first device takes 1.5 times as long for its own part of splits, which cost nothing else."""
+    """The first device takes 1.5 times as long for its own part of splits, which cost nothing
+    else.
+    """
 
     def _one(self, probe: Probe) -> Observation:
         costs = self.costs

@@ -1,4 +1,6 @@
-"""Devices whose samples/s have a peak: the search goes up in bounded steps, sees the fall, and looks before it."""
+"""Devices whose samples/s have a peak: the search goes up in bounded steps, sees the fall, and
+looks before it.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,37 @@ WHOLE = (
     (8819, 778.8),
 )
 PART = (1, 10.1), (8, 10.35), (64, 15.71), (91, 18.32), (256, 32.5), (1077, 105.7), (4255, 385.2)
-H200 = Bench(((0, 0, 0, 32_000), (0, 0, 0, 19_000)), 0.0025, (WHOLE, PART))  # keras_maxer, the second GPU at 60 %
+H200 = Bench(
+    ((0, 0, 0, 32_000), (0, 0, 0, 19_000)), 0.0025, (WHOLE, PART)
+)  # keras_maxer, the second GPU at 60 %
 MACHINES = 12
 NEAR = 0.03  # of the best throughput
 
 
 def seeded(seed: int) -> Bench:
-    """Straight up to a random batch, then 20 to 40 % slower a sample by twice to four times that batch."""
+    """Straight up to a random batch, then 20 to 40 % slower a sample by twice to four times that
+    batch.
+    """
     chance = random.Random(f"peak/{seed}")
     curves, most = [], []
     for _ in range(2):
         slope, top = 0.02 * 10 ** chance.uniform(0, 1), round(200 * 10 ** chance.uniform(0, 1.3))
         fixed, past = slope * 30 * 10 ** chance.uniform(0, 1), round(top * chance.uniform(2, 4))
-        slowest = (fixed + slope * top) / top / (1 - chance.uniform(0.2, 0.4))  # ms a sample, from `past` on
+        slowest = (
+            (fixed + slope * top) / top / (1 - chance.uniform(0.2, 0.4))
+        )  # ms a sample, from `past` on
         curves.append(
-            ((1, fixed + slope), (top, fixed + slope * top), (past, slowest * past), (10**6, slowest * 10**6))
+            (
+                (1, fixed + slope),
+                (top, fixed + slope * top),
+                (past, slowest * past),
+                (10**6, slowest * 10**6),
+            )
         )
         most.append(round(past * chance.uniform(1.5, 6)))
-    return Bench(tuple((0, 0, 0, size) for size in most), 0.001 * chance.uniform(0.5, 5), tuple(curves))
+    return Bench(
+        tuple((0, 0, 0, size) for size in most), 0.001 * chance.uniform(0.5, 5), tuple(curves)
+    )
 
 
 def regret(bench: Bench, tolerance: float = 0.0) -> tuple[float, float]:
@@ -61,14 +76,18 @@ def regret(bench: Bench, tolerance: float = 0.0) -> tuple[float, float]:
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.02])
 def test_an_h200_whose_kernels_slow_down_is_trained_near_its_peak(tolerance: float) -> None:
-    """Not at the largest batch that fits, where a straight line through three batches has most samples/s."""
+    """Not at the largest batch that fits, where a straight line through three batches has most
+    samples/s.
+    """
     missed, ratio = regret(H200, tolerance)
     assert missed <= tolerance + NEAR
     assert 0.6 < ratio < 1.5
 
 
 def test_most_machines_with_a_peak_are_trained_near_it() -> None:
-    """Whatever lies where: two of three within 3 % of the best, none far from it, and at such a global batch."""
+    """Whatever lies where: two of three within 3 % of the best, none far from it, and at such a
+    global batch.
+    """
     found = [regret(seeded(seed)) for seed in range(MACHINES)]
     assert sum(missed <= NEAR for missed, _ in found) >= 2 / 3 * MACHINES
     assert statistics.median(missed for missed, _ in found) <= 2 / 3 * NEAR
@@ -88,7 +107,9 @@ def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
             tuned |= sizes
             search.tell(
                 msgspec.structs.replace(
-                    one, first_step_seconds=first, elapsed_seconds=1.0 + first + 20 * one.step_seconds
+                    one,
+                    first_step_seconds=first,
+                    elapsed_seconds=1.0 + first + 20 * one.step_seconds,
                 )
             )
     best = search.best()
@@ -99,7 +120,9 @@ def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
 
 @pytest.mark.parametrize("seed", [17, 50, 82])
 def test_a_peak_of_a_few_percent_is_looked_for_while_there_is_time(seed: int) -> None:
-    """Half of what it promises is less than half of the tolerance; a probe takes a second of the 90 that are left."""
+    """Half of what it promises is less than half of the tolerance; a probe takes a second of the 90
+    that are left.
+    """
     (case,) = hard.cases("falling", 96_000 + seed)
     found = trials.run(case.machine, case.ask, case.seed)
     assert found.regret <= 0.02, (
@@ -108,7 +131,11 @@ def test_a_peak_of_a_few_percent_is_looked_for_while_there_is_time(seed: int) ->
 
 
 def _solo_turns(seen: list[Observation]) -> list[int]:
-    return [one.probe.turn for one in seen if one.probe.stage == "solo" and not one.probe.layout.in_passes]
+    return [
+        one.probe.turn
+        for one in seen
+        if one.probe.stage == "solo" and not one.probe.layout.in_passes
+    ]
 
 
 def hope(*points: tuple[int, float]) -> tuple[Curve, Curve]:
@@ -119,8 +146,14 @@ def hope(*points: tuple[int, float]) -> tuple[Curve, Curve]:
     return hopeful_curve(found, curve), curve
 
 
-@given(st.floats(0.0, 0.1), st.floats(1e-4, 1e-2), st.lists(st.integers(1, 9000), min_size=3, max_size=6, unique=True))
-def test_a_straight_line_gives_no_hope_of_a_peak(fixed: float, slope: float, batches: list[int]) -> None:
+@given(
+    st.floats(0.0, 0.1),
+    st.floats(1e-4, 1e-2),
+    st.lists(st.integers(1, 9000), min_size=3, max_size=6, unique=True),
+)
+def test_a_straight_line_gives_no_hope_of_a_peak(
+    fixed: float, slope: float, batches: list[int]
+) -> None:
     found, expected = hope(*((batch, fixed + slope * batch) for batch in batches))
     assert found == expected
 

@@ -1,4 +1,6 @@
-"""The smallest global batch within the tolerance: what a measurement may say against it, and who stands in for it."""
+"""The smallest global batch within the tolerance: what a measurement may say against it, and who
+stands in for it.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,18 @@ def searched_with(slow: Layout | None, factor: float) -> Search:
     """A search of BENCH in which one layout's steps take longer than they should."""
     search = Search(BENCH.problem(tolerance=0.02))
     return run_search(
-        search, lambda probes: BENCH.measure(probes, factor if any(probe.layout == slow for probe in probes) else 1.0)
+        search,
+        lambda probes: BENCH.measure(
+            probes, factor if any(probe.layout == slow for probe in probes) else 1.0
+        ),
     )
 
 
 def splits(search: Search) -> list[Layout]:
     """The uneven splits of the race, the smallest first."""
-    found = [one.candidate.layout for one in search.ranking() if one.candidate.family.name == "split"]
+    found = [
+        one.candidate.layout for one in search.ranking() if one.candidate.family.name == "split"
+    ]
     return sorted(found, key=lambda layout: layout.global_batch)
 
 
@@ -37,12 +44,18 @@ def test_the_smallest_batch_within_the_tolerance_is_taken() -> None:
     assert best.layout == smallest
     assert 0.978 <= BENCH.rate(smallest) / rate <= 0.985
     assert batch > 1.3 * smallest.global_batch
-    assert all(other.global_batch > 1.3 * smallest.global_batch for other in others)  # one like it isn't worth a race
+    assert all(
+        other.global_batch > 1.3 * smallest.global_batch for other in others
+    )  # one like it isn't worth a race
 
 
 @pytest.mark.parametrize("factor", [1.007, 1.012, 1.05])
-def test_a_measurement_against_the_smallest_batch_does_not_end_at_the_fastest(factor: float) -> None:
-    """A layout a little inside the tolerance races too, and is taken before the fastest, of a much larger batch."""
+def test_a_measurement_against_the_smallest_batch_does_not_end_at_the_fastest(
+    factor: float,
+) -> None:
+    """A layout a little inside the tolerance races too, and is taken before the fastest, of a much
+    larger batch.
+    """
     smallest, *_ = splits(searched_with(None, 1.0))
     best = searched_with(smallest, factor).best()
     assert best is not None
@@ -51,7 +64,9 @@ def test_a_measurement_against_the_smallest_batch_does_not_end_at_the_fastest(fa
 
 
 def test_a_miss_that_no_measurement_can_tell_is_forgiven() -> None:
-    """0.3 % beyond the tolerance is less than the noise between two probes; the batch stays the smallest."""
+    """0.3 % beyond the tolerance is less than the noise between two probes; the batch stays the
+    smallest.
+    """
     smallest, *_ = splits(searched_with(None, 1.0))
     best = searched_with(smallest, 1.003).best()
     assert best is not None
@@ -64,15 +79,21 @@ def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) ->
     """The less that may be missed, the larger the batch; each misses no more than it may."""
     search, _ = searched(bench, bench.problem(tolerance=0.02))
     found = search.model
-    fastest = max(one.samples_per_second for one in (found.fastest_split, found.fastest_single) if one)
+    fastest = max(
+        one.samples_per_second for one in (found.fastest_split, found.fastest_single) if one
+    )
     smallest = [(part, one) for part in PARTS if (one := found.within(part))]
-    assert [one.global_batch for _, one in smallest] == sorted(one.global_batch for _, one in smallest)
+    assert [one.global_batch for _, one in smallest] == sorted(
+        one.global_batch for _, one in smallest
+    )
     for part, one in smallest:
         assert one.samples_per_second >= fastest * (1 - 0.02 * part - 1e-6)
 
 
 def test_batches_are_not_doubled_for_a_gain_that_the_tolerance_leaves() -> None:
-    """Sums take 4 ms: beyond 7,000 rows each doubling gains less than 1 %. Without a tolerance all of it is wanted."""
+    """Sums take 4 ms: beyond 7,000 rows each doubling gains less than 1 %. Without a tolerance all
+    of it is wanted.
+    """
     far = Bench(((2.0, 0.12, 0, 16_000), (2.0, 0.12, 0, 16_000)), 0.004)
     plans = {}
     for tolerance in (0.0, 0.02):

@@ -1,4 +1,6 @@
-"""Plans that can be trusted: the best single device races, and nothing that was measured is faster than the answer."""
+"""Plans that can be trusted: the best single device races, and nothing that was measured is faster
+than the answer.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def searched(machine: Machine, seed: int = 0, **options: object) -> tuple[Search
 def fastest(ran: list[Timed], batch: int | None) -> Timed:
     """Of everything that ran at the batch asked for."""
     return max(
-        (one for one in ran if batch in (None, one.probe.layout.global_batch)), key=lambda o: o.samples_per_second
+        (one for one in ran if batch in (None, one.probe.layout.global_batch)),
+        key=lambda o: o.samples_per_second,
     )
 
 
@@ -51,8 +54,12 @@ def true_rate(machine: Machine, seen: Timed | Result) -> float:
 
 
 def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
-    """300 samples on two cards: the faster one was measured at 178 of them and at 300, and 300 is what counts."""
-    with closing(Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300)))) as session:
+    """300 samples on two cards: the faster one was measured at 178 of them and at 300, and 300 is
+    what counts.
+    """
+    with closing(
+        Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300)))
+    ) as session:
         events = list(session.events())
     finished = events[-1]
     assert isinstance(finished, Finished)
@@ -61,25 +68,42 @@ def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
     single = next(one for one in finished.plan.evidence if one.name == BEST_SINGLE)
     assert single.layout.batches == (300, 0)
     assert single.throughput.samples_per_second == pytest.approx(1165, rel=0.01)
-    assert finished.plan.throughput.samples_per_second / single.throughput.samples_per_second == pytest.approx(
-        1.32, abs=0.01
+    assert (
+        finished.plan.throughput.samples_per_second / single.throughput.samples_per_second
+        == pytest.approx(1.32, abs=0.01)
     )
     assert "32 % faster than SIM:0 alone" in finished.verdict
 
 
 def falling(name: str, top: int, rate: float, past: float) -> SimulatedDevice:
-    """A device with most samples/s at batch `top`, `past` of them beyond twice that; 60,000 samples fit."""
+    """A device with most samples/s at batch `top`, `past` of them beyond twice that; 60,000 samples
+    fit.
+    """
     step = 1000 * top / rate
-    curve = ((1, 0.3 * step), (top, step), (2 * top, 2 * step / past), (200_000, 100_000 * step / past / top * 2))
+    curve = (
+        (1, 0.3 * step),
+        (top, step),
+        (2 * top, 2 * step / past),
+        (200_000, 100_000 * step / past / top * 2),
+    )
     return SimulatedDevice(
-        name=name, memory_mib=16_000.0, memory_base_mib=500.0, memory_per_sample_mib=0.25, curve=curve, noise=0.01
+        name=name,
+        memory_mib=16_000.0,
+        memory_base_mib=500.0,
+        memory_per_sample_mib=0.25,
+        curve=curve,
+        noise=0.01,
     )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_single_device_is_the_fastest_at_any_batch(seed: int) -> None:
-    """The first is fastest at 2,048 rows and slower than the second at large batches; a split costs too much."""
-    machine = Machine((falling("A", 2048, 9700, 0.8), falling("B", 16_384, 9000, 0.98)), Sync(60_000.0))
+    """The first is fastest at 2,048 rows and slower than the second at large batches; a split costs
+    too much.
+    """
+    machine = Machine(
+        (falling("A", 2048, 9700, 0.8), falling("B", 16_384, 9000, 0.98)), Sync(60_000.0)
+    )
     search, ran = searched(machine, seed, tolerance=0.0)
     single, best = search.best_single(), search.best()
     assert single is not None
@@ -112,7 +136,9 @@ def test_a_device_that_crawls_is_given_what_it_can_do(budget: float, seed: int) 
 
 
 def test_devices_whose_time_does_not_rise_yet_are_hoped_for_together() -> None:
-    """Eight that are level up to 36 to 865 rows: eight times what ran gains nothing, all that fits 15 %."""
+    """Eight that are level up to 36 to 865 rows: eight times what ran gains nothing, all that fits
+    15 %.
+    """
     machine = machine_families.machine("flat, then linear", 8, 0.002, 1001)
     best = searched(machine, 1001, tolerance=0.0)[0].best()
     assert best is not None
@@ -122,7 +148,9 @@ def test_devices_whose_time_does_not_rise_yet_are_hoped_for_together() -> None:
 @pytest.mark.parametrize("budget", [5.0, 20.0, 30.0, 50.0, 120.0])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_device_that_crawls_bounds_a_free_batch(budget: float, seed: int) -> None:
-    """Two thirds of 2,800 rows would do; a plan that runs into the slow part has a fifth of the samples/s."""
+    """Two thirds of 2,800 rows would do; a plan that runs into the slow part has a fifth of the
+    samples/s.
+    """
     search, ran = searched(CRAWLING, seed, budget_seconds=budget)
     best = search.best()
     assert best is not None
@@ -136,7 +164,12 @@ def test_a_device_that_crawls_bounds_a_free_batch(budget: float, seed: int) -> N
 
 
 @settings(max_examples=12, deadline=None)
-@given(benches(fewest=2, most=3), st.sampled_from([3.0, 6.0, 12.0]), st.sampled_from([None, 5.0, 30.0]), st.booleans())
+@given(
+    benches(fewest=2, most=3),
+    st.sampled_from([3.0, 6.0, 12.0]),
+    st.sampled_from([None, 5.0, 30.0]),
+    st.booleans(),
+)
 def test_a_resumed_search_is_not_slower_than_what_it_had_measured(
     bench: Bench, first: float, then: float | None, fixed: bool
 ) -> None:
@@ -155,21 +188,39 @@ def test_a_resumed_search_is_not_slower_than_what_it_had_measured(
         if any(batch in (None, one.probe.layout.global_batch) for one in ran):
             best = search.best()
             assert best is not None
-            within = TIE if fixed else TOLERANCE + SLACK  # of equals the simpler, or the smaller batch
+            within = (
+                TIE if fixed else TOLERANCE + SLACK
+            )  # of equals the simpler, or the smaller batch
             least = fastest(ran, batch).samples_per_second * (1 - within)
             assert best.throughput.value >= least
 
 
-# ---------------------------------------------------------------------- times that fall as the batch grows
+# ---------------------------------------------------------------------- times that fall as the
+# batch grows
 
-GRU = ((1, 6.6), (8, 6.9), (64, 7.3), (128, 7.39), (256, 7.08), (512, 9.1), (1024, 15.2), (2048, 28.4), (4096, 55.1))
+GRU = (
+    (1, 6.6),
+    (8, 6.9),
+    (64, 7.3),
+    (128, 7.39),
+    (256, 7.08),
+    (512, 9.1),
+    (1024, 15.2),
+    (2048, 28.4),
+    (4096, 55.1),
+)
 
 
 def recorded(slower: float = 1.0) -> SimulatedDevice:
     """The recorded step times of a GRU, in which 256 rows take less than 128."""
     curve = tuple((batch, slower * step) for batch, step in GRU)
     return SimulatedDevice(
-        name="GRU", memory_mib=5200.0, memory_base_mib=1000.0, memory_per_sample_mib=1.0, curve=curve, noise=0.004
+        name="GRU",
+        memory_mib=5200.0,
+        memory_base_mib=1000.0,
+        memory_per_sample_mib=1.0,
+        curve=curve,
+        noise=0.004,
     )
 
 
@@ -182,7 +233,9 @@ def best_of_falling(machine: Machine, batch: int) -> float:
 @pytest.mark.parametrize("batch", [200, 320, 512, 900, 3000])
 @pytest.mark.parametrize("slower", [1.0, 1.6])
 def test_times_that_fall_end_near_the_best(batch: int, slower: float) -> None:
-    """256 rows in 7.08 ms and 128 in 7.39: curves stay level there, and what was measured decides."""
+    """256 rows in 7.08 ms and 128 in 7.39: curves stay level there, and what was measured
+    decides.
+    """
     machine = Machine((recorded(), recorded(slower)), Sync(1.0))
     search, ran = searched(machine, global_batch=batch)
     best = search.best()
@@ -206,11 +259,20 @@ def test_times_that_fall_are_no_matter_for_a_free_batch() -> None:
 
 @pytest.mark.parametrize("batch", [64, 512])
 @pytest.mark.parametrize("micro", [True, False])
-def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_device(batch: int, micro: bool) -> None:
-    """Gradients take 50 ms over the network, a step of 64 rows alone 6 ms: the device alone is measured first."""
+def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_device(
+    batch: int, micro: bool
+) -> None:
+    """Gradients take 50 ms over the network, a step of 64 rows alone 6 ms: the device alone is
+    measured first.
+    """
     devices = tuple(
         SimulatedDevice(
-            name=name, memory_mib=4000.0, memory_base_mib=500.0, memory_per_sample_mib=1.0, curve=curve, noise=0.01
+            name=name,
+            memory_mib=4000.0,
+            memory_base_mib=500.0,
+            memory_per_sample_mib=1.0,
+            curve=curve,
+            noise=0.01,
         )
         for name, curve in (("A", ((1, 2.0), (4000, 250.0))), ("B", ((1, 2.0), (4000, 300.0))))
     )
@@ -228,7 +290,9 @@ def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_devic
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_share_of_the_plan_is_faster_than_its_device_was_alone(seed: int) -> None:
-    """Else a gain over one device alone, or a part of the sum of solos, is one over a figure that isn't its best."""
+    """Else a gain over one device alone, or a part of the sum of solos, is one over a figure that
+    isn't its best.
+    """
     search, _ = searched(machine_families.machine("bent memory", 2, 0.005, seed), seed)
     best, solos = search.best(), search.solos()
     assert best is not None

@@ -1,6 +1,8 @@
-"""In place of the module of this name that an editable install starts every Python with: it finds `evener`, too.
+"""In place of the module of this name that an editable install starts every Python with: it finds
+`evener`, too.
 
-The other imports `editables`, pathlib, tempfile and 40 more, which takes three quarters of a Python's start.
+The other imports `editables`, pathlib, tempfile and 40 more, which takes three quarters of a
+Python's start.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Frameworks start faster, and steps rest: every Python that a test starts runs this first (tests/conftest.py).
+"""Frameworks start faster, and steps rest: every Python that a test starts runs this first
+(tests/conftest.py).
 
-Garbage is collected seldom: hardly any object that an import makes is garbage, and looking through them all takes a
-sixth of its time. Large packages are hidden from Keras while it is imported: it looks for them, and the tests need
-none of what they add. Code that imports these packages itself finds them. PyTorch's compiler, which each optimizer
-imports only to say that it isn't to be compiled, is imported once something is compiled: a second of CPU. Shapes and
-decompositions of its operations in Python, a quarter of its own import, are imported with the first that asks for them.
+Garbage is collected seldom: hardly any object that an import makes is garbage, and looking through
+them all takes a sixth of its time. Large packages are hidden from Keras while it is imported: it
+looks for them, and the tests need none of what they add. Code that imports these packages itself
+finds them. PyTorch's compiler, which each optimizer imports only to say that it isn't to be
+compiled, is imported once something is compiled: a second of CPU. Shapes and decompositions of its
+operations in Python, a quarter of its own import, are imported with the first that asks for them.
 
-The registry has the synthetic workload, which is beside this file. A step of it sleeps instead of spinning, and its
-process counts that as CPU time: tests that run real children for seconds leave the cores to others, and are disturbed
-less by them.
+The registry has the synthetic workload, which is beside this file. A step of it sleeps instead of
+spinning, and its process counts that as CPU time: tests that run real children for seconds leave
+the cores to others, and are disturbed less by them.
 
 A `sitecustomize` further on the path is run, too: one of a test's own.
 """
@@ -33,7 +35,13 @@ if TYPE_CHECKING:  # what annotations name: hundreds of processes would import i
 COMPILER = "torch._dynamo"
 SHAPES = "torch._meta_registrations"
 USERS_OF_SHAPES = (
-    *("torch._decomp", "torch._prims", "torch._prims_common.wrappers", "torch._refs", "torch.utils._content_store"),
+    *(
+        "torch._decomp",
+        "torch._prims",
+        "torch._prims_common.wrappers",
+        "torch._refs",
+        "torch.utils._content_store",
+    ),
 )
 HIDDEN = ("matplotlib", "pandas", "sklearn")
 
@@ -50,13 +58,17 @@ class HiddenFromKeras:
 
 
 class Synthetic:
-    """A finder that changes two modules as they are imported: the workload rests, and the registry knows it."""
+    """A finder that changes two modules as they are imported: the workload rests, and the registry
+    knows it.
+    """
 
     slept = 0.0  # seconds
     process_time = staticmethod(time.process_time)
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, _target: object = None
+    ) -> ModuleSpec | None:
         """The module with what is done to it behind it."""
         change = {"synthetic_workload": cls.let_rest, "evener.workloads.registry": add_to}.get(name)
         spec = PathFinder.find_spec(name, path) if change else None
@@ -104,8 +116,12 @@ class LateCompiler(ModuleType):
     def __init__(self) -> None:
         super().__init__(COMPILER)
         self._left_alone: list[Any] = []
-        self.trace_rules = LatePart(self, "trace_rules", clear_lru_cache=lambda: None)  # what a process group does
-        self.utils = LatePart(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # DistributedDataParallel
+        self.trace_rules = LatePart(
+            self, "trace_rules", clear_lru_cache=lambda: None
+        )  # what a process group does
+        self.utils = LatePart(
+            self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"
+        )  # DistributedDataParallel
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self._may_have(name):  # some ask every module
@@ -160,7 +176,9 @@ class LateImports:
     late: LateCompiler | None = LateCompiler()
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, _target: object = None
+    ) -> ModuleSpec | None:
         if cls.late is None or not name.startswith(COMPILER):
             return None
         if name == COMPILER:
@@ -173,12 +191,16 @@ class LateImports:
 
 
 class LateShapes:
-    """A finder that leaves out what computes shapes of tensors without data, until a part of it is imported."""
+    """A finder that leaves out what computes shapes of tensors without data, until a part of it is
+    imported.
+    """
 
     late = True
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, _target: object = None
+    ) -> ModuleSpec | None:
         if not cls.late or name not in (SHAPES, *USERS_OF_SHAPES):
             return None
         if name == SHAPES and path is not None:  # by PyTorch itself, as the last of its imports
@@ -194,7 +216,9 @@ class LateShapes:
 
     @staticmethod
     def finish_generators() -> None:
-        """What `torch._prims` does besides: without it no torch.Generator can be made (PyTorch 2.13)."""
+        """What `torch._prims` does besides: without it no torch.Generator can be made (PyTorch
+        2.13).
+        """
         finish = getattr(sys.modules["torch._C"], "_set_generator_metaclass", None)
         if finish is not None:
             finish(import_module("torch._opaque_base").OpaqueBaseMeta)

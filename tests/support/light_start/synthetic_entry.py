@@ -1,4 +1,6 @@
-"""The synthetic workload's entry in the registry of tests, by which neither it nor a framework is imported."""
+"""The synthetic workload's entry in the registry of tests, by which neither it nor a framework is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +26,8 @@ SETTINGS = {
 def add_to(registry: Any) -> None:
     """Let the workload be found by its name."""
     summary = "spins the CPU for a given time and holds real memory"
-    registry.add(registry.Entry("synthetic", "none", "synthetic_workload:build", summary, "made here", SETTINGS))
+    registry.add(
+        registry.Entry(
+            "synthetic", "none", "synthetic_workload:build", summary, "made here", SETTINGS
+        )
+    )

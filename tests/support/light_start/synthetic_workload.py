@@ -1,6 +1,8 @@
-"""A workload without a framework: its step keeps the CPU busy for a set time, and it holds real memory.
+"""A workload without a framework: its step keeps the CPU busy for a set time, and it holds real
+memory.
 
-It fails on request in every way a child can fail, so that probes are tested against real children in milliseconds.
+It fails on request in every way a child can fail, so that probes are tested against real children
+in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ CONNECT_SECONDS = 30.0
 
 
 class Synthetic(Workload):
-    """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait for each other.
+    """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait
+    for each other.
 
-    The settings are those of `synthetic_entry`. If ranks are on several hosts, each step takes `network_ms` more.
-    `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
-    counted from 0 since `prepare`; "memory" happens in `prepare`. "grow" makes that one step 100 times longer, and
-    takes as much memory again.
+    The settings are those of `synthetic_entry`. If ranks are on several hosts, each step takes
+    `network_ms` more. `fail` (one of FAILURES) happens in the first step for which own share >=
+    `at_share` and step number >= `at_step`, counted from 0 since `prepare`; "memory" happens in
+    `prepare`. "grow" makes that one step 100 times longer, and takes as much memory again.
     """
 
     def __init__(self, place: Place, settings: Mapping[str, Any]) -> None:
         if settings["fail"] not in FAILURES:
             raise RequestError(
-                f"synthetic can't fail by {settings['fail']!r}.", f"Choose one of {', '.join(FAILURES[1:])}."
+                f"synthetic can't fail by {settings['fail']!r}.",
+                f"Choose one of {', '.join(FAILURES[1:])}.",
             )
         self._place = place
         self._settings = dict(settings)
@@ -49,15 +53,21 @@ class Synthetic(Workload):
         self._network_seconds = settings["network_ms"] / 1000 if len(hosts) > 1 else 0.0
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Hold the memory that a pass needs; MemoryError if that is above the place's limit or the machine's."""
+        """Hold the memory that a pass needs; MemoryError if that is above the place's limit or the
+        machine's.
+        """
         own = slice(self._place.rank, self._place.rank + 1) if self._barrier else slice(None)
         self._shares = tuple(shares[own])
         sizes = (micro or shares)[own]
-        self._passes = tuple(split_passes(*each) if each[0] else () for each in zip(self._shares, sizes, strict=True))
+        self._passes = tuple(
+            split_passes(*each) if each[0] else () for each in zip(self._shares, sizes, strict=True)
+        )
         self._steps = 0
         self._held.clear()
         if self._settings["fail"] == "memory" and self._struck():
-            raise MemoryError(f"synthetic was asked to run out of memory at {self._largest} samples")
+            raise MemoryError(
+                f"synthetic was asked to run out of memory at {self._largest} samples"
+            )
         self._hold()
 
     def _hold(self) -> None:
@@ -66,7 +76,10 @@ class Synthetic(Workload):
         for passes, limit in zip(self._passes, limits, strict=False):
             size = self._bytes(max(passes)) if passes else 0
             if limit is not None and size > limit:
-                raise MemoryError(f"synthetic needs {size} bytes for {max(passes)} samples, its device has {limit}")
+                raise MemoryError(
+                    f"synthetic needs {size} bytes for {max(passes)} samples, its device has "
+                    f"{limit}"
+                )
             self._held.append(_touched(size))
 
     def step(self) -> None:
@@ -127,12 +140,18 @@ class Synthetic(Workload):
 
     def _struck(self) -> bool:
         settings = self._settings
-        return bool(settings["fail"] and self._largest >= settings["at_share"] and self._steps >= settings["at_step"])
+        return bool(
+            settings["fail"]
+            and self._largest >= settings["at_share"]
+            and self._steps >= settings["at_step"]
+        )
 
     def _fail(self, seconds: float) -> float:
         match self._settings["fail"]:
             case "raise":
-                raise ValueError(f"synthetic was asked to raise at step {self._steps} of {self._largest} samples")
+                raise ValueError(
+                    f"synthetic was asked to raise at step {self._steps} of {self._largest} samples"
+                )
             case "exit":
                 os._exit(self._settings["exit_code"])
             case "kill":
@@ -161,7 +180,8 @@ def keep_busy(until: float) -> None:
 
 
 class Barrier:
-    """All ranks of a group meet, over loopback sockets: rank 0 listens at its peer address, the others connect.
+    """All ranks of a group meet, over loopback sockets: rank 0 listens at its peer address, the
+    others connect.
 
     ConnectionError when a rank has died, as a framework's collective would report it.
     """
