@@ -1,7 +1,7 @@
 # `make` alone lists the targets.
 PYTHON ?= .venv/bin/python
 
-.PHONY: help all check format test mutants benchmark pictures site
+.PHONY: help all check format test mutants pictures site
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -22,9 +22,6 @@ test: ## the whole suite
 
 mutants: ## do the tests notice 150 small faults in the pure code? (the better part of an hour)
 	$(PYTHON) -m benchmarks.mutants
-
-benchmark: ## a short set of benchmarks, in about a minute, as one JSON line with the commit in build/benchmark.jsonl
-	$(PYTHON) -m benchmarks.short_set
 
 pictures: ## draw the pictures of docs/ again
 	$(PYTHON) -m docs.pictures

@@ -3,7 +3,7 @@ SECTION...`.
 
 Limits make equal GPUs unequal: a percentage of the multiprocessors, under an MPS daemon that this
 command starts and ends, and the framework's memory limit. `python -m benchmarks.gpu_table
-JOURNAL...` makes the tables of docs/benchmarks/gpu_runs.md. Two of these can run at the same time
+JOURNAL...` makes the tables of docs/benchmarks/gpu.md. Two of these can run at the same time
 on four GPUs, with different `--gpus` and `--out`.
 """
 
@@ -24,10 +24,8 @@ from benchmarks.gpu_exchanges import (
     tests,
     trusted,
 )
-from benchmarks.gpu_hosts import hosts
-from benchmarks.gpu_keras import keras_passes, keras_training, sums
+from benchmarks.gpu_keras import keras_passes, keras_training
 from benchmarks.gpu_layouts import layouts, scaling
-from benchmarks.gpu_live import rebalance
 from benchmarks.gpu_screen import draw
 from benchmarks.gpu_searches import caps, control, engines, neighbour, regret, unequal
 from benchmarks.gpu_trainings import (
@@ -51,12 +49,9 @@ def look(bench: GpuBench) -> None:
 
 
 def watch(bench: GpuBench) -> None:
-    """1. evener's monitor and others under load, and the time of a tick."""
+    """1. evener's monitor and others under load."""
     with loaded(bench.gpus, 90.0):
         bench.keep("watch", compare_monitors(30.0, bench.environment))
-        bench.script(
-            "sampling", "benchmarks.sampling", "--devices", "gpu", "--seconds", "20", seconds=60
-        )
 
 
 def screen(bench: GpuBench) -> None:
@@ -87,9 +82,6 @@ SECTIONS = {
         memory_grid,
         sharded,
         cost,
-        rebalance,
-        hosts,
-        sums,
         keras_training,
         keras_passes,
         exchange,

@@ -6,27 +6,6 @@ from benchmarks.gpu_bench import GpuBench
 from benchmarks.training import EXAMPLES
 
 
-def sums(bench: GpuBench) -> None:
-    """A step with each way to sum gradients, the second GPU at 60 %."""
-    steps: tuple[str, ...] = ("--shares", "161", "95", "--percent", "100,60")
-    if bench.small:
-        steps = (
-            "--workload",
-            "keras_mnist",
-            "--set",
-            "dense=2048",
-            "--shares",
-            "9",
-            "6",
-            "--steps",
-            "2",
-            "--turns",
-            "2",
-        )
-    with bench.mps() as variables:
-        bench.script("sums", "benchmarks.early_sums", *steps, seconds=200, env=variables)
-
-
 def keras_training(bench: GpuBench) -> None:
     """A plan at a fixed 256 with the second GPU at 60 %, unless there is one, and a minute of
     training by it.
