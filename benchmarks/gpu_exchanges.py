@@ -105,7 +105,7 @@ def tests(bench: GpuBench) -> None:
 
 def plans(bench: GpuBench) -> None:
     """3. Plans with the second GPU at 60 %, to compare with those in
-    docs/benchmarks/gpu_runs.md.
+    docs/benchmarks/gpu.md.
     """
     size = ("--set", "size=small") if bench.small else ("--set", "size=large", "--set", "bf16=true")
     trainer = (name_build("huggingface"), *size, "--global-batch", "8" if bench.small else "192")

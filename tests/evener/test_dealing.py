@@ -124,7 +124,7 @@ def lognormal(draws: random.Random, rows: int) -> list[int]:
     ],
 )
 def test_ranks_finish_together(ranks: int, rows: int, median: float, most: float) -> None:
-    """A pass costs a hundredth of a rank's mean share; docs/benchmarks/dealing.md has more."""
+    """A pass costs a hundredth of a rank's mean share."""
     draws = random.Random(ranks)
     gaps = []
     for _ in range(40 * 64 // rows):

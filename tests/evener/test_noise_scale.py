@@ -89,7 +89,7 @@ def test_the_interval_holds_the_truth_in_90_to_99_of_100_windows(shares: tuple[i
         assert found is not None
         held += found.low <= truth <= found.high
         middles.append(found.rows)
-    assert 0.88 <= held / trials <= 1.0  # of 150 windows; benchmarks.noise_truth counts 600
+    assert 0.88 <= held / trials <= 1.0  # of 150 windows
     assert mean(middles) == pytest.approx(truth, rel=0.1)
 
 
