@@ -97,13 +97,11 @@ class Family(ABC):
     in_balance = False  # `evener balance` looks at its layouts too
     explored = False  # exploration measures its layouts, and costs that only they show
     equal_shares = False  # what frameworks do by default: gains are said against it
-    titled: (
-        str  # templates of `result.words`: a layout's name in tables, the beginning of the verdict,
-    )
+    # templates of `result.words`: a layout's name in tables, the beginning of the verdict,
+    titled: str
     advice: str
-    subjected = (
-        ""  # and a layout as a subject, for families that aren't one training by its shares;
-    )
+    # and a layout as a subject, for families that aren't one training by its shares;
+    subjected = ""
     plural = ""  # all of them
 
     @property

@@ -37,13 +37,11 @@ class Request(msgspec.Struct, frozen=True):
     max_global_batch: int | None = None
     multiple_of: int = 1
     objective: str = SPEED.name  # the name of what to have most of
-    max_slowdown: float = (
-        0.1  # that an objective which trades speed may cost: a part of the fastest layout's
-    )
+    # that an objective which trades speed may cost: a part of the fastest layout's
+    max_slowdown: float = 0.1
     noise_scale: NoiseScale | None = None  # of the gradient, as a training has measured it
-    own_batch: int | None = (
-        None  # rows of a step that the training script takes, or that the noise scale is of
-    )
+    # rows of a step that the training script takes, or that the noise scale is of
+    own_batch: int | None = None
     budget_seconds: float | None = 120.0  # None: until the evidence is enough
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     seed: int = 0

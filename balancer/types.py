@@ -40,9 +40,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     kind: Kind
     shares: tuple[Count, ...]
-    processes: Annotated[int, Meta(ge=1, le=4096)] = (
-        1  # pack: trainings side by side, each with the whole share
-    )
+    # pack: trainings side by side, each with the whole share
+    processes: Annotated[int, Meta(ge=1, le=4096)] = 1
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
     knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
     micro: tuple[
@@ -208,9 +207,8 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
     elapsed_seconds: Amount  # of the whole probe, with its start and warm-up
     warnings: tuple[Warned, ...] = ()
-    start_seconds: float = (
-        0.0  # part of it: starting and building new children, which later probes are spared
-    )
+    # part of it: starting and building new children, which later probes are spared
+    start_seconds: float = 0.0
     import_seconds: float = 0.0  # part of that: imports, which all later children are spared
     short_bytes: tuple[
         Count, ...
@@ -376,9 +374,8 @@ class Problem(msgspec.Struct, frozen=True):
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     budget_seconds: float | None = None  # of probing; None: until the evidence is enough
     largest_share: int | None = None  # the workload can't make a larger batch for one device
-    spend_all: bool = (
-        False  # the best layouts are measured until the budget is spent, however sure the plan is
-    )
+    # the best layouts are measured until the budget is spent, however sure the plan is
+    spend_all: bool = False
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
     limits: tuple[
@@ -389,14 +386,12 @@ class Problem(msgspec.Struct, frozen=True):
     ] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     objective: str = "throughput"  # the name of what to have most of
-    max_slowdown: float = (
-        0.0  # that an objective which trades speed may cost: a part of the fastest layout's
-    )
+    # that an objective which trades speed may cost: a part of the fastest layout's
+    max_slowdown: float = 0.0
     shards: bool = False  # the workload can be trained in shards
     state: ModelState | None = None  # of the workload, once a sharded one was built
-    all_together: bool = (
-        False  # all devices take part in any layout, as each holds a part of the model
-    )
+    # all devices take part in any layout, as each holds a part of the model
+    all_together: bool = False
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -408,9 +403,8 @@ class Facts(msgspec.Struct, frozen=True):
     driver: str = ""
     engine: str = ""  # how split layouts were kept in step: towers | multiworker | ddp | simulated
     workload_digest: str = ""
-    batch_statistics: str = (
-        ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
-    )
+    # a layer that takes statistics over the rows of a pass, as batch normalization does
+    batch_statistics: str = ""
     rows: int = 0  # of the training data; 0: unknown, or made for the measurement
     lengths: tuple[
         int, ...

@@ -43,9 +43,8 @@ from evener.live.reporter import Reporter
 from evener.tui.app import EvenerApp
 
 HALF_HOUR = 1800  # ticks
-SAMPLE_TICKS = (
-    150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
-)
+# two rounds of all keys at all sizes, so that every sample finds the app in the same state
+SAMPLE_TICKS = 150
 KEYS_OF_FIVE_TICKS = (0, 2, 4)
 TICK_SECONDS, KEY_SECONDS = 0.015, 0.03
 KEYS = (
@@ -72,9 +71,8 @@ class AppSample(msgspec.Struct, frozen=True):
     memory_bytes: int
     objects: int  # Python's, after a collection
     cached: int  # entries of all caches of limited size
-    trimmed_bytes: int | None = (
-        None  # resident after malloc returned its free memory; in the last sample only
-    )
+    # resident after malloc returned its free memory; in the last sample only
+    trimmed_bytes: int | None = None
 
 
 class TickPublisher(Sampler):

@@ -132,9 +132,8 @@ class Vitals(msgspec.Struct, frozen=True):
     used_bytes: int | None = None  # by everybody; read only in full readings, as are the next two
     processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports
     busy_percent: float | None = None  # of the last moments in which anybody's kernel ran
-    joules: float | None = (
-        None  # by the driver's energy counter, else power summed up over the readings
-    )
+    # by the driver's energy counter, else power summed up over the readings
+    joules: float | None = None
     trouble: str = ""  # why the device can't be used now, as a sentence
 
 
@@ -232,9 +231,8 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
     cores: tuple[int, ...] = ()  # for os.sched_setaffinity; empty: leave it
-    address_space_bytes: int | None = (
-        None  # room to grow, counted from when the framework is imported; None: no cap
-    )
+    # room to grow, counted from when the framework is imported; None: no cap
+    address_space_bytes: int | None = None
     threads: int | None = None  # compute threads; None: the framework's own choice
 
 
@@ -253,9 +251,8 @@ class Backend(Protocol):
     id_prefixes: tuple[
         str, ...
     ] = ()  # lower case: what begins so in `--devices` is the id of such a device
-    visible_variable: str = (
-        ""  # names the devices that a process may use; a child of another kind gets it empty
-    )
+    # names the devices that a process may use; a child of another kind gets it empty
+    visible_variable: str = ""
     late_variables: tuple[
         str, ...
     ] = ()  # prefixes of those that the driver reads after a framework is imported
@@ -270,9 +267,8 @@ class Backend(Protocol):
     ] = ()  # lower case: an error that says one means that memory ran out
     torch_name: str = ""  # PyTorch's word for these devices: "cuda"
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
-    check_module: str = (
-        "evener.errors"  # `python -m` exits with 0 if the first visible one computes
-    )
+    # `python -m` exits with 0 if the first visible one computes
+    check_module: str = "evener.errors"
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
     double_packages: tuple[
         tuple[str, str], ...

@@ -36,9 +36,8 @@ from .types import (
 )
 
 DEFAULT_SLICES = 2
-MEMORY_SHARE = (
-    0.8  # of what is free, for the slices together; the rest is for this program and the system
-)
+# of what is free, for the slices together; the rest is for this program and the system
+MEMORY_SHARE = 0.8
 MEMORY_STEP = 256 << 20  # sizes are rounded down to it, so that they repeat from run to run
 
 

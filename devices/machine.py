@@ -69,9 +69,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     memory_curve: Curve = ()  # (batch, MiB): a bent line, in place of the two above
     noise: Annotated[float, Meta(ge=0, le=1)] = 0.0  # relative standard deviation of one step
     stall_ms: Amount = 0.0  # step time is rounded up to a multiple of it
-    pass_overhead_ms: Amount | None = (
-        None  # a further pass costs this beside its rows; None: as a step of its rows
-    )
+    # a further pass costs this beside its rows; None: as a step of its rows
+    pass_overhead_ms: Amount | None = None
     contention: Amount = 0.0  # relative slow-down while other devices work too
     # (trainings side by side, combined throughput / that of one); flat beyond the last
     pack_gain: Points = ()
@@ -197,9 +196,8 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: Annotated[int, Meta(ge=0)]  # its place in the file, from 0
     until_seconds: float = math.inf
     memory_taken_mib: Amount = 0.0  # by somebody else's process
-    slowed: Annotated[float, Meta(ge=0, le=0.99)] = (
-        0.0  # share of its speed that it holds back, as when hot
-    )
+    # share of its speed that it holds back, as when hot
+    slowed: Annotated[float, Meta(ge=0, le=0.99)] = 0.0
     lost: bool = False  # nothing runs on it any more
 
     def __post_init__(self) -> None:

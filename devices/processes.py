@@ -69,9 +69,8 @@ class ProcessReading(msgspec.Struct, frozen=True):
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
     user: str = ""
     command: str = ""
-    cpu_percent: float | None = (
-        None  # since the reading before, 100 for one core; None at first, or where denied
-    )
+    # since the reading before, 100 for one core; None at first, or where denied
+    cpu_percent: float | None = None
     memory_bytes: int | None = None  # resident in the machine's memory
 
 

@@ -211,9 +211,8 @@ HEAT_LAG_SECONDS = 25.0
 IDLE_MHZ, FULL_MHZ = 210.0, 1900.0
 IDLE_MEMORY_BYTES = 12 * MIB
 BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
-FULL_LINK_BYTES = (
-    9e9  # per second, in both directions, when steps follow each other without a pause
-)
+# per second, in both directions, when steps follow each other without a pause
+FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):

@@ -158,16 +158,14 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: Reading = UNSUPPORTED
     temperature_celsius: Reading = UNSUPPORTED
     temperature_limit_celsius: Reading = UNSUPPORTED  # where it slows itself down
-    power_watts: Reading = (
-        UNSUPPORTED  # mean over the tick, from the energy counter where there is one
-    )
+    # mean over the tick, from the energy counter where there is one
+    power_watts: Reading = UNSUPPORTED
     power_limit_watts: Reading = UNSUPPORTED
     energy_joules: Reading = UNSUPPORTED  # since the sampler started
     clock_mhz: Reading = UNSUPPORTED  # of the multiprocessors
     clock_max_mhz: Reading = UNSUPPORTED
-    throttled_percent: Reading = (
-        UNSUPPORTED  # share of the tick, from nanosecond counters where they exist
-    )
+    # share of the tick, from nanosecond counters where they exist
+    throttled_percent: Reading = UNSUPPORTED
     throttle_reasons: tuple[str, ...] = ()  # in words, like "power cap"
     pcie_receive_bytes_per_second: Reading = UNSUPPORTED
     pcie_send_bytes_per_second: Reading = UNSUPPORTED
@@ -175,9 +173,8 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     link_send_bytes_per_second: Reading = UNSUPPORTED
     fan_percent: Reading = UNSUPPORTED
     ecc_errors: Reading = UNSUPPORTED  # uncorrected, since boot
-    samples_per_second: Reading = (
-        UNSUPPORTED  # of trainings that report themselves and of running probes
-    )
+    # of trainings that report themselves and of running probes
+    samples_per_second: Reading = UNSUPPORTED
     events: tuple[str, ...] = ()  # XID, ECC, recovery action: newest last
     note: str = ""  # one sentence when the whole device is in trouble ("GPU is lost; ...")
 
@@ -186,9 +183,8 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     """One process on one device."""
 
     pid: int
-    start_time: (
-        float  # seconds since the epoch, as psutil has it: with the pid it names a process for good
-    )
+    # seconds since the epoch, as psutil has it: with the pid it names a process for good
+    start_time: float
     user: str
     device_id: str
     device_label: str
@@ -197,9 +193,8 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     cpu_percent: Reading = UNSUPPORTED
     command: str = ""  # cleaned of control characters
     samples_per_second: Reading = UNSUPPORTED
-    tokens_per_second: Reading = (
-        UNSUPPORTED  # without padding; of trainings whose rows have lengths
-    )
+    # without padding; of trainings whose rows have lengths
+    tokens_per_second: Reading = UNSUPPORTED
     padding_percent: Reading = UNSUPPORTED  # of the tokens that they compute
     host: str = ""  # in a Ray cluster; empty: this machine
 

@@ -207,9 +207,8 @@ class BaseApp(App[int]):
         self._session_maker = session_maker
         self._session: SessionThread | None = None
         self.replays = False  # it is a run of the past
-        self._before: SessionState | None = (
-            None  # the state that was shown, until the session has begun
-        )
+        # the state that was shown, until the session has begun
+        self._before: SessionState | None = None
         self._session_devices: tuple[Device, ...] = ()
         self.set_class(ascii, "-ascii")
 

@@ -137,9 +137,8 @@ class Entry(msgspec.Struct, frozen=True):
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
-    largest_share: int | None = (
-        None  # its data can't make, or its kernels can't take, a larger batch
-    )
+    # its data can't make, or its kernels can't take, a larger batch
+    largest_share: int | None = None
     least: Mapping[str, int] = {}  # of settings
     placements: tuple[
         str, ...

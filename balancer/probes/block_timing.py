@@ -56,13 +56,11 @@ class Block(msgspec.Struct, frozen=True):
 
     steps: int
     wall_seconds: float
-    cpu_share: float | None = (
-        None  # CPU time / wall time of a process that owns its cores and never waits
-    )
+    # CPU time / wall time of a process that owns its cores and never waits
+    cpu_share: float | None = None
     own_seconds: tuple[float | None, ...] = ()
-    slowed: float = (
-        0.0  # share of the block in which a device held itself back (heat, a power brake, a fault)
-    )
+    # share of the block in which a device held itself back (heat, a power brake, a fault)
+    slowed: float = 0.0
     capped: float = 0.0  # share of it in which one was at its power limit
     slowest: int = -1  # position of the device that was slowed most; -1: none, or unknown
     # True if processes took new memory in the block: a training does so in its first steps only
@@ -102,9 +100,8 @@ class BlockTimer:
         self._blocks: list[Block] = []
         self._steps = 0  # of each timed block; 0 while warming up
         self._slow_start = 0.0
-        self._unsteady: tuple[Warned, ...] | None = (
-            None  # warnings of the first round, after its end
-        )
+        # warnings of the first round, after its end
+        self._unsteady: tuple[Warned, ...] | None = None
 
     @property
     def phase(self) -> str:

@@ -221,9 +221,8 @@ class ChildGroup:
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
         self.fresh = True  # it has not measured anything yet
-        self.import_seconds = (
-            0.0  # that its children waited for the process that they are forked from
-        )
+        # that its children waited for the process that they are forked from
+        self.import_seconds = 0.0
         self.held_bytes: dict[int, int] = {}  # position -> what it keeps there while it rests
         self._inbox = inbox
 

@@ -93,9 +93,8 @@ class RankFailure(msgspec.Struct, frozen=True):
     cause: Cause
     detail: str  # one line
     out_of_memory: bool = False
-    gpu: int | None = (
-        None  # the framework's number of the GPU that ran out of memory, if it named one
-    )
+    # the framework's number of the GPU that ran out of memory, if it named one
+    gpu: int | None = None
     output: str = ""  # the whole traceback, or the end of standard error
     user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
 

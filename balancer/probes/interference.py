@@ -29,9 +29,8 @@ from .failures import GroupError, RankFailure, StoppedError
 READ_SECONDS = 0.05  # a reading takes a millisecond or two; a slower one is not waited for
 RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again
 SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be trained on
-PATIENCE = (
-    3.0  # times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
-)
+# times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
+PATIENCE = 3.0
 SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: use that may be the driver's own,
 SPREAD_SMALL = 0.1  # which is at most this part of a small GPU
 # of a device's memory: bytes that others hold are rounded up to this, so small changes are not

@@ -25,9 +25,8 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Devices = msgspec.Meta(min_length=1, max_length=4096)
 LONGEST_LINE_BYTES = 256 << 10
 LONGEST_TEXT = 2000  # characters of an error's text
-LONGEST_TRACEBACK = (
-    40_000  # characters of a traceback: with every one of them escaped, it still fits on a line
-)
+# characters of a traceback: with every one of them escaped, it still fits on a line
+LONGEST_TRACEBACK = 40_000
 STACK_SIGNAL = signal.SIGUSR1
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\n", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -45,9 +44,8 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # cores that its step keeps busy
     device_ids: tuple[str, ...] = ()  # of the place's devices, as the monitor knows them
-    address_space_bytes: int | None = (
-        None  # how much the process may grow after the framework's import; None: no cap
-    )
+    # how much the process may grow after the framework's import; None: no cap
+    address_space_bytes: int | None = None
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -114,13 +112,11 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: Annotated[
         tuple[Bytes | None, ...], Devices
     ]  # the most that each of its devices held
-    not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = (
-        0  # by which the loss was NaN; 0: it wasn't
-    )
+    # by which the loss was NaN; 0: it wasn't
+    not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     work: Work | None = None  # of all its steps, where rows have lengths
-    waited_seconds: Seconds | None = (
-        None  # of its device, for other ranks' gradients and the sum; None: unknown
-    )
+    # of its device, for other ranks' gradients and the sum; None: unknown
+    waited_seconds: Seconds | None = None
 
 
 class Learned(msgspec.Struct, frozen=True, tag=True):
@@ -167,9 +163,8 @@ class Exited(msgspec.Struct, frozen=True):
 
     code: int
     cap_share: float = 0.0  # the most memory that it held as a part of its cap; 0 without a cap
-    kernel_killed: bool = (
-        False  # the kernel has killed some process for memory since the child started
-    )
+    # the kernel has killed some process for memory since the child started
+    kernel_killed: bool = False
     output: str = ""  # the end of what it wrote to standard error and standard output
 
 

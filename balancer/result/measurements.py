@@ -16,9 +16,8 @@ from ..types import Doubt, Failed, Finding, Layout, Observation, OutOfMemory, Ti
 from .words import DOUBTS, UNCERTAIN
 
 ORDER = get_args(Doubt)
-MOSTLY = (
-    0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
-)
+# of a rival's blocks, from which other work is said to have slowed the chosen layout too
+MOSTLY = 0.5
 FEW_STEPS = 100  # of an epoch: with fewer, little is learnt
 CHANGED = 0.1  # relative difference of two measurements of one layout
 

@@ -60,9 +60,8 @@ from .verdict import cost_ratios, find_verdict, padding_share
 from .words import say, say_all, write_verdict
 
 MIB = 1 << 20
-MARGIN = (
-    1.3  # on top of a budget that would just have been enough: starts of new children are guessed
-)
+# on top of a budget that would just have been enough: starts of new children are guessed
+MARGIN = 1.3
 STEP_SECONDS = 10  # to which it is rounded up
 
 

@@ -33,9 +33,8 @@ PRICE = 0.05  # relative gain that all the time that is left should bring (budge
 FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
 # of the budget: packs grow until then, and later turns follow (knobs whose children start, in 20 s)
 GROWS = 0.65
-LATER_TURNS_END_BY = (
-    0.95  # of the budget: exploration and later turns stop here, as probes may overrun
-)
+# of the budget: exploration and later turns stop here, as probes may overrun
+LATER_TURNS_END_BY = 0.95
 # (at 1.0 the regret of 91 hard searches is 1.32 in place of 0.85 %)
 
 # of the budget, where packs and placements follow, whose children have to start; and of what is

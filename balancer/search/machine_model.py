@@ -57,9 +57,8 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 class MachineModel:
     """A model of the machine by one set of observations."""
 
-    by_rows = (
-        True  # devices take rows in the order of the data: packs and placements can train so too
-    )
+    # devices take rows in the order of the data: packs and placements can train so too
+    by_rows = True
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
         self.problem, self.seen, self.budget, self.quantum = (

@@ -26,9 +26,8 @@ from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
 from .rows import RowDevices
 
-MEMORY_SHARE = (
-    0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
-)
+# of a device's memory, for all trainings packed on it: each has a context of its own
+MEMORY_SHARE = 0.98
 # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
 ENOUGH = 0.05
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends: noise may hide one

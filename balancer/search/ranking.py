@@ -25,16 +25,14 @@ from .observations import Turns
 
 # relative; a tie with a larger gap is unclear: probes' drift alone makes 2.7 % of two (PROBE_DRIFT)
 UNCLEAR = 0.03
-PROBE_DRIFT = (
-    0.007  # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
-)
+# assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
+PROBE_DRIFT = 0.007
 # turns that this assumption counts for: two may agree by chance (95 % intervals of
 # benchmarks.search)
 DRIFT_WEIGHT = 4
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
-COMES_TRUE = (
-    0.5  # of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
-)
+# of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
+COMES_TRUE = 0.5
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
 # relative: forgiven at the tolerance's edge, if the interval is that wide: else the batch is larger

@@ -27,9 +27,8 @@ from .sharding import Sharding
 from .solo_stage import SMALL
 from .texts import TextDevices
 
-LEAST_STEPS = (
-    20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
-)
+# of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
+LEAST_STEPS = 20
 
 
 class Search:

@@ -30,9 +30,8 @@ from .text_model import LARGEST_BATCH, TextModel
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 LONG_ENOUGH = 3.0  # times as long as the first pass: then two thirds of it are what tokens cost
 MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
-PASS_SECONDS = (
-    2.0  # the longest probe of passes of one length: seven of them make a cost, in 14 s of 120
-)
+# the longest probe of passes of one length: seven of them make a cost, in 14 s of 120
+PASS_SECONDS = 2.0
 
 
 class TextDevices(TextModel):

@@ -19,9 +19,8 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 LISTEN_SECONDS = 3.0
 CONNECT_SECONDS = 10.0
 _RAYLET = "raylet"  # Ray's process on each node
-_HTTP2_GREETING = (
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty settings
-)
+# with empty settings
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _HTTP2_SETTINGS = 4  # the type of the frame with which every HTTP/2 server begins; gRPC is HTTP/2
 
 

@@ -240,9 +240,8 @@ class Activity(Batch):
         super().__init__(nvml, METRICS)
         self._handle, self._instance = handle, instance
         self._samples: list[Any] = []
-        self._sampled_at: float | None = (
-            None  # the newer one; None: there is none yet, or the last call failed
-        )
+        # the newer one; None: there is none yet, or the last call failed
+        self._sampled_at: float | None = None
         self._request: Any = None
 
     def close(self) -> None:

@@ -233,9 +233,8 @@ class FitHooks:
         for part in {"x", "y", "sample_weight", "validation_data"} & call.arguments.keys():
             call.arguments[part] = keras.tree.map_structure(from_frame, call.arguments[part])
         if shuffle is None and isinstance(call.arguments["x"], tf.data.Dataset) and name == "fit":
-            call.arguments["shuffle"] = (
-                False  # by default Keras asks for it, then warns that a dataset ignores it
-            )
+            # by default Keras asks for it, then warns that a dataset ignores it
+            call.arguments["shuffle"] = False
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:

@@ -56,9 +56,8 @@ class LiveDevice(msgspec.Struct, frozen=True):
         tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)
     ] = ()  # the plan's, of (rows, seconds of a step); only beside own work
     most: Count = 0  # samples per pass that its memory holds, by the plan; 0: unknown
-    least_waiting_s: Rate = (
-        0.0  # the lowest tenth of waiting: where this rank was the last, what the exchange takes
-    )
+    # the lowest tenth of waiting: where this rank was the last, what the exchange takes
+    least_waiting_s: Rate = 0.0
     own_spread: Rate = 0.0  # interquartile range of own work over its median
 
 
@@ -103,9 +102,8 @@ class LiveRecord(Details, frozen=True):
 
     framework: Text
     workload: Text
-    samples_per_second: (
-        Rate  # over the last seconds of reporting, all devices of the process together
-    )
+    # over the last seconds of reporting, all devices of the process together
+    samples_per_second: Rate
     step: Count  # reports so far
     updated_at: Rate  # seconds since the epoch; old where it validates, waits or hangs
     devices: Annotated[

@@ -81,13 +81,11 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     samples_per_second: float
     low: float
     high: float
-    tokens_per_second: float = (
-        0.0  # without padding; these two are written only where rows have lengths
-    )
+    # without padding; these two are written only where rows have lengths
+    tokens_per_second: float = 0.0
     padding: float = 0.0  # the part of the computed tokens that is padding
-    samples_per_joule: float = (
-        0.0  # of all devices of the request; these three only where all report their power
-    )
+    # of all devices of the request; these three only where all report their power
+    samples_per_joule: float = 0.0
     active_watts: float = 0.0  # of the devices that compute
     idle_watts: float = 0.0  # of those that are left out
 
@@ -99,9 +97,8 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     layout: PlanLayout
     throughput: Throughput
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
-    gain: float | None = (
-        None  # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
-    )
+    # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
+    gain: float | None = None
     # the gain was measured in turn, and the figures alone say another; written only if true
     paired: bool = False
     # the other devices worked meanwhile, which may have slowed this one; written only if true

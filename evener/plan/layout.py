@@ -86,15 +86,12 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = ""  # the name or address of its machine, where the plan is for several
     curve: Knots = ()
     most: Count = 0  # rows of one pass that its memory holds; 0: unknown
-    state: float = (
-        0.0  # the part of parameters, gradients and optimizer state that it holds; 0: it has all
-    )
-    held_bytes: Count = (
-        0  # of that part and of gathered units, as evener's ledger counts them; 0: unknown
-    )
-    peak_bytes: Count = (
-        0  # the most measured there in a step of these shares, with activations; 0: unknown
-    )
+    # the part of parameters, gradients and optimizer state that it holds; 0: it has all
+    state: float = 0.0
+    # of that part and of gathered units, as evener's ledger counts them; 0: unknown
+    held_bytes: Count = 0
+    # the most measured there in a step of these shares, with activations; 0: unknown
+    peak_bytes: Count = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -115,9 +112,8 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_batch: int  # samples per optimizer step, over all devices (pack: per process)
     share: tuple[Share, ...]
     engine: str = ""  # one of ENGINES; empty where there is no choice
-    processes: Annotated[int, msgspec.Meta(ge=1)] = (
-        1  # pack: trainings that run on the device at the same time
-    )
+    # pack: trainings that run on the device at the same time
+    processes: Annotated[int, msgspec.Meta(ge=1)] = 1
     placement: str = ""  # place: the workload's name for it
 
     def __post_init__(self) -> None:

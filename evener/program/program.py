@@ -48,9 +48,8 @@ class Program:
         self._guard: Guard | None = None
         self._updated = False  # an optimizer has stepped since that batch
         self._fault = ""  # in what the program does with gradients
-        self._rates = (
-            0  # a digest of its optimizers': of this step's, then of those of all steps by shares
-        )
+        # a digest of its optimizers': of this step's, then of those of all steps by shares
+        self._rates = 0
         self._steps = 0  # by shares
         self._uneven = 0  # of them with different shares
         self._look = LOOK_AGAIN  # the step at which the guard looks next

@@ -90,9 +90,8 @@ class Curve(msgspec.Struct, frozen=True):
     batches: tuple[float, ...]  # increasing, the first at or below every batch asked for
     times: tuple[float, ...]  # seconds, not decreasing
     slope: float  # seconds a sample beyond the last knot
-    simple: bool = (
-        True  # a line, or one that is level up to a knee, explains the points within their errors
-    )
+    # a line, or one that is level up to a knee, explains the points within their errors
+    simple: bool = True
     error: float = 0.0  # relative standard error of a typical point
 
     def seconds(self, batch: float) -> float:

@@ -110,18 +110,16 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._from_model: set[int] = set()  # tensors that a model's output led to
         self._reads = self._inside = False
         self.measured = False  # the fault: parts don't add up
-        self.numbers: tuple[float, ...] | None = (
-            None  # that the loss is computed with, beside the batch and the models
-        )
+        # that the loss is computed with, beside the batch and the models
+        self.numbers: tuple[float, ...] | None = None
         self.uses: tuple[
             float, ...
         ] = ()  # that weights and gradients are used with after the backward pass
         self.steps = False  # an optimizer, of which nothing is noted
         # with its rank's other rows, and what that makes of the loss can't be computed again
         self.padded = False
-        self.exchanges = (
-            False  # its models exchange gradients, as far as was seen until it was closed
-        )
+        # its models exchange gradients, as far as was seen until it was closed
+        self.exchanges = False
         self._random = RandomState()
         self._handles = [each.register_forward_pre_hook(self._enter) for each in self._models]
         self._handles += [

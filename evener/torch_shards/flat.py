@@ -55,16 +55,14 @@ class Slot:
         self.owners: list[tuple[Any, str]] = []  # the modules that have it, and its name in each
         self.units: set[str] = set()
         self.start = 0  # in the flat
-        self.piece: Any = (
-            None  # a Parameter of one dimension, which the optimizer trains; it may be empty
-        )
+        # a Parameter of one dimension, which the optimizer trains; it may be empty
+        self.piece: Any = None
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # the gradient's piece
         self.fired = False  # a gradient came since the last sum
         self.kept = -1  # the version of the piece's gradient, while others wait for their sum
-        self.received = self.before = (
-            False  # there is a sum in this backward pass; there was a gradient before it
-        )
+        # there is a sum in this backward pass; there was a gradient before it
+        self.received = self.before = False
 
     @property
     def numel(self) -> int:

@@ -198,9 +198,8 @@ class BatchTracker:
 
     def __init__(self) -> None:
         self.current: TakenBatch | None = None  # None after an epoch
-        self.last: TakenBatch | None = (
-            None  # the current one, or the one with which the last epoch ended
-        )
+        # the current one, or the one with which the last epoch ended
+        self.last: TakenBatch | None = None
         self._epochs: list[Epoch] = []  # the one that gave a batch last comes last
         self._manual = Epoch()
         self._only: TakenBatch | None = None  # the current one, if no other is possible

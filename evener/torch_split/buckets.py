@@ -411,9 +411,8 @@ class Held:
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
-        self.final: set[int] | None = (
-            None  # parameters that have theirs of a failed pass, computed again, by id
-        )
+        # parameters that have theirs of a failed pass, computed again, by id
+        self.final: set[int] | None = None
         self._kept: list[Any] | None = None  # gradients from before the pass
         self.opened = self.late = self.apart = False
 

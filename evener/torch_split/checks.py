@@ -136,9 +136,8 @@ class OptimizerCheck:
     """
 
     def __init__(self) -> None:
-        self.steps_schedules = (
-            True  # once for a batch, where accelerate steps them once for each process
-        )
+        # once for a batch, where accelerate steps them once for each process
+        self.steps_schedules = True
         self._watched: set[type] = set()
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = (
             weakref.WeakKeyDictionary()
@@ -194,9 +193,8 @@ class OptimizerCheck:
 
         def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
             if any(getattr(each, "optimizer", each) in self._known for each in schedule.optimizers):
-                schedule.split_batches = (
-                    True  # accelerate's word for a batch that all processes share
-                )
+                # accelerate's word for a batch that all processes share
+                schedule.split_batches = True
             step(schedule, *arguments, **keywords)
 
         kind.step = step_once

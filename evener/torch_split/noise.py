@@ -120,9 +120,8 @@ class RankNoise(NoiseSampler):
 
     def receive(self, buckets: Iterable[Bucket]) -> None:
         """Take the norm of the summed gradients, which `buckets` have."""
-        self._sample = (
-            None  # where this is another sum of the same batch: neither has its whole gradient
-        )
+        # where this is another sum of the same batch: neither has its whole gradient
+        self._sample = None
         if self._sum is not None:
             work, weighted = self._sum
             work.wait()
@@ -197,9 +196,8 @@ class PassNoise(NoiseSampler):
         self._handles: list[Any] = []  # of the hooks, in a step that is looked at
         self._passes: list[_Pass] = []  # of the step
         self._whole: torch.Tensor | None = None  # squared norm of the sum of their gradients
-        self._mixed = self._compared = (
-            False  # passes whose gradients can't be separated; two were compared
-        )
+        # passes whose gradients can't be separated; two were compared
+        self._mixed = self._compared = False
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch; RequestError where the first step that is looked at has one pass."""

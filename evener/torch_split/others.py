@@ -27,9 +27,8 @@ from ..training.retreat import say
 from .collectives import count_exchanges
 
 LOOK_SECONDS = 1.0
-WAIT_SECONDS = (
-    3.0  # for what the other ranks have to say, and until a rank that doesn't go on is stuck
-)
+# for what the other ranks have to say, and until a rank that doesn't go on is stuck
+WAIT_SECONDS = 3.0
 _LOST_SIGNS = (
     "gloo/",
     "Connection closed by peer",

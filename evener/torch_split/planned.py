@@ -308,14 +308,12 @@ class PlannedTraining:
         return add_up(value, self.device, self.world, self.timer)
 
 
-WINDOW_SECONDS = (
-    0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
-)
+# of steps whose median is one figure: more often than that, agreeing would cost too much
+WINDOW_SECONDS = 0.05
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
 SETTLING_WINDOWS = 2  # the one in which memory ran out, and one for the allocator to fill again
-EXCHANGED_WINDOWS = (
-    2  # at once: an exchange takes longer than all else, and the rule needs two for a change
-)
+# at once: an exchange takes longer than all else, and the rule needs two for a change
+EXCHANGED_WINDOWS = 2
 
 
 def raise_no_shares() -> NoReturn:

@@ -87,9 +87,8 @@ class Passes:
         self._rank, self._device, self._said = rank, device, said
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # buffers that passes leave as they are
-        self.check: Callable[[Part, int], None] | None = (
-            None  # RequestError where parts of some rows don't add up
-        )
+        # RequestError where parts of some rows don't add up
+        self.check: Callable[[Part, int], None] | None = None
         self.checked = False
         self._exchanges: list[Exchange] = []
         self._state: PassState | None = None

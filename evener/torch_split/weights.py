@@ -57,9 +57,8 @@ class BatchWeights(BatchTracker):
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = shares.rank
         self.timer = timer
-        self._scaled_pass: int | None = (
-            None  # the backward pass in which a scaled loss was seen last
-        )
+        # the backward pass in which a scaled loss was seen last
+        self._scaled_pass: int | None = None
 
     @property
     def by_loss(self) -> bool:

@@ -225,9 +225,8 @@ def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
     )
 
 
-CLOSE_ENOUGH = (
-    0.005  # over the lower bound, and this for each rank: no further way to deal is tried
-)
+# over the lower bound, and this for each rank: no further way to deal is tried
+CLOSE_ENOUGH = 0.005
 CLOSE_PER_RANK = 0.0025
 
 Passes = tuple[

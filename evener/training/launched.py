@@ -16,9 +16,8 @@ REPLACED_PLAN = "EVENER_REPLACED_PLAN"
 RUN = "EVENER_RUN"  # the name under which a training may keep a journal
 RESTART = "EVENER_RESTART"  # why the launcher has started it again
 PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener run
-PROGRAM_COMMAND = (
-    "EVENER_PROGRAM_COMMAND"  # JSON of its words, where evener run --balance measures its trainer
-)
+# JSON of its words, where evener run --balance measures its trainer
+PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"
 
 # set where one process trains on all devices, and there may be one for each
 ONE_PROCESS = "EVENER_ONE_PROCESS"

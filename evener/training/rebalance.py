@@ -56,9 +56,8 @@ class Advice(msgspec.Struct, frozen=True):
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
-    by_curves: bool = (
-        False  # own work follows the plan's curves; else it is taken to be in proportion to rows
-    )
+    # own work follows the plan's curves; else it is taken to be in proportion to rows
+    by_curves: bool = False
     error: float = 0.0  # of the gain, by how own work varies: two standard errors
 
 

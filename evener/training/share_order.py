@@ -21,9 +21,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """A process' host and device among those of the plan, as it names itself before a training."""
 
     machine: str  # its host name, for messages
-    host: (
-        str  # as the plan names it; empty if the plan has no hosts, or the machine is none of them
-    )
+    # as the plan names it; empty if the plan has no hosts, or the machine is none of them
+    host: str
     device: str = ""  # the plan's name of its device, where that is settled
     visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
     local_rank: int = 0

@@ -421,9 +421,8 @@ def reference(program: Program) -> dict[str, Any]:
             own: Any = self._get_train_sampler(self.train_dataset)
             if type(own).__name__ != "LengthGroupedSampler":
                 return super().get_train_dataloader()
-            own.batch_size = (
-                GLOBAL_BATCH  # the bare trainer draws its groups from numbers that nobody else has
-            )
+            # the bare trainer draws its groups from numbers that nobody else has
+            own.batch_size = GLOBAL_BATCH
             order = RowOrder(own, program.rows, SEED)
             sampler = Ordered(program.rows, drop_last=self.args.dataloader_drop_last, order=order)
             return OrderedLoader(

@@ -27,9 +27,8 @@ class Draw(msgspec.Struct):
     stall_ms: float = 0.0
     contention: float = 0.0
     bend: float = 1.0  # memory: slope beyond half of `most` over the slope before
-    overhead_ms: float | None = (
-        None  # of each further pass; None: a pass costs as much as a step of its rows
-    )
+    # of each further pass; None: a pass costs as much as a step of its rows
+    overhead_ms: float | None = None
 
 
 def machine(family: str, devices: int, noise: float, seed: int) -> Machine:

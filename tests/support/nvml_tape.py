@@ -22,9 +22,8 @@ from evener.devices.nvidia.nvml_library import Library
 from evener.devices.nvidia.source import address
 
 FORMAT = 1
-UNKEYED = (
-    "nvmlDeviceGetProcessUtilization"  # its argument is a time, so every call would be a new one
-)
+# its argument is a time, so every call would be a new one
+UNKEYED = "nvmlDeviceGetProcessUtilization"
 Key = tuple[str, int | None, str]  # call or kind, GPU, arguments
 
 

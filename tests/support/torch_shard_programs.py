@@ -123,9 +123,8 @@ class ShardCase(msgspec.Struct, frozen=True):
     order: tuple[int, ...] = (0, 1, 2)  # in which blocks compute
     shared: bool = False  # a layer that all blocks have
     hides: bool = False  # blocks return a namespace, and a dataclass in a tuple
-    late: bool = (
-        False  # the optimizer is made after a forward pass, and gradients are cleared after each
-    )
+    # the optimizer is made after a forward pass, and gradients are cleared after each
+    late: bool = False
     fails: bool = False  # a backward pass in between ends with an error
     checkpoint: bool | None = None  # of activations, reentrant or not
     mapping: bool = False

@@ -37,9 +37,8 @@ from .job import check_plan
 from .restarts import compare_rows
 
 POLL_SECONDS = 0.1
-HEAD_SECONDS = (
-    5.0  # between two looks at Ray's head: without it, Ray ends this process after a minute
-)
+# between two looks at Ray's head: without it, Ray ends this process after a minute
+HEAD_SECONDS = 5.0
 HEAD_SILENT_SECONDS = SILENT_SECONDS = 15.0
 OTHERS_SECONDS = 30.0  # that the other hosts have to end by themselves, once one has failed
 LOST_EXIT_CODE = 3

@@ -51,9 +51,8 @@ class HostJob(msgspec.Struct, frozen=True):
     wait_seconds: float = WAIT_SECONDS  # in which every host has to be there
     attempt: int = 0  # starts before this one
     replaced: Path | None = None  # the file that was launched, where devices are left out since
-    run: str = (
-        ""  # the name of the training's journal; all its processes have it in their environment
-    )
+    # the name of the training's journal; all its processes have it in their environment
+    run: str = ""
     folder: Path = Path()  # for files of this launch; it ends with it
     reason: str = ""  # of this start, if it isn't the first
     output: tuple[

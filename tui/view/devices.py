@@ -43,9 +43,8 @@ class DeviceRow(msgspec.Struct, frozen=True):
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
     busy: tuple[float | None, ...] = ()  # utilisation, percent, oldest first
-    work: tuple[float, float] | None = (
-        None  # own work and waiting of its training's step, in seconds
-    )
+    # own work and waiting of its training's step, in seconds
+    work: tuple[float, float] | None = None
     below: bool = False  # its host, which has a row of its own
 
 

@@ -22,9 +22,8 @@ LEAST_PART = 0.05  # of a step, from which it is named
 LEAST_EXCHANGE = 0.1  # of a step
 MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
 NOISE_ERRORS = 3.0  # from which ranks differ
-LEAST_PERCENT = (
-    5.0  # of the time throttled, or of a device's multiprocessors that a neighbour takes
-)
+# of the time throttled, or of a device's multiprocessors that a neighbour takes
+LEAST_PERCENT = 5.0
 MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
 ORDER: tuple[Doing, ...] = get_args(Doing)
 Work = Mapping[
@@ -49,9 +48,8 @@ class RankRow(msgspec.Struct, frozen=True):
     doing: Doing  # in which it is silent; empty if unknown, as for a process that is stopped
     batch: int  # the one in which it is silent
     input_s: float  # of a step, waiting for data
-    between_s: (
-        float  # of a step, between the backward pass and the next batch, without the optimizer
-    )
+    # of a step, between the backward pass and the next batch, without the optimizer
+    between_s: float
     least_waiting_s: float  # the lowest tenth of waiting
     own_spread: float  # interquartile range of own work over its median
 

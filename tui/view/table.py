@@ -23,9 +23,8 @@ class Column(NamedTuple, Generic[RowT]):
     ]  # cells, from the narrowest on; one that is there twice lets others grow first
     draw: Cell[RowT]
     align: Literal["left", "right"] = "right"
-    value: Callable[[RowT], float | str] | None = (
-        None  # the sort key of a row; None: not sorted by this column
-    )
+    # the sort key of a row; None: not sorted by this column
+    value: Callable[[RowT], float | str] | None = None
     most: int = 0  # cells, of those that are left when all columns have their largest width
     needs: int = 0  # cells of the table, with fewer of which it isn't drawn
     there: Callable[[RowT], object] | None = None  # it is drawn if this is true for any row

@@ -40,9 +40,8 @@ class TrainingRow(msgspec.Struct, frozen=True):
     step_s: float
     step_spread: float  # interquartile range over the median
     input_s: float  # of a step, waiting for data
-    between_s: (
-        float  # of a step, between the backward pass and the next batch, without the optimizer
-    )
+    # of a step, between the backward pass and the next batch, without the optimizer
+    between_s: float
     causes: tuple[Cause, ...]  # of its waiting, most certain first
     advice: Advice | None  # shares that would be faster
     changes: tuple[ShareChange, ...]  # of the shares, oldest first

@@ -19,16 +19,14 @@ from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal (noisy_slow)
-TYPICAL_BLOCKS = (
-    8  # of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
-)
+# of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
+TYPICAL_BLOCKS = 8
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
 # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
 MEAN_ERRORS = 3.0
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
-FEWEST_SIZES = (
-    2  # batches, in common with another device too: one shows either a fixed cost or a slope
-)
+# batches, in common with another device too: one shows either a fixed cost or a slope
+FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):

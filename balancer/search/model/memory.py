@@ -17,9 +17,8 @@ import msgspec
 
 from .step_time import LEVEL, SAME_BATCH, WIDE
 
-MARGIN = (
-    0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
-)
+# of the predicted batch, left free: allocators round up, and a child starts again in 3 s
+MARGIN = 0.003
 # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted
 # (large_only)
 BLIND_GROWTH = 8

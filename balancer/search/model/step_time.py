@@ -19,16 +19,14 @@ import msgspec
 
 from evener.shares.curves import ROUNDING, Curve
 
-SAME_BATCH = (
-    0.02  # relative: points nearer than this are one point, as their slope would be noise (noisy)
-)
+# relative: points nearer than this are one point, as their slope would be noise (noisy)
+SAME_BATCH = 0.02
 # relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a
 # torch_maxer
 LEVEL = 0.05
 # on an H200); between batches that differ by less, allocators' rounding dominates
-LEAST_ERROR = (
-    0.0005  # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
-)
+# relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
+LEAST_ERROR = 0.0005
 # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 LINE_ERRORS = 2.5
 
