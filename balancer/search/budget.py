@@ -33,20 +33,17 @@ PRICE = 0.05  # relative gain that all the time that is left should bring (budge
 FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
 # of the budget: packs grow until then, and later turns follow (knobs whose children start, in 20 s)
 GROWS = 0.65
-# of the budget: exploration and later turns stop here, as probes may overrun
+# of the budget: exploration and later turns stop here, as probes may overrun (at 1.0 the regret of
+# 91 hard searches is 1.32 in place of 0.85 %)
 LATER_TURNS_END_BY = 0.95
-# (at 1.0 the regret of 91 hard searches is 1.32 in place of 0.85 %)
 
 # of the budget, where packs and placements follow, whose children have to start; and of what is
-# left,
+# left, for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20
+# s). Half of that before the first split, which adds to all curves (flat, then linear)
 EXPLORES = 0.4
-# for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s).
-# Half of that before
-# the first split, which adds to all curves (flat, then linear)
 # an exploring probe has 1 / this of what is left: level curves hide long steps, and other batches
-# may
+# may matter more (budgets of 20 s), but steps that are slow and noisy need the seconds (noisy_slow)
 SURPRISE = 10
-# matter more (budgets of 20 s), but steps that are slow and noisy need the seconds (noisy_slow)
 
 
 class Budget:

@@ -23,9 +23,8 @@ TRIES = 2
 SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
 # of a stage: rounds alone (stairs, 16 devices), splits and devices at rest, whose edges of stairs
-# are
+# are halved as often (stall) and whose noise moves predictions (noisy), and turns of the race
 MOST_TURNS = 8
-# halved as often (stall) and whose noise moves predictions (noisy), and turns of the race
 
 Turns = dict[int, Timed]
 

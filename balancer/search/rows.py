@@ -29,8 +29,8 @@ PARTS = (
 LIKELY_SETS = 2  # of efficient devices, that are raced
 SKETCHED = 24  # points of a curve for drawing
 # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
-MOST_TO_COMBINE = 6
 # worse on 13 of 240 machines of 2 to 4
+MOST_TO_COMBINE = 6
 
 
 class RowDevices(Predictions):

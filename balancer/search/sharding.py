@@ -36,9 +36,8 @@ from .observations import Observations
 from .rows import RowDevices
 
 # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for
-# each
+# each sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
 HEADROOM = 0.03
-# sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
 DIGITS = 4  # of a part: 10 MB of a state of 100 GB, far below the headroom of any card
 
 

@@ -23,12 +23,11 @@ MARGIN = 0.003
 # (large_only)
 BLIND_GROWTH = 8
 # of the predicted largest batch: safe without having run (recorded plans have such passes); and
-# used
+# used of the free memory if its line bends upwards (bent memory: 11 more run out without)
 SAFE_SHARE = 0.8
-# of the free memory if its line bends upwards (bent memory: 11 more run out without)
 # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);
-SAFE_GROWTH = 1.25
 # steps that differ by less don't show how their tuning grows (TensorFlow, recorded)
+SAFE_GROWTH = 1.25
 UNBOUNDED = 1 << 30  # samples
 
 

@@ -22,20 +22,17 @@ from evener.shares.curves import ROUNDING, Curve
 # relative: points nearer than this are one point, as their slope would be noise (noisy)
 SAME_BATCH = 0.02
 # relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a
-# torch_maxer
+# torch_maxer on an H200); between batches that differ by less, allocators' rounding dominates
 LEVEL = 0.05
-# on an H200); between batches that differ by less, allocators' rounding dominates
 # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
 LEAST_ERROR = 0.0005
 # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 LINE_ERRORS = 2.5
 
 # times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200) and the
-# width of
+# width of stairs (stall), so passes of texts grow by it; between one that ran and one that failed,
+# of unknown bytes, a wider one is cut at its geometric mean
 WIDE = 4
-# stairs (stall), so passes of texts grow by it; between one that ran and one that failed, of
-# unknown bytes, a wider one
-# is cut at its geometric mean
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
 TILES = [
