@@ -177,13 +177,14 @@ class Loader:
         ahead = Prefetcher(batches, self._sent_to, self.prefetch) if self.prefetch else None
         self._ahead = ahead
         try:
-            for step, batch in enumerate(ahead or batches):
-                row = first + step * full
-                sizes = sampler.sizes_at(row, epoch, schedule)
-                listener.begin(origin, sizes, batch)
-                self._steps, schedule.begun = step + 1, row + full
-                yield batch
-                listener.done(sizes, sampler.count_tokens(row, epoch))
+            with sampler.loop_context():
+                for step, batch in enumerate(ahead or batches):
+                    row = first + step * full
+                    sizes = sampler.sizes_at(row, epoch, schedule)
+                    listener.begin(origin, sizes, batch)
+                    self._steps, schedule.begun = step + 1, row + full
+                    yield batch
+                    listener.done(sizes, sampler.count_tokens(row, epoch))
         finally:
             if ahead is not None:
                 ahead.close()
@@ -374,6 +375,12 @@ class StepSampler:
         return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
 
 
+def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
+    """The batches, within what a loop over these rows sets in the process."""
+    with rows.loop_context():
+        yield from batches
+
+
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     """A DataLoader for trainers: this rank's global batches; `done` is how many of this epoch the
     trainer has computed.
@@ -390,7 +397,8 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     def __iter__(self) -> Any:
         self.batch_sampler.first_step = self.done = self._start
         self._start = 0
-        return super().__iter__()
+        batches, rows = super().__iter__(), self.batch_sampler.sampler
+        return _loop(batches, rows) if rows.is_dealt else batches
 
     @property
     def drawn_ahead(self) -> int:

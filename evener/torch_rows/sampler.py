@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice, repeat
 from typing import Any
 from zlib import crc32
@@ -315,6 +316,10 @@ class UnevenBatchSampler:
         """The batch of each step from what is fetched for this sampler."""
         return fetched
 
+    def loop_context(self) -> AbstractContextManager[None]:
+        """What a loop over these batches sets in the process for as long as it goes on: nothing."""
+        return nullcontext()
+
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
         """The tokens of this rank's rows in a batch, without and with padding; 0 where rows have no
         lengths.
@@ -361,6 +366,31 @@ class UnevenBatchSampler:
         )
 
 
+class _CudnnAttention:
+    """The switch of cuDNN's attention, which PyTorch has once for the whole process."""
+
+    def __init__(self) -> None:
+        self._loops = 0  # that need it off
+        self._before = True
+
+    @contextmanager
+    def turned_off(self) -> Iterator[None]:
+        """Turn it off; the last loop that ends sets it as it was before the first one began."""
+        if not self._loops:
+            self._before = torch.backends.cuda.cudnn_sdp_enabled()
+        self._loops += 1
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            self._loops -= 1
+            if not self._loops:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+_cudnn_attention = _CudnnAttention()
+
+
 _KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
 
 
@@ -369,9 +399,9 @@ class LengthSampler(UnevenBatchSampler):
     data.
 
     Global batches and their order are those without lengths, so a state can be loaded under other
-    shares. cuDNN's attention is turned off in this process: it makes a plan for each new shape,
-    about 100 ms a pass on an H200, and nearly every pass has one. RequestError for lengths that
-    aren't the data's, and for a row that no rank can hold.
+    shares. While a loop takes its batches, cuDNN's attention is off in this process: it makes a
+    plan for each new shape, about 100 ms a pass on an H200, and nearly every pass has one.
+    RequestError for lengths that aren't the data's, and for a row that no rank can hold.
     """
 
     is_dealt = True
@@ -387,7 +417,6 @@ class LengthSampler(UnevenBatchSampler):
         **options: Any,
     ) -> None:
         super().__init__(rows, shares, rank, **options)
-        torch.backends.cuda.enable_cudnn_sdp(False)
         found = _whole_numbers(lengths)
         if found is None:
             raise RequestError(
@@ -453,6 +482,10 @@ class LengthSampler(UnevenBatchSampler):
         if not passes:  # the shortest row, to keep step with
             return [rows[self._lengths[rows].argmin()].reshape(1)]
         return [rows[torch.tensor(places)] for places in passes]
+
+    def loop_context(self) -> AbstractContextManager[None]:
+        """The loop does without cuDNN's attention."""
+        return _cudnn_attention.turned_off()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 import runpy
@@ -17,7 +18,7 @@ import torch
 from evener.errors import RequestError
 from evener.plan.file import Plan
 from evener.shares.curves import Cost, RankCost
-from evener.torch_rows.loader import StepSampler
+from evener.torch_rows.loader import StepLoader, StepSampler
 from evener.torch_rows.sampler import LengthSampler, UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch
 from evener.torch_split import Loader, Split
@@ -155,6 +156,44 @@ def test_lightning_takes_no_lengths(split: Split, monkeypatch: pytest.MonkeyPatc
 def sampler(rank: int, rows: int = 3) -> LengthSampler:
     dealer = Dealer((RankCost(Cost(0, 1, 0)),) * 4, (1.0,) * 4)
     return LengthSampler(rows, (2, 2, 2, 2), rank, lengths=[5, 9, 7][:rows], dealer=dealer)
+
+
+def test_cudnn_attention_is_off_only_while_a_loop_over_dealt_rows_runs() -> None:
+    """A model of rows of one length beside it, or a validation after it, is not to be slower."""
+    split = Split(ratios=[1], global_batch=8)
+    loader = split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    assert enabled()
+    seen = [enabled() for _ in loader]
+    assert seen
+    assert not any(seen)
+    assert enabled()
+    second = iter(loader)
+    next(second)
+    for _ in loader:
+        break
+    gc.collect()
+    assert not enabled()  # the second loop goes on
+    del second
+    gc.collect()
+    assert enabled()
+
+
+def test_cudnn_attention_stays_off_for_a_user_who_turned_it_off() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        split = Split(ratios=[1], global_batch=8)
+        assert list(split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_cudnn_attention_is_off_in_a_trainers_loop_over_dealt_rows() -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    loader = StepLoader(list(range(3)), StepSampler(sampler(0)), collate_fn=list)
+    assert [enabled() for _ in loader] == [False]
+    assert enabled()
 
 
 def test_a_rank_without_a_row_keeps_step_with_the_shortest() -> None:

@@ -50,16 +50,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def attention() -> Iterator[None]:
-    """Dealt rows turn cuDNN's attention off in the whole process, also those of other tests: give
-    it back.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(True)
-
-
 @pytest.fixture
 def workload() -> TorchWorkload:
     return TorchWorkload(CPU, lambda: make_recipe(MODEL, TEXTS, 0.001))
@@ -80,8 +70,11 @@ def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_sh
 ) -> None:
     """Also where the same child measured dealt rows before."""
     workload.prepare_dealt((8,), (COST,), (0,))
+    workload.step()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     workload.prepare((8,))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    workload.step()
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -247,7 +247,7 @@ class Batches:
         self._sampler = sampler
         self._sent_to = torch.device("cpu") if on_host and not self._on_device else self._device
         if self._on_device:
-            self._steps = repeat(self._checked(next(iter(loader))))
+            self._steps = self._repeat_first(loader)
         else:
             self._loader, self._steps = loader, self._walk(loader)
 
@@ -270,6 +270,13 @@ class Batches:
         """
         if self._loader is not None:
             self._loader.wait_until_full()
+
+    def _repeat_first(self, loader: Loader) -> Iterator[Any]:
+        """The loader's first batch again and again, within its loop."""
+        steps = iter(loader)
+        batch = self._checked(next(steps))
+        while True:
+            yield batch
 
     def _walk(self, loader: Loader) -> Iterator[Any]:
         batches = chain.from_iterable(loader for _ in count())

@@ -133,9 +133,6 @@ class TorchWorkload(Workload, StepListener):
         self._lessons = 0  # its steps
         self._waits: Waits | None = None
         self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
-        self._cudnn_attention = (
-            torch.backends.cuda.cudnn_sdp_enabled()
-        )  # rows that are dealt turn it off
         self._model: Any = (
             self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
         )
@@ -186,7 +183,6 @@ class TorchWorkload(Workload, StepListener):
         batches = self._open_batches()
         batches.drop()
         self.memory.reset()
-        torch.backends.cuda.enable_cudnn_sdp(self._cudnn_attention)
         if self._group:
             self._regroup(tuple(shares))
         if own:
