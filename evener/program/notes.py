@@ -22,6 +22,13 @@ FIRST_STEPS = 20  # whose medians are those of the beginning
 SECONDS = 30.0  # in which the first rank's end stops the others
 
 
+class SharesOrigin(msgspec.Struct, frozen=True):
+    """The training that remembered shares were learned in; another one may need other shares."""
+
+    model: str  # a digest of the shapes and types of its parameters and buffers
+    rows: int  # of a step
+
+
 class ProgramSettings(msgspec.Struct, frozen=True):
     """The words of `evener run` for the processes that it starts."""
 
@@ -30,6 +37,7 @@ class ProgramSettings(msgspec.Struct, frozen=True):
     strict: bool = False
     rebalance: bool = True
     noise: bool = False
+    origin: SharesOrigin | None = None  # of the plan's shares, if an earlier training left them
 
 
 class StepFigures(msgspec.Struct, frozen=True):
@@ -52,6 +60,7 @@ class RankNote(msgspec.Struct):
     last: StepFigures | None = None
     retreats: int = 0  # passes that ran out of memory and were computed again
     noise: str = ""  # a sentence of the noise scale
+    model: str = ""  # a digest of the shapes and types of its parameters and buffers
 
 
 def read_settings() -> ProgramSettings:
@@ -112,6 +121,7 @@ class Notebook:
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
         self.hooks = self.why = ""
+        self.model = ""  # a digest of what trains by shares
         self.last_words = ""  # why, where nothing else was said by the end
         self.warned: set[str] = set()
         self._training: Any = None
@@ -121,7 +131,7 @@ class Notebook:
         atexit.register(self.leave)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """RankNote the figures of this PlannedTraining, which these hooks made; say how it
+        """Note the figures of this PlannedTraining, which these hooks made, and say how it
         starts.
         """
         self.hooks, self._training, self._first, self._steps = hooks, training, None, 0
@@ -135,7 +145,7 @@ class Notebook:
         )
 
     def stay(self, why: str) -> None:
-        """RankNote why the program trains as it is, and say so once."""
+        """Note why the program trains as it is, and say so once."""
         if not self.why:
             self.why = why.rstrip(".")
             say(f"shares stay even: {self.why}")
@@ -175,4 +185,5 @@ class Notebook:
             note.first = self._first or note.last
             note.noise = self._training.noise.describe() if self._training.noise else ""
             note.retreats = self._training.reporter.retreats
+            note.model = self.model
         Path(self.settings.folder, f"{note.rank}.json").write_bytes(msgspec.json.encode(note))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EvenerError, RequestError
+from ..plan.file import Plan, make_layout
 from ..torch_loss.guard import LOOK_AGAIN, Guard
 from ..torch_loss.measure import kept_state
 from ..torch_split.batch import Steps
 from ..torch_split.checks import OPTIMIZER_CHECK
 from ..torch_split.planned import PlannedTraining
-from ..torch_split.ranks import find_shares, meet
+from ..torch_split.ranks import find_shares, meet, open_plan
+from ..torch_split.wrapped import model_digest
 from . import views
-from .notes import Notebook, read_settings
+from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
 LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose exchanges are known
@@ -267,7 +269,8 @@ class Program:
             self.stay(fault)
             return
         try:
-            training = self.plan(loop.sampler.global_batch)
+            models = [each for each in self.models if each.training]
+            training = self.plan(models, loop.sampler.global_batch)
             for each in self.models:
                 if each.training:
                     training.wrap(each)
@@ -287,10 +290,31 @@ class Program:
         loop.sampler.change_shares(self.shares, loop.ahead)
         self.notebook.watch(training, "DistributedDataParallel and DataLoader")
 
-    def plan(self, global_batch: int, **place: Any) -> PlannedTraining:
-        """A training of these rows by the plan that evener run has given."""
+    def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
+        """The plan that a training of these models and rows starts with; None for the one that
+        evener run has given.
+
+        Shares that an earlier training left are of another model or batch where a configuration
+        file or the script was changed meanwhile: then the training starts with even ones.
+        """
+        self.notebook.model = "+".join(sorted(map(model_digest, models)))
+        origin = self.notebook.settings.origin
+        if origin in (None, SharesOrigin(self.notebook.model, global_batch)):
+            return None
+        given = open_plan(None)
+        assert given is not None
+        devices = given.layout.active
+        self.notebook.warn(
+            "the last training's shares were of another model or batch, so they start even"
+        )
+        even = make_layout(given.layout.kind, devices, (1,) * len(devices))
+        return msgspec.structs.replace(given, layout=even)
+
+    def plan(self, models: Sequence[Any], global_batch: int, **place: Any) -> PlannedTraining:
+        """A training of these models and rows by the plan that evener run has given."""
         settings = self.notebook.settings
-        found = find_shares(None, None, global_batch, {"rebalance": settings.rebalance}, **place)
+        chosen = self.choose_plan(models, global_batch)
+        found = find_shares(chosen, None, global_batch, {"rebalance": settings.rebalance}, **place)
         return PlannedTraining(
             found, rebalance=settings.rebalance, noise=settings.noise, journal=True
         )

@@ -82,7 +82,7 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
         PROGRAM.stay(fault)
         return
     with taken_over(strategy):
-        planned = PROGRAM.plan(_count_rows(loader), device=strategy.root_device)
+        planned = PROGRAM.plan([strategy.model], _count_rows(loader), device=strategy.root_device)
         strategy.__class__ = ProgramStrategy
         strategy.take_plan(planned, 1, None, True)
         strategy.prepare_figures()

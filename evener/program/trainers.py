@@ -42,6 +42,7 @@ def _plan(trainer: Any) -> None:
 
         planned = with_plan(
             own,
+            PROGRAM.choose_plan([trainer.model], global_batch),
             global_batch=global_batch,
             journal=True,
             rebalance=settings.rebalance,

@@ -97,13 +97,34 @@ def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) 
     """As `run_saving_script`, in the environment and with the hooks of evener run; adds evener's
     words as "said".
     """
-    import msgspec
+    from evener.program.notes import ProgramSettings
+
+    _run_hooked(ProgramSettings("", Path(script).name), folder, rank, plan, script, *words)
+
+
+def run_by_last_shares(
+    folder: Path, rank: int, plan: str, notes: str, script: str, model: str, rows: int
+) -> None:
+    """As `run_by_shares`, by shares that an earlier training of this model and these rows a step
+    left; writes the rank's note to `notes`.
+    """
+    from evener.program.notes import ProgramSettings, SharesOrigin
+
+    origin = SharesOrigin(model, rows)
+    settings = ProgramSettings(notes, Path(script).name, origin=origin)
+    _run_hooked(settings, folder, rank, plan, script)
+    from evener.program.program import PROGRAM
+
+    PROGRAM.notebook.leave()  # as the process's end does, which a forked rank leaves out
+
+
+def _run_hooked(
+    settings: Any, folder: Path, rank: int, plan: str, script: str, *words: str
+) -> None:
     import torch
 
     from evener.program.install import install
-    from evener.program.notes import ProgramSettings
 
-    settings = ProgramSettings("", Path(script).name)
     os.environ |= {launched.PROGRAM: msgspec.json.encode(settings).decode(), launched.PLAN: plan}
     os.environ[launched.DEVICE] = load_plan(plan).layout.active[rank].device
     install()

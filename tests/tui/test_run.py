@@ -12,12 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from evener.errors import RequestError
 from evener.plan.file import load_plan
+from evener.program.notes import RankNote, SharesOrigin, StepFigures
 from evener.system.files import runs_folder
-from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, measure_plan, read_command
+from evener.tui.launch.program import (
+    ChosenPlan,
+    ProgramCommand,
+    choose_plan,
+    measure_plan,
+    read_command,
+    read_notes,
+    save_plan,
+)
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import LazyModule, skip_without
@@ -80,6 +90,24 @@ def test_an_unchanged_program_learns_the_same_by_other_shares(
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
     assert first["evaluated"] == evenly[0]["evaluated"]
     assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in errors
+
+
+@pytest.mark.slow
+@two_cores
+def test_shares_of_another_model_are_not_taken_again(tmp_path: Path, trainer_ranks: Ranks) -> None:
+    """A configuration file may have made it larger since: the shares may not fit in memory."""
+    plan, notes = tmp_path / "plan.toml", tmp_path / "notes"
+    plan.write_text(UNEVEN)
+    notes.mkdir()
+    train = functools.partial(
+        trainer_ranks, f"{SCRIPTS}.run_by_last_shares", str(plan), str(notes), PROGRAM, world=2
+    )
+    said = train("another model", 8)[0]["said"]
+    assert "4+4 = 8 rows a step, by DistributedDataParallel" in said
+    assert said.count("the last training's shares were of another model or batch") == 1
+    (model,) = {note.model for note in read_notes(notes)}
+    assert "6+2 = 8 rows a step" in train(model, 8)[0]["said"]
+    assert "4+4 = 8 rows a step" in train(model, 4)[0]["said"]
 
 
 @pytest.fixture
@@ -271,12 +299,26 @@ def test_a_plan_is_measured_by_build_else_by_the_trainer(
 
 @two_cores
 def test_the_last_shares_are_taken_again() -> None:
-    free, _ = choose_plan(None, "cpu/2", "train.py")
-    last = runs_folder() / "20261124-000000-0000" / PLAN_FILE
-    last.parent.mkdir(parents=True)
-    make_plan("train.py", free.layout.share, (3, 1)).save(last)
-    assert choose_plan(None, "cpu/2", "train.py")[0].layout.batches == (3, 1)
-    assert choose_plan(None, "cpu/2", "other.py")[0].layout.batches == (1, 1)
+    small = ProgramCommand("python", (), "/train.py", ("--model", "small"))
+    large = ProgramCommand("python", (), "/train.py", ("--model", "large"))
+    other = ProgramCommand("python", (), "/other.py", ("--model", "small"))
+    free = choose_plan(None, "cpu/2", small)
+    (runs_folder() / "20261124-000000-0000").mkdir(parents=True)
+    devices = [share.device for share in free.plan.layout.share]
+    figures = StepFigures((6, 2), 0.1, 0.2)
+    notes = [
+        RankNote(rank, device, "20261124-000000-0000", last=figures, model="m")
+        for rank, device in enumerate(devices)
+    ]
+    assert save_plan(free.plan, small, notes) is not None
+    again = choose_plan(None, "cpu/2", small)
+    assert again.plan.layout.batches == (6, 2)
+    assert again.origin == SharesOrigin("m", 8)
+    for unlike in (large, other):
+        assert choose_plan(None, "cpu/2", unlike) == ChosenPlan(
+            msgspec.structs.replace(free.plan, workload=unlike.identity)
+        )
+    assert choose_plan(None, "cpu:0", small).plan.layout.batches == (1,)
 
 
 @two_cores
@@ -285,4 +327,4 @@ def test_a_limit_that_would_not_hold_is_refused() -> None:
     asked for.
     """
     with pytest.raises(RequestError, match="isn't held to a limit: CPU:1 @60%"):
-        choose_plan(None, "cpu:0,cpu:1@60%", "train.py")
+        choose_plan(None, "cpu:0,cpu:1@60%", ProgramCommand("python", (), "train.py"))

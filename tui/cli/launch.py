@@ -186,21 +186,25 @@ def run(
     with tempfile.TemporaryDirectory(prefix="evener-run-") as folder:
         if balance:
             plan = measure_plan(read, devices, Path(folder, "measured.toml"))
-        chosen, given = choose_plan(plan, devices, read.identity)
+        chosen = choose_plan(plan, devices, read)
         if noise:
-            _check_several(chosen)
+            _check_several(chosen.plan)
         path = Path(folder, "plan.toml")
-        chosen.save(path)
+        chosen.plan.save(path)
         notes = Path(folder, "notes")
         notes.mkdir()
-        set_environment(ProgramSettings(str(notes), read.name, strict, not given, noise))
+        settings = ProgramSettings(
+            str(notes), read.name, strict, not chosen.given, noise, chosen.origin
+        )
+        set_environment(settings)
         job = make_job(path, read.words, None, None, executable=read.executable)
         labels = ", ".join(device.label for process in job.processes for device in process)
         alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
         code = _train(job, read.name, f"starts on {labels}{alone}", max_restarts)
         left = read_notes(notes)
-        say(*summarize(chosen, left))
-        saved = None if code or alone or (given and not balance) else save_plan(chosen, read, left)
+        say(*summarize(chosen.plan, left))
+        keeps = not (code or alone or (chosen.given and not balance))
+        saved = save_plan(chosen.plan, read, left) if keeps else None
     if saved is not None:
         say(
             f"these shares again: "

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -24,8 +25,8 @@ from evener.devices.registry import find_backend, import_path
 from evener.devices.terms import write_limit
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
-from evener.program.notes import ProgramSettings, RankNote
-from evener.system.files import runs_folder
+from evener.program.notes import ProgramSettings, RankNote, SharesOrigin
+from evener.system.files import runs_folder, write_atomically
 from evener.training.launched import PROGRAM, PROGRAM_COMMAND
 from evener.workloads.user_code import script_framework
 
@@ -33,17 +34,34 @@ from ..text.formatting import Table
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 PLAN_FILE = "plan.toml"  # beside the journal of a program's training
+SAVED_FILE = "saved_shares.json"  # beside that plan
 HOOKS = Path(evener.program.__file__).parent / "site"
 
 
+class SavedShares(msgspec.Struct, frozen=True):
+    """What the plan beside it belongs to: the shares with which a program's training ended."""
+
+    command: str  # a digest of the program, its arguments and its devices
+    origin: SharesOrigin
+
+
+class ChosenPlan(msgspec.Struct, frozen=True):
+    """The plan that a program starts with."""
+
+    plan: Plan
+    given: bool = False  # by the user: its shares stay
+    origin: SharesOrigin | None = None  # the training that the shares are of, if they are the last
+
+
 class ProgramCommand(msgspec.Struct, frozen=True):
-    """The start of a program: an executable, its arguments, and a name that is the same next
-    time.
+    """The start of a program: an executable, its words, a name that is the same next time, and the
+    program's own arguments.
     """
 
     executable: str
     words: tuple[str, ...]
     identity: str
+    arguments: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -69,7 +87,7 @@ def read_command(words: Sequence[str]) -> ProgramCommand:
         )
     if Path(executable).name.startswith("python"):
         return _read_python(executable, rest)
-    return ProgramCommand(executable, tuple(rest), str(Path(executable).absolute()))
+    return ProgramCommand(executable, tuple(rest), str(Path(executable).absolute()), tuple(rest))
 
 
 def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
@@ -84,13 +102,13 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
             raise _starts_itself(f"python -m {options[1]}", options[2:])
         module = Path(*options[1].split("."))
         _refuse_tensorflow(module / "__main__.py" if module.is_dir() else module.with_suffix(".py"))
-        return ProgramCommand(executable, tuple(rest), f"-m {options[1]}")
+        return ProgramCommand(executable, tuple(rest), f"-m {options[1]}", tuple(options[2:]))
     if not script.endswith(".py"):
-        return ProgramCommand(executable, tuple(rest), executable)
+        return ProgramCommand(executable, tuple(rest), executable, tuple(rest))
     if not Path(script).is_file():
         raise RequestError(f"There is no script {script}.", "Correct its name.")
     _refuse_tensorflow(Path(script))
-    return ProgramCommand(executable, tuple(rest), str(Path(script).absolute()))
+    return ProgramCommand(executable, tuple(rest), str(Path(script).absolute()), tuple(options[1:]))
 
 
 def _refuse_tensorflow(script: Path) -> None:
@@ -129,9 +147,9 @@ def _starts_itself(name: str, rest: Sequence[str]) -> RequestError:
     )
 
 
-def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, bool]:
-    """The plan that is given, else the last one of this program on these devices, else an even one;
-    True if given.
+def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
+    """The plan that is given, else the last one of this program with these arguments on these
+    devices, else an even one.
     """
     if given is not None:
         plan = load_plan(given)
@@ -139,7 +157,7 @@ def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, 
             raise RequestError(
                 "The plan is for several hosts.", "Make one for the devices of this machine."
             )
-        return msgspec.structs.replace(plan, workload=identity), True
+        return ChosenPlan(msgspec.structs.replace(plan, workload=command.identity), given=True)
     found = discover(devices).devices
     if any(find_backend(device.kind).simulated for device in found):
         raise DeviceError("A simulated device trains nothing.", "Name real devices.")
@@ -154,8 +172,8 @@ def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, 
             ),
         )
     templates = tuple(Share(device.id, device.index, device.name, 0, 0.0) for device in found)
-    even = make_plan(identity, templates, (1,) * len(found))
-    return find_last_plan(even) or even, False
+    even = make_plan(command.identity, templates, (1,) * len(found))
+    return _find_last_plan(even, command) or ChosenPlan(even)
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | None:
@@ -228,18 +246,24 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
     return msgspec.structs.replace(made, workload=identity, framework="torch", layout=layout)
 
 
-def find_last_plan(even: Plan) -> Plan | None:
-    """The plan that this program's last training on these devices ended with."""
-    wanted = {share.device for share in even.layout.share}
-    for path in sorted(runs_folder().glob(f"*/{PLAN_FILE}"), reverse=True):
-        with suppress(EvenerError):
-            plan = load_plan(path)
-            if (
-                plan.workload == even.workload
-                and {share.device for share in plan.layout.active} == wanted
-            ):
-                return plan
+def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
+    """The plan that the last training of this command on the devices of `even` ended with."""
+    wanted = _digest_command(command, even)
+    for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
+        with suppress(EvenerError, OSError, msgspec.DecodeError):
+            saved = msgspec.json.decode(path.read_bytes(), type=SavedShares)
+            if saved.command == wanted:
+                return ChosenPlan(load_plan(path.with_name(PLAN_FILE)), origin=saved.origin)
     return None
+
+
+def _digest_command(command: ProgramCommand, plan: Plan) -> str:
+    """32 hexadecimal digits of a program, its arguments and its devices; arguments may hold
+    secrets, so they aren't kept themselves.
+    """
+    devices = sorted(share.device for share in plan.layout.active)
+    words = json.dumps([command.identity, command.arguments, devices])
+    return blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def set_environment(settings: ProgramSettings) -> None:
@@ -275,6 +299,9 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
     made = make_plan(command.identity, active, [shares[share.device] for share in active])
     path = runs_folder() / notes[0].run / PLAN_FILE
     made.save(path)
+    origin = SharesOrigin(notes[0].model, sum(notes[0].last.shares))
+    saved = SavedShares(_digest_command(command, made), origin)
+    write_atomically(path.with_name(SAVED_FILE), msgspec.json.encode(saved))
     return path
 
 
