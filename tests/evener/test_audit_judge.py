@@ -1,0 +1,192 @@
+"""The judge of audits: what it takes for rounding, when it looks, and what follows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.training.audit import (
+    EVERY,
+    PROJECTIONS,
+    REPEATS,
+    Action,
+    Audits,
+    GradientDifference,
+    Sketch,
+    compare,
+    describe,
+    find_cause,
+    find_unequal,
+)
+
+SHAPES = {"embed": 400, "layer.weight": 300, "layer.bias": 20, "zero": 30}
+
+
+class Gradients:
+    """Random gradients of several tensors and their sketches; "zero" has one of rounding alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = numpy.random.default_rng(seed)
+        scales = 10.0 ** self.random.uniform(-3, 1, len(SHAPES))
+        self.true = {
+            name: self.random.normal(size=size) * scale * (name != "zero")
+            for (name, size), scale in zip(SHAPES.items(), scales, strict=True)
+        }
+        self.largest = max(map(numpy.linalg.norm, self.true.values()))
+        self.signs = {
+            name: self.random.choice([-1.0, 1.0], (PROJECTIONS, size))
+            for name, size in SHAPES.items()
+        }
+
+    def sketch(self, rounding: float, wrong: str = "", factor: float = 1.0) -> Sketch:
+        """One computation of them, with other errors of rounding; one tensor's may be wrong."""
+        made = Sketch(loss=1.0)
+        for name, true in self.true.items():
+            size = max(numpy.linalg.norm(true), 1e-3 * self.largest)
+            noise = self.random.normal(size=true.shape) * rounding * size / math.sqrt(true.size)
+            seen = true * (factor if name == wrong else 1.0) + noise
+            made.add(name, "float32", tuple(self.signs[name] @ seen))
+        return made
+
+
+@given(seed=st.integers(0, 10**6), exponent=st.floats(-8, -3))
+def test_what_repeats_show_to_be_rounding_is_no_difference(seed: int, exponent: float) -> None:
+    gradients = Gradients(seed)
+    rounding = 10.0**exponent
+    repeats = [gradients.sketch(rounding) for _ in range(REPEATS)]
+    assert compare(gradients.sketch(rounding), gradients.sketch(rounding), repeats) is None
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    wrong=st.sampled_from(["embed", "layer.weight", "layer.bias"]),
+    error=st.floats(1e-3, 10.0),
+)
+def test_a_wrong_gradient_is_found_and_named(seed: int, wrong: str, error: float) -> None:
+    gradients = Gradients(seed)
+    gradients.true[wrong] *= gradients.largest / numpy.linalg.norm(gradients.true[wrong])
+    repeats = [gradients.sketch(1e-6) for _ in range(REPEATS)]
+    found = compare(
+        gradients.sketch(1e-6), gradients.sketch(1e-6, wrong, 1.0 + 10 * error), repeats
+    )
+    assert found is not None
+    assert found.name == wrong
+    assert found.relative > found.allowed
+
+
+def test_a_tensor_that_one_way_gives_no_gradient_is_a_difference() -> None:
+    gradients = Gradients(1)
+    trained = gradients.sketch(0.0)
+    del trained.sums["layer.weight"]
+    found = compare(gradients.sketch(0.0), trained)
+    assert found is not None
+    assert found.name == "layer.weight"
+    assert found.trained == 0.0
+
+
+def test_a_gradient_that_only_the_trained_way_makes_nan_is_a_difference() -> None:
+    gradients = Gradients(2)
+    trained = gradients.sketch(0.0)
+    trained.sums["embed"] = (math.nan,) * PROJECTIONS
+    found = compare(gradients.sketch(0.0), trained)
+    assert found is not None
+    assert found.name == "embed"
+    assert compare(trained, gradients.sketch(0.0)) is None  # the reference itself says nothing
+
+
+def test_parts_of_a_gradient_add_up() -> None:
+    gradients = Gradients(3)
+    made = Sketch()
+    for part in (0.25, 0.75):
+        for name, true in gradients.true.items():
+            made.add(name, "float64", tuple(gradients.signs[name] @ true * part))
+    whole = gradients.sketch(0.0)
+    whole.kinds = dict.fromkeys(whole.kinds, "float64")
+    assert compare(whole, made) is None
+
+
+def test_steps_1_4_16_64_256_1024_and_every_2000th_are_audited() -> None:
+    audits = Audits()
+    seen = [step for step in range(1, 3 * EVERY + 1) if audits.begin("same")]
+    assert seen == [1, 4, 16, 64, 256, 1024, EVERY, 2 * EVERY, 3 * EVERY]
+
+
+def test_a_change_of_the_program_is_audited_at_once() -> None:
+    audits = Audits()
+    for _ in range(4):
+        audits.begin("one loss")
+    assert not audits.begin("one loss")
+    assert audits.begin("another loss")
+    assert not audits.begin("another loss")
+    assert not audits.begin("one loss")
+
+
+def test_a_program_that_always_changes_isnt_always_audited() -> None:
+    audits = Audits()
+    assert sum(audits.begin(step) for step in range(1000)) < 50
+
+
+def _difference() -> GradientDifference:
+    gradients = Gradients(4)
+    found = compare(gradients.sketch(0.0), gradients.sketch(0.0, "embed", 2.0))
+    assert found is not None
+    return found
+
+
+def _at(step: int, **options: bool) -> Audits:
+    audits = Audits(**options)
+    for _ in range(step):
+        audits.begin("same")
+    return audits
+
+
+@pytest.mark.parametrize(
+    ("options", "early", "late"),
+    [
+        ({}, Action.REFUSE, Action.WARN),
+        ({"strict": True}, Action.REFUSE, Action.REFUSE),
+        ({"evens": True}, Action.GO_EVEN, Action.GO_EVEN),
+    ],
+)
+def test_early_differences_act_at_once_and_late_ones_are_confirmed(
+    options: dict[str, bool], early: Action, late: Action
+) -> None:
+    found = _difference()
+    assert _at(64, **options).decide(found) is early
+    audits = _at(256, **options)
+    assert audits.decide(found) is Action.CONFIRM
+    assert audits.begin("same")
+    assert audits.decide(found) is late
+    assert not audits.begin("same")
+
+
+def test_a_late_difference_that_isnt_seen_again_is_forgotten() -> None:
+    audits = _at(256)
+    assert audits.decide(_difference()) is Action.CONFIRM
+    audits.begin("same")
+    assert audits.decide(None) is Action.GO_ON
+    assert not audits.begin("same")
+
+
+def test_the_first_thing_that_makes_it_right_is_the_cause() -> None:
+    answers = {"passes": lambda: True, "collation": lambda: False, "sum": lambda: True}
+    assert find_cause(answers) == "passes"
+    assert find_cause({"sum": lambda: False}) == "rows"
+
+
+def test_a_sentence_names_the_tensor_both_sizes_and_the_parts() -> None:
+    found = _difference()
+    words = describe(found, "sum", (3, 5), step=16)
+    for part in ("embed", f"{found.reference:.4g}", f"{found.trained:.4g}", "3 and 5", "step 16"):
+        assert part in words
+
+
+def test_a_buffer_that_differs_between_ranks_is_named() -> None:
+    one = {"bn.mean": (0.5, 1.0), "center": (0.25, 2.0), "mine": (1.0,)}
+    other = {"bn.mean": (0.5, 1.0 + 1e-7), "center": (0.25, 2.5)}
+    assert find_unequal([one, other]) == ("center", 2.0, 2.5)
+    assert find_unequal([one, one]) is None
