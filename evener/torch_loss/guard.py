@@ -73,14 +73,29 @@ class RowNumber(int):
     __rmul__ = __mul__
 
 
+class GeneratorState(msgspec.Struct, frozen=True, eq=False):
+    """A random generator, and its state at some moment."""
+
+    generator: torch.Generator
+    state: torch.Tensor
+
+    def restore(self) -> None:
+        """Put the generator into that state."""
+        self.generator.set_state(self.state)
+
+
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A function that was called with tensors, what it returned, and whether under autocast."""
+    """A function that was called with tensors, what it returned, and whether under autocast.
+
+    `draw` is the generator of the program's own that it drew from.
+    """
 
     function: Callable[..., Any]
     arguments: Any
     keywords: Any
     result: Any
     autocast: tuple[str, Any] | None
+    draw: GeneratorState | None = None
 
 
 class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
@@ -108,7 +123,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape: list[WrittenCall] = []
         self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
         self._from_model: set[int] = set()  # tensors that a model's output led to
-        self._reads = self._inside = False
+        # the entry before which a figure was first read: only entries after it can depend on it
+        self._first_read: int | None = None
+        self._inside = False
         self.measured = False  # the fault: parts don't add up
         # that the loss is computed with, beside the batch and the models
         self.numbers: tuple[float, ...] | None = None
@@ -150,10 +167,11 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.done = True
             self.fault = self.judge(arguments[0])
             return function(*arguments, **given)
+        draw = _find_draw(given)
         result = function(*arguments, **given)
         if function in _SIZES:
             return self._mark(arguments[0], result)
-        self._write(function, arguments, given, result)
+        self._write(function, arguments, given, result, draw=draw)
         return result
 
     def _enter(self, model: Any, *_: Any) -> None:
@@ -170,11 +188,18 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             )
 
     def _write(
-        self, function: Any, arguments: Any, keywords: Any, result: Any, from_model: bool = False
+        self,
+        function: Any,
+        arguments: Any,
+        keywords: Any,
+        result: Any,
+        from_model: bool = False,
+        draw: GeneratorState | None = None,
     ) -> None:
         given = {id(each) for each in _tensors((arguments, keywords))}
         from_model = from_model or bool(given & self._from_model)
-        self._reads |= function in _READS and from_model
+        if function in _READS and from_model and self._first_read is None:
+            self._first_read = len(self._tape)
         made = list(_tensors(result))
         if not made:
             return
@@ -188,7 +213,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self._made.setdefault(id(each), []).append(len(self._tape))
             if from_model:
                 self._from_model.add(id(each))
-        self._tape.append(WrittenCall(function, arguments, keywords, result, cast))
+        self._tape.append(WrittenCall(function, arguments, keywords, result, cast, draw))
 
     def _mark(self, tensor: Any, result: Any) -> Any:
         """The size as it was asked for; the number of rows of what comes from the batch as one that
@@ -248,33 +273,45 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _find_needed(self, loss: torch.Tensor) -> list[WrittenCall] | str:
         """What led to the loss, in its order; or why that isn't known."""
         places: set[int] = set()
-        queue: list[Any] = [loss]
+        queue: list[tuple[Any, int]] = [(loss, len(self._tape))]  # and the entry that takes it
         known = {id(each) for each in self._batch}
         reached = False
         while queue:
-            tensor = queue.pop()
+            tensor, taken = queue.pop()
             reached |= id(tensor) in known
             makers = self._made.get(id(tensor), ())
             if not makers and id(tensor) not in known:
-                many = tensor.ndim and len(tensor) == self._rows and self._reads
-                if tensor.grad_fn is not None or many:
+                rows = tensor.ndim and len(tensor) == self._rows
+                if tensor.grad_fn is not None or (rows and self._is_after_read(taken)):
                     return "its loss is computed in a way that can't be followed"
             for place in makers:
                 if place not in places:
                     places.add(place)
-                    queue += _tensors((self._tape[place].arguments, self._tape[place].keywords))
+                    entry = self._tape[place]
+                    given = _tensors((entry.arguments, entry.keywords))
+                    queue += [(each, place) for each in given]
         if id(loss) not in self._from_model:
             return "its loss isn't computed from the output of a wrapped model"
         if not reached:  # the loop fetches its batches ahead of their turn
             return "its loss isn't computed from the batch that its loader gave last"
+        if any(self._may_use_read(place) for place in places):
+            return "its loss is computed with a figure that the program has read from a tensor"
         return [self._tape[place] for place in sorted(places)]
+
+    def _is_after_read(self, place: int) -> bool:
+        """True if a figure had been read from what a model computed, before this entry."""
+        return self._first_read is not None and place >= self._first_read
+
+    def _may_use_read(self, place: int) -> bool:
+        """True if a number of this call may be made of a figure that was read."""
+        entry = self._tape[place]
+        given = _leaves(entry.arguments)
+        if _is_arithmetic(entry.function):
+            given += _leaves(entry.keywords)
+        return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _compare(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:
         """Empty if the loss is a mean over rows; RequestError where it isn't."""
-        if self._reads and any(
-            isinstance(each, float) for entry in needed for each in _leaves(entry.arguments)
-        ):
-            return "its loss is computed in a way that can't be followed"
         self.numbers = tuple(number for entry in needed for number in self._find_numbers(entry))
         model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
 
@@ -394,9 +431,31 @@ class LoopGuard(Guard):
         return any(each > 0.5 and isclose(each, round(each)) for each in times)
 
 
+def _find_draw(keywords: Any) -> GeneratorState | None:
+    """The generator that a call is about to draw from, if the program gives one of its own."""
+    generator = keywords.get("generator")
+    if not isinstance(generator, torch.Generator):
+        return None
+    return GeneratorState(generator, generator.get_state())
+
+
 def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted: int) -> Any:
     """The wanted tensor as these functions make it of other rows."""
+    draws = [each.draw for each in entries if each.draw is not None]
+    now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
+    try:
+        _replay_entries(entries, known, rows)
+    finally:
+        for each in now:
+            each.restore()
+    return known[wanted]
+
+
+def _replay_entries(entries: list[WrittenCall], known: dict[int, Any], rows: int) -> None:
+    """Call these functions again, and add what they make of other rows to `known`."""
     for entry in entries:
+        if entry.draw is not None:
+            entry.draw.restore()
         now = partial(_now, known, rows, set(map(id, _tensors(entry.result))))
         under = (
             nullcontext()
@@ -409,7 +468,6 @@ def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted
             (id(was), each)
             for was, each in zip(_tensors(entry.result), _tensors(made), strict=True)
         )
-    return known[wanted]
 
 
 def _now(known: dict[int, Any], rows: int, changed: set[int], each: Any) -> Any:

@@ -58,9 +58,8 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
         return function(*arguments, **keywords)
     keywords.pop("generator", None)  # the user's own stays where it is
     names = [each.name for each in function._schema.arguments]
-    for place, own in enumerate(
-        names
-    ):  # fused attention and recurrent layers take the rate as an argument
+    # fused attention and recurrent layers take the rate as an argument
+    for place, own in enumerate(names):
         if own in ("dropout", "dropout_p"):
             if place < len(arguments):
                 arguments[place] = 0.0
@@ -69,7 +68,9 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
     _seed_torch(seed)
     if name == "randperm":
         return torch.arange(*arguments, **keywords)
-    if name in _DISTRIBUTIONS:
+    if _needs_generator(function):
+        keywords["generator"] = None  # PyTorch's own
+    if name in _DISTRIBUTIONS and not isinstance(arguments[0], float):
         return _DISTRIBUTIONS[name](*arguments)
     if name == "native_dropout":
         return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
@@ -89,6 +90,14 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
     if name.endswith("_like"):
         return _one_row(function, arguments, keywords).expand_as(arguments[0]).clone()
     return function(*arguments, **keywords)
+
+
+def _needs_generator(function: Any) -> bool:
+    """True for an overload such as randn.generator, which can't be called without the argument."""
+    for each in function._schema.arguments:
+        if each.name == "generator":
+            return not each.has_default_value()
+    return False
 
 
 def _one_row(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:

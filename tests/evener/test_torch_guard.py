@@ -61,7 +61,48 @@ def read_back(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.T
     return loss * (1.0 / loss.item())
 
 
+def drawn(model: Any, inputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """The draws of diffusers: a generator that may be None, and numbers that go by the shape."""
+    options = {"device": inputs.device, "dtype": inputs.dtype}
+    noise = torch.randn(inputs.shape, generator=None, layout=torch.strided, **options)
+    noise = noise + torch.rand(inputs.shape, generator=None, **options)
+    steps = torch.randint(0, 9, (inputs.shape[0],), generator=None)
+    order = torch.randperm(5, generator=None)
+    noise = noise + torch.normal(0.0, 1.0, size=inputs.shape, generator=None)
+    return (model(inputs[:, order] + noise * steps[:, None]) - noise[:, :3]).square().mean()
+
+
+def drawn_from_its_own_generator(model: Any, inputs: torch.Tensor, _: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    torch.randn(3, generator=generator)
+    noise = torch.randn(inputs.shape, generator=generator)
+    return (model(inputs + noise)).square().mean()
+
+
+def read_when_complete(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A figure is logged before the backward pass, of a loss that a float is multiplied with."""
+    loss = functional.cross_entropy(model(inputs * 0.18215) * 0.5, labels)
+    assert loss.item() > 0
+    return loss
+
+
+def read_beside(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A second loss comes after a read of the first, and no number is in it."""
+    first = functional.cross_entropy(model(inputs) * 0.5, labels)
+    assert first.item() > 0
+    return first + functional.cross_entropy(model(inputs), labels, label_smoothing=0.1)
+
+
+def read_as_rows(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = functional.cross_entropy(model(inputs), labels, reduction="none")
+    return (losses * torch.tensor(losses.tolist()).sigmoid()).mean()
+
+
 EXACT: dict[str, Body] = {
+    "drawn": drawn,
+    "drawn from its own generator": drawn_from_its_own_generator,
+    "read when complete": read_when_complete,
+    "read beside": read_beside,
     "a mean": lambda model, x, y: functional.cross_entropy(model(x), y),
     "a module": lambda model, x, y: nn.CrossEntropyLoss(label_smoothing=0.1)(model(x), y),
     "divided by size": lambda model, x, y: (
@@ -112,7 +153,8 @@ OTHER: dict[str, tuple[Body, str]] = {
     ),
     "contrastive": (contrastive, "can't be computed again"),
     "mined": (mined, "can't be followed"),
-    "read back": (read_back, "can't be followed"),
+    "read as rows": (read_as_rows, "a figure that the program has read"),
+    "read back": (read_back, "a figure that the program has read"),
     "another batch": (
         lambda model, _, __: functional.cross_entropy(
             model(torch.randn(ROWS, 5)), torch.arange(ROWS) % 3
