@@ -40,6 +40,10 @@ MOST_DEVICES = 4096
 NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
+class UnwrittenError(RequestError):
+    """A line of a journal can't be written, as on a full disk; the lines before it are whole."""
+
+
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     """The first line: what was asked for, on which devices."""
 
@@ -176,10 +180,11 @@ class Journal:
         self._stream = stream
 
     def append(self, entry: Entry) -> None:
-        """Write one line; RequestError if that fails, and what was there before is unchanged."""
+        """Write one line; UnwrittenError if that fails, and what was there before is unchanged."""
         descriptor, content = self._stream.fileno(), msgspec.json.encode(entry) + b"\n"
         before = os.lseek(descriptor, 0, os.SEEK_END)
-        with _writing(self.path, "Free disk space, then go on with evener balance --resume."):
+        remedy = "Free disk space, then go on with evener balance --resume."
+        with _writing(self.path, remedy, UnwrittenError):
             try:
                 while content:
                     content = content[os.write(descriptor, content) :]
@@ -374,5 +379,7 @@ def _check_trust(path: Path, status: os.stat_result, foreign: bool) -> None:
         raise RequestError(f"{path} is larger than any journal.", remedy)
 
 
-def _writing(path: Path, remedy: str) -> AbstractContextManager[None]:
-    return as_request_error(f"The journal {path} can't be written", remedy)
+def _writing(
+    path: Path, remedy: str, kind: type[RequestError] = RequestError
+) -> AbstractContextManager[None]:
+    return as_request_error(f"The journal {path} can't be written", remedy, kind)

@@ -37,22 +37,29 @@ class Run(msgspec.Struct):
     """
 
     job: Job
-    record: Record
+    began_with: Record
     journal: Journal
     locks: ExitStack  # which close the journal too
     replayed: int = 0  # observations that it had before
     raised_budget: float | None = None  # the budget, if it isn't that with which the run began
     spend_all: bool = False  # it had ended, and was given more time
+    _written: list[LaterEntry] = []  # since it began
 
     @property
     def id(self) -> str:
         """The id by which the run can be resumed, shown and exported."""
-        return self.record.header.run
+        return self.began_with.header.run
+
+    @property
+    def record(self) -> Record:
+        """All that the run has recorded; a copy, which isn't to be made for each entry."""
+        before = self.began_with
+        return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
 
     def write(self, entry: LaterEntry) -> None:
-        """Record an entry, on disk first; RequestError if the journal can't be written."""
+        """Record an entry, on disk first; UnwrittenError if the journal can't be written."""
         self.journal.append(entry)
-        self.record = msgspec.structs.replace(self.record, entries=(*self.record.entries, entry))
+        self._written.append(entry)
 
     def close(self) -> None:
         """Close the journal and release the run and its devices; safe to call twice."""

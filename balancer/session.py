@@ -7,13 +7,14 @@ from __future__ import annotations
 import math
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 
 from evener.errors import RequestError
 
 from .events import EventThread, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from .journal import AskedEntry, FactsEntry, FailedEntry, ObservationEntry
+from .journal import AskedEntry, FactsEntry, FailedEntry, ObservationEntry, UnwrittenError
 from .objectives import find_objective
 from .probes.child_prober import make_prober
 from .result.explain_failure import explain_no_plan, find_unfinished
@@ -39,18 +40,22 @@ class Session(EventThread):
     """One run, new or resumed, driven by `events`; it closes the run. RequestError or DeviceError
     if it can't begin.
 
-    The last event is Finished; without a plan, NoLayoutError is raised instead, and RequestError if
-    the journal can't be written.
+    The last event is Finished; without a plan, NoLayoutError is raised instead. If the journal
+    can't be written, the session ends with what it has journalled: UnwrittenError is raised, behind
+    Finished where that gives a plan.
     """
 
     def __init__(self, run: Run) -> None:
         end = latest_end(run.job.request.budget_seconds)
         super().__init__()
         self._interrupted = self._late = False
+        self._unwritten: UnwrittenError | None = None
         self._paused_seconds = 0.0
         self._running: dict[Probe, ProbeProgress] = {}
-        self._run, self._job, record = run, run.job, run.record
+        self._run, self._job, record = run, run.job, run.began_with
         began, facts, seen = record.clock_seconds, record.facts, record.observations
+        self._facts, self._seen = facts, list(seen)
+        self._out_of_memory = sum(isinstance(one, OutOfMemory) for one in seen)
         try:
             errors = runs.errors_path(record.header.run)
             self._search: Search = make_search(run.job, facts, seen, run.spend_all)
@@ -86,11 +91,23 @@ class Session(EventThread):
     def _work(self) -> None:
         try:
             self._start()
-            self._loop()
+            self._unwritten = self._loop_until_unwritten()
             self._events.put(self._finish())
+            if self._unwritten is not None:
+                raise self._unwritten
         finally:
             self._prober.close()
             self._run.close()
+
+    def _loop_until_unwritten(self) -> UnwrittenError | None:
+        """Measure until the search or the session ends; what kept the journal from being written,
+        if that ended it.
+        """
+        try:
+            self._loop()
+        except UnwrittenError as fault:
+            return fault
+        return None
 
     def _start(self) -> None:
         job = self._job
@@ -106,7 +123,7 @@ class Session(EventThread):
         self._events.put(started)
 
     def _loop(self) -> None:
-        left = self._run.record.pending
+        left = self._run.began_with.pending
         if left is not None:
             asked, missing = left
             self._measure(missing, tuple(probe for probe in asked.probes if probe not in missing))
@@ -152,25 +169,22 @@ class Session(EventThread):
         device.
         """
         failed = isinstance(seen, Failed) and seen.user_code
-        return failed and not any(isinstance(one, Timed) for one in self._run.record.observations)
+        return failed and not any(isinstance(one, Timed) for one in self._seen)
 
     def _take(self, seen: Observation) -> None:
         """Journal an observation, then tell the search."""
         at = self._prober.now()
         facts = self._prober.facts()
-        if facts not in (self._run.record.facts, Facts()):
+        if facts not in (self._facts, Facts()):
             self._learn(facts, at)
         self._run.write(ObservationEntry(seen, at))
+        self._seen.append(seen)
+        self._out_of_memory += isinstance(seen, OutOfMemory)
         self._check_energy(seen, at)
         self._search.tell(seen)
         self._running.pop(seen.probe, None)
-        every = self._run.record.observations
-        out_of_memory = sum(isinstance(one, OutOfMemory) for one in every)
-        self._events.put(
-            Observed(
-                seen, self._search.belief(), self._search.best(), len(every), out_of_memory, at
-            )
-        )
+        belief, best = self._search.belief(), self._search.best()
+        self._events.put(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""
@@ -178,7 +192,7 @@ class Session(EventThread):
             seen, Timed
         ):
             return
-        timed = [one for one in self._run.record.observations if isinstance(one, Timed)]
+        timed = [one for one in self._seen if isinstance(one, Timed)]
         for position in seen.probe.layout.active:
             own = [one.watts for one in timed if position in one.probe.layout.active]
             if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
@@ -193,6 +207,7 @@ class Session(EventThread):
         have none.
         """
         self._run.write(FactsEntry(facts))
+        self._facts = facts
         self._search.learn_data(facts)
         if find_objective(self._job.request.objective).needs_lengths and not facts.lengths:
             workload = {"workload": self._job.workload}
@@ -227,9 +242,7 @@ class Session(EventThread):
         If nothing has ended yet, the workload is built first: the user should hear of an error
         there.
         """
-        while not self._run.record.observations and any(
-            map(_is_being_built, tuple(self._running.values()))
-        ):
+        while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
                 return
         if not any(one.phase in spared for one in tuple(self._running.values())):
@@ -246,34 +259,45 @@ class Session(EventThread):
         self._paused_seconds += time.monotonic() - started
 
     def _finish(self) -> Finished:
-        """Journal the best plan so far; NoLayoutError if there is none."""
+        """The best plan so far, journalled if that can be; NoLayoutError if there is none, or what
+        kept the journal from being written.
+        """
         running = tuple(
-            one for one in self._running.values() if one.phase_seconds >= 1 or self._interrupted
+            one
+            for one in tuple(self._running.values())  # probes still report, from their threads
+            if one.phase_seconds >= 1 or self._interrupted
         )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
         run, at = self._run, self._prober.now()
         end = RunEnd(self._why_stopped(), self._seconds(), self._interrupted, unfinished)
-        found = build_outcome(run.record, self._search, end)
+        record = run.record
+        found = build_outcome(record, self._search, end)
+        if found is None and self._unwritten is not None:
+            raise self._unwritten
         if found is None:
-            fault = explain_no_plan(run.record, self._search.belief(), end)
+            fault = explain_no_plan(record, self._search.belief(), end)
             if not self._interrupted:
-                run.write(FailedEntry(fault.message, at, fault.findings))
+                with suppress(UnwrittenError):  # the fault says more
+                    run.write(FailedEntry(fault.message, at, fault.findings))
             raise fault
-        interrupted = self._interrupted and self._search.why_stopped() is None
+        cut = self._interrupted or self._unwritten is not None
+        interrupted = cut and self._search.why_stopped() is None
         ended = msgspec.structs.replace(
             found, interrupted=interrupted, at_seconds=at, budget_seconds=run.raised_budget
         )
-        if ended != run.record.ended:
-            run.write(ended)
+        if self._unwritten is None and ended != record.ended:
+            try:
+                run.write(ended)
+            except UnwrittenError as full:
+                self._unwritten = full
         return ended
 
     def _seconds(self) -> float:
         """Seconds that the search took, without pauses; a replayed run that is complete keeps its
         own.
         """
-        record = self._run.record
-        if len(record.seen) == self._run.replayed:
-            return record.clock_seconds
+        if len(self._seen) == self._run.replayed:
+            return self._run.record.clock_seconds
         return max(0.0, self._prober.now() - self._paused_seconds)
 
     def _why_stopped(self) -> str:

@@ -2,17 +2,20 @@
 lines in a run.
 
 The launcher names the run, so a training that starts again goes on in the same file. A folder or
-disk that can't be written is one warning, and the training goes on.
+disk that can't be written is one warning, and the training goes on: what couldn't be written is
+written once there is room. A line is written whole or cut off again.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import msgspec
@@ -27,6 +30,8 @@ At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
 
 TRAINING_JOURNAL = "training.jsonl"
 SPEED_SECONDS = 30.0  # between two lines of steps/s
+MOST_UNWRITTEN = 1024  # entries that wait for room on the disk; more drop the oldest
+CHUNK_BYTES = 64 << 10  # that are read at once to find the end of the last whole line
 
 
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
@@ -145,6 +150,9 @@ class TrainingJournal:
         self._shares = tuple(shares)
         self._run = launched_run() or new_run_id()
         self._descriptor = -1
+        self._began = False
+        self._unwritten: list[TrainingEntry] = []
+        self._fails = False  # the last entry couldn't be written
         self._last: LiveRecord | None = None
         self._from: LiveRecord | None = None  # from which the next steps/s count
         self._changes: set[ShareChange] = set()
@@ -152,7 +160,7 @@ class TrainingJournal:
 
     def note(self, record: LiveRecord) -> None:
         """Keep what is new in a report of the first rank."""
-        if self._descriptor < 0:
+        if not self._began:
             self._begin(record)
         self._last = record
         for change in record.changes:
@@ -174,7 +182,7 @@ class TrainingJournal:
 
     def close(self) -> None:
         """Say how fast it was last, and that it has ended."""
-        if self._descriptor < 0 or self._last is None:
+        if not self._began or self._last is None:
             return
         self._write_retreats()
         self._note_speed(self._last)
@@ -184,18 +192,15 @@ class TrainingJournal:
             self._append(
                 EndEntry(time.time(), f"{type(error).__name__}: {first[:200]}" if error else "")
             )
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
         self._descriptor = -1
+        self._began = False
+        self._unwritten = []
 
     def _begin(self, record: LiveRecord) -> None:
+        self._began = True
         self._from = None
-        try:
-            path = trusted_folder(runs_folder() / self._run) / TRAINING_JOURNAL
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o600)
-        except (OSError, RequestError) as error:
-            warnings.warn(f"The training's journal can't be written: {error}", stacklevel=2)
-            self._descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         pid = os.getpid()
         self._append(
             StartEntry(
@@ -226,9 +231,67 @@ class TrainingJournal:
             )
 
     def _append(self, entry: TrainingEntry) -> None:
-        content = msgspec.json.encode(entry) + b"\n"
+        """Write an entry, after those that couldn't be written before; warn when that fails, and
+        keep them for the next time.
+        """
+        self._unwritten.append(entry)
+        if len(self._unwritten) > MOST_UNWRITTEN:
+            oldest = 1 if isinstance(self._unwritten[0], StartEntry) else 0
+            del self._unwritten[oldest]
         try:
-            os.write(self._descriptor, content)
-        except OSError as error:
-            warnings.warn(f"The training's journal can't be written: {error}", stacklevel=2)
-            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self._descriptor)
+            if self._descriptor < 0:
+                self._descriptor = _open_journal(self._run)
+            elif self._fails:
+                _cut_incomplete_line(self._descriptor)
+            while self._unwritten:
+                _write_whole(self._descriptor, msgspec.json.encode(self._unwritten[0]) + b"\n")
+                del self._unwritten[0]
+            self._fails = False
+        except (OSError, RequestError) as error:
+            if not self._fails:
+                warnings.warn(f"The training's journal can't be written: {error}", stacklevel=2)
+            self._fails = True
+
+
+def _open_journal(run: str) -> int:
+    """Open the journal of a run for more lines; one that a kill or a full disk left incomplete is
+    cut off.
+    """
+    path = trusted_folder(runs_folder() / run) / TRAINING_JOURNAL
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a plain file")
+        _cut_incomplete_line(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _cut_incomplete_line(descriptor: int) -> None:
+    """Cut what follows the last end of a line off a file."""
+    size = os.fstat(descriptor).st_size
+    whole = size
+    while whole > 0:
+        start = max(0, whole - CHUNK_BYTES)
+        newline = os.pread(descriptor, whole - start, start).rfind(b"\n")
+        if newline >= 0:
+            whole = start + newline + 1
+            break
+        whole = start
+    if whole < size:
+        os.ftruncate(descriptor, whole)
+
+
+def _write_whole(descriptor: int, line: bytes) -> None:
+    """Append a line; where there isn't room for all of it, OSError, and nothing of it stays."""
+    before = os.fstat(descriptor).st_size
+    try:
+        while line:
+            line = line[os.write(descriptor, line) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, before)
+        raise

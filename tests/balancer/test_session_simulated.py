@@ -7,17 +7,26 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from evener.balancer import intake, journal
-from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from evener.balancer.events import (
+    Event,
+    Finished,
+    Observed,
+    Paused,
+    ProbeProgress,
+    ProbeStarted,
+    Started,
+)
 from evener.balancer.intake import take_in_comparison
-from evener.balancer.journal import ObservationEntry
+from evener.balancer.journal import ObservationEntry, Record
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
-from evener.balancer.run import begin, open_run
+from evener.balancer.run import Run, begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import Facts, Probe
@@ -150,6 +159,60 @@ def test_events_come_in_order_and_every_observation_is_journalled_first() -> Non
     run = runs.load_run("last")
     assert [seen.probe for seen in run.record.observations] == observed(events)
     assert run.end == events[-1]
+
+
+def test_what_a_run_has_recorded_is_not_copied_for_each_observation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search of hours has thousands of them."""
+    copies: list[int] = []
+    whole = Run.record
+
+    def count(run: Run) -> Record:
+        copies.append(1)
+        found: Record = whole.__get__(run)
+        return found
+
+    monkeypatch.setattr(Run, "record", property(count))
+    events = drive(PAIR)
+    assert len(observed(events)) > 8
+    assert len(copies) <= 3
+
+
+class LateReport:
+    """The report of a probe; as soon as somebody looks at it, other probes report too."""
+
+    def __init__(self, probe: Probe, running: dict[Probe, ProbeProgress]) -> None:
+        self._probe, self._running = probe, running
+
+    @property
+    def phase_seconds(self) -> float:
+        """None yet."""
+        for number in range(9):
+            probe = msgspec.structs.replace(self._probe, turn=100 + number)
+            self._running[probe] = ProbeProgress(probe, "starting", None, None, 0.0)
+        return 0.0
+
+
+def test_a_probe_that_reports_while_the_session_ends_costs_no_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(open_run(PAIR))
+    running, finish = session._running, session._finish
+
+    def finish_late() -> Finished:
+        (probe,) = session._search.ask() or [session._seen[0].probe]
+        late: Any = LateReport(probe, running)
+        running[probe] = late
+        return finish()
+
+    monkeypatch.setattr(session, "_finish", finish_late)
+    try:
+        *_, last = session.events()
+    finally:
+        session.close()
+    assert isinstance(last, Finished)
+    assert len(running) == 10
 
 
 def test_one_seed_is_one_run_and_another_is_another() -> None:

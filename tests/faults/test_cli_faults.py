@@ -372,15 +372,23 @@ def one_sentence(text: str) -> str:
 def test_a_disk_that_fills_while_journalling_is_one_sentence(
     start: Start, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was journalled before stays whole, and is gone on with once there is room."""
+    """What was journalled before stays whole, is exported, and is gone on with once there is
+    room.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
-    fill(small_disk, 20_000)
-    process = start(*SIMULATED)
+    fill(small_disk, 16_000)
+    process = start(*SIMULATED, "--export", "plan.toml", "--json")
+    assert process.stdout is not None
+    shown = json.loads(process.stdout.read())
     assert process.wait(GONE_SECONDS) == 2
     assert "No space left" in one_sentence(said(process))
+    exported = load_plan("plan.toml")
+    assert shown["interrupted"]
+    assert [share["batch"] for share in shown["layout"]["share"]] == list(exported.batches)
     (path,) = small_disk.glob("evener/runs/*/journal.jsonl")
     before = journal.read(path)
     assert before.seen
+    assert exported.batches in {entry.seen.probe.layout.shares for entry in before.seen}
     assert path.stat().st_size == before.whole_bytes, "a torn line is left"
     (small_disk / "filler").unlink()
     again = start("balance", "--resume", "last", "--json")
@@ -390,6 +398,23 @@ def test_a_disk_that_fills_while_journalling_is_one_sentence(
     after = journal.read(path)
     assert after.seen[: len(before.seen)] == before.seen
     assert answer["search"]["probes"] == len(after.seen)
+
+
+def test_a_disk_without_room_for_the_last_line_costs_no_plan(
+    start: Start, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything was measured and journalled; only that the search has ended isn't."""
+    assert start(*SIMULATED, "--export", "whole.toml").wait(GONE_SECONDS) == 0
+    monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
+    fill(small_disk, 20_000)
+    process = start(*SIMULATED, "--export", "plan.toml")
+    assert process.wait(GONE_SECONDS) == 2
+    assert "No space left" in one_sentence(said(process))
+    (path,) = small_disk.glob("evener/runs/*/journal.jsonl")
+    whole, plan = load_plan("whole.toml"), load_plan("plan.toml")
+    assert journal.read(path).ended is None
+    assert plan.search.probes == len(journal.read(path).seen) == whole.search.probes
+    assert plan.layout == whole.layout
 
 
 def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(

@@ -8,17 +8,21 @@ import errno
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from evener.balancer.store import runs
 from evener.balancer.store.locks import lock_devices, lock_run
 from evener.balancer.store.runs import run_folder
 from evener.devices.discover import discover
 from evener.errors import RequestError
-from evener.live.files import live_folders, prepare_folder
+from evener.live.files import LiveRecord, live_folders, prepare_folder
+from evener.live.journal import TRAINING_JOURNAL, SpeedEntry, StartEntry, TrainingJournal
 from evener.system.files import runs_folder, state_folder
 from evener.tui.base_app import write_crash_log
 from evener.tui.cli.main import run
@@ -77,6 +81,84 @@ def test_a_disk_without_room_for_a_lock_is_one_sentence(
     else:
         (line,) = said.err.strip().splitlines()
         assert "No space left" in line
+
+
+def test_a_trainings_journal_goes_on_when_a_full_disk_has_room_again(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is readable meanwhile, and after the training was started again on the full disk."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
+    monkeypatch.setenv("EVENER_RUN", "20261128-000000-0001")
+    record = LiveRecord("torch", "train.py", 100.0, 0, 1e9, ())
+    reports = [
+        msgspec.structs.replace(record, step=step, updated_at=1e9 + 40 * step)
+        for step in range(200)
+    ]
+    journal = TrainingJournal(["a", "b"], [6, 2])
+    journal.note(reports[0])
+    fill(small_disk, 0)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        for report in reports[1:150]:
+            journal.note(report)
+    assert ["No space left" in str(each.message) for each in warned] == [True]
+    assert 2 < len(speeds()) < 149
+    (small_disk / "filler").unlink()
+    for report in reports[150:]:
+        journal.note(report)
+    assert [speed.step for speed in speeds()] == list(range(1, 200))
+    os.close(journal._descriptor)  # as a kill does
+    fill(small_disk, 0)
+    again = TrainingJournal(["a", "b"], [6, 2])
+    for report in reports[:150]:
+        with warnings.catch_warnings(action="ignore"):
+            again.note(report)
+    assert len(speeds()) >= 199
+    (small_disk / "filler").unlink()
+    again.close()
+    found = runs.load_training("20261128-000000-0001")
+    assert found is not None
+    assert sum(isinstance(entry, StartEntry) for entry in found.entries) == 2
+    assert found.state == "finished"
+
+
+def speeds() -> list[SpeedEntry]:
+    """The lines of speed in the training's journal."""
+    found = runs.load_training("20261128-000000-0001")
+    assert found is not None
+    return [entry for entry in found.entries if isinstance(entry, SpeedEntry)]
+
+
+@pytest.mark.parametrize("left", [1, 20, 100_000])
+def test_a_line_that_a_kill_left_incomplete_is_cut_off_when_the_training_starts_again(
+    left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENER_RUN", "20261128-000000-0001")
+    record = LiveRecord("torch", "train.py", 100.0, 0, 1e9, ())
+    journal = TrainingJournal(["a"], [8])
+    journal.note(record)
+    journal.note(msgspec.structs.replace(record, step=9, updated_at=1e9 + 40))
+    with (run_folder("20261128-000000-0001") / TRAINING_JOURNAL).open("ab") as stream:
+        stream.write(b'{"entry":"speed","at":' + b"1" * left)
+    again = TrainingJournal(["a"], [8])
+    again.note(record)
+    found = runs.load_training("20261128-000000-0001")
+    assert found is not None
+    assert [type(entry) for entry in found.entries] == [StartEntry, SpeedEntry, StartEntry]
+    journal.close()
+    again.close()
+
+
+def test_a_pipe_in_place_of_a_trainings_journal_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EVENER_RUN", "20261128-000000-0001")
+    folder = run_folder("20261128-000000-0001")
+    folder.mkdir(mode=0o700)
+    os.mkfifo(folder / TRAINING_JOURNAL)
+    journal = TrainingJournal(["a"], [8])
+    with pytest.warns(UserWarning, match="is not a plain file"):
+        journal.note(LiveRecord("torch", "train.py", 100.0, 0, 1e9, ()))
+    journal.close()
 
 
 def test_a_file_system_without_locks_is_not_a_run_that_is_going_on(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from evener.balancer.events import Finished
+from evener.balancer.journal import UnwrittenError
 from evener.balancer.result.verdict import find_next_steps
 from evener.balancer.result.words import say_all
 from evener.balancer.session import Session
@@ -57,9 +58,10 @@ def run_session(
     """Run a session to its end, save its plan to `export`, and `show` the result, given the
     devices' labels.
 
-    As JSON it has `more` than the plan and its verdict. The exit code is 0, or that of the signal
-    that interrupted it. Signals are caught until everything is written, so that none leaves half a
-    file.
+    As JSON it has `more` than the plan and its verdict. The exit code is 0, that of the signal that
+    interrupted it, or that of a journal that can't be written: the plan of what was measured until
+    then is saved and shown before that is said. Signals are caught until everything is written, so
+    that none leaves half a file.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
@@ -75,8 +77,13 @@ def run_session(
             _write_error(text)
 
     with stopped_by_signals(session.stop, words, f"{unsaved} {session.run_id}", say) as caught:
+        unwritten: UnwrittenError | None = None
         try:
             finished = _show_progress(session, progress, as_json)
+        except UnwrittenError as fault:
+            if progress.state.finished is None:
+                raise
+            unwritten, finished = fault, progress.state.finished
         except NoLayoutError as fault:
             if not caught:
                 raise
@@ -106,6 +113,8 @@ def run_session(
         except ReaderGoneError:
             if not caught:
                 raise
+    if unwritten is not None:
+        return report_fault(unwritten, as_json=False)  # the result is on standard output
     if not finished.interrupted:
         return 0
     return caught[0] if caught else 130
