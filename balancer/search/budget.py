@@ -26,23 +26,23 @@ BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 3.0, "rest": 3.0, "split": 4.0, "part": 4.0, "shard": 6.0,
     "pack": 2.0, "race": 3.0, "knobs": 3.0, "check": 4.0,
 }  # fmt: skip
-STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many (passes_none, tol_jagged)
+# a probe of slow steps should have time for this many: fewer say little of their noise
+STEPS_A_PROBE = 12
 LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
-PRICE = 0.05  # relative gain that all the time that is left should bring (budgets of 20 s and 40 s)
-FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
-# of the budget: packs grow until then, and later turns follow (knobs whose children start, in 20 s)
+PRICE = 0.05  # relative gain that all the time that is left should bring
+FEWEST_STEPS = 5  # of a probe: with fewer it isn't worth its start
+# of the budget: packs grow until then, as knobs follow whose children have to start
 GROWS = 0.65
-# of the budget: exploration and later turns stop here, as probes may overrun (at 1.0 the regret of
-# 91 hard searches is 1.32 in place of 0.85 %)
+# of the budget: exploration and later turns stop here, as probes may overrun
 LATER_TURNS_END_BY = 0.95
-
 # of the budget, where packs and placements follow, whose children have to start; and of what is
-# left, for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20
-# s). Half of that before the first split, which adds to all curves (flat, then linear)
+# left,
+# for a round that is expected to gain, as what follows decides too. Half of that before the first
+# split, which adds to all curves
 EXPLORES = 0.4
-# an exploring probe has 1 / this of what is left: level curves hide long steps, and other batches
-# may matter more (budgets of 20 s), but steps that are slow and noisy need the seconds (noisy_slow)
+# an exploring probe has 1 / this of what is left: a level curve hides long steps, and other batches
+# may matter more; but steps that are slow and noisy need the seconds
 SURPRISE = 10
 
 
@@ -57,24 +57,19 @@ class Budget:
         race_is_over: bool = False,
         predict_rate: Callable[[Layout], float] = lambda _: 0.0,
     ) -> None:
-        self._problem, self._options, self._seen, self.race_is_over = (
-            problem,
-            options,
-            seen,
-            race_is_over,
-        )
+        self._problem = problem
+        self._options = options
+        self._seen = seen
+        self.race_is_over = race_is_over
         self._predict_rate = predict_rate
         self._timed = seen.timed()
         self.seconds = math.inf if problem.budget_seconds is None else problem.budget_seconds
-        self.explore_seconds = self.seconds * (
-            EXPLORES if options.needs_more_children else LATER_TURNS_END_BY
-        )
-        self._endless = race_is_over and math.isinf(
-            self.seconds
-        )  # would a search that is over go on?
-        self.least_gain = (
-            max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN
-        )  # that is worth a probe
+        part = EXPLORES if options.needs_more_children else LATER_TURNS_END_BY
+        self.explore_seconds = part * self.seconds
+        # without a budget, once the race is over: would a search that is over go on?
+        self._endless = race_is_over and math.isinf(self.seconds)
+        # the least relative gain that is worth a probe
+        self.least_gain = max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN
 
     @cached_property
     def spent(self) -> float:
@@ -99,9 +94,8 @@ class Budget:
         if math.isinf(self.seconds):
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
-        each = left / (SURPRISE if stage in EXPLORATION else max(1, probes_left)) - self._warm_up(
-            layout, 0.0
-        )
+        probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
+        each = left / probes - self._warm_up(layout, 0.0)
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
@@ -119,9 +113,8 @@ class Budget:
         Usually the probe's own stage; "race", the whole budget, for a probe without which there
         would be no result.
         """
-        return self.spent + reserved + self.least_seconds(layout, step_seconds, steps) <= self._end(
-            ends_with, turn
-        )
+        ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
+        return ends <= self._end(ends_with, turn)
 
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
@@ -129,31 +122,26 @@ class Budget:
         """The layout's probe in a turn, if the budget affords it; otherwise none."""
         if not self.affords(layout, stage, turn=turn, reserved=reserved):
             return ()
-        return (
-            Probe(
-                layout,
-                stage,
-                self.probe_seconds(layout, stage, probes_left, reserved=reserved),
-                turn,
-            ),
-        )
+        seconds = self.probe_seconds(layout, stage, probes_left, reserved=reserved)
+        return (Probe(layout, stage, seconds, turn),)
 
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
         """True if exploration may take this long and leave the time for what comes after it, if
         there is any.
         """
         left = self._end("solo") - self.spent
-        return seconds + after <= left and seconds <= (EXPLORES / 2 if after else EXPLORES) * left
+        part = EXPLORES / 2 if after else EXPLORES
+        return seconds + after <= left and seconds <= part * left
 
     def growth(self, step_seconds: float) -> float:
-        """By how much longer two steps may turn out than predicted: a level curve says nothing of
-        larger batches.
+        """The factor by which two steps may turn out longer than predicted.
+
+        A level curve says nothing of larger batches, so a step may take longer in proportion.
         """
         if not step_seconds:
             return math.inf
-        part = (
-            EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else EXPLORES / 2
-        )
+        split_ran = self._problem.devices == 1 or bool(self._seen.in_stage("split"))
+        part = EXPLORES if split_ran else EXPLORES / 2
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     @cached_property
@@ -178,16 +166,15 @@ class Budget:
         run yet.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
-        return (
-            self.start_seconds(layout)
-            + self._warm_up(layout, step)
-            + max(SHORTEST_PROBE_SECONDS, steps * step)
-        )
+        measured = max(SHORTEST_PROBE_SECONDS, steps * step)
+        return self.start_seconds(layout) + self._warm_up(layout, step) + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
         """The number of turns of these layouts that still fit the budget; infinite without one."""
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
-        return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each if each else 0.0
+        if not each:
+            return 0.0
+        return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def enough_for(self, missing_seconds: float) -> float:
         """A budget that leaves `missing_seconds` more for first turns, after exploration has taken
@@ -201,15 +188,19 @@ class Budget:
         """A budget in which packs may take `grown_seconds` more, by what was spent up to the first
         turns.
         """
-        return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / GROWS
+        spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
+        return (spent + grown_seconds) / GROWS
 
     def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
+        """The second of the budget at which a stage has to end."""
         later = turn > FIRST_TURN and stage in ("race", "knobs")
         if self.race_is_over or later:  # once it is over, exploration may have the rest
             return LATER_TURNS_END_BY * self.seconds
         if stage in EXPLORATION:
             return self.explore_seconds
-        return (GROWS if stage == "pack" else 1.0) * self.seconds
+        if stage == "pack":
+            return GROWS * self.seconds
+        return self.seconds
 
     def longest_step(self) -> float:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for
@@ -221,8 +212,8 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def start_seconds(self, layout: Layout) -> float:
-        """To start the children: 0 if they run already; their usual start if they had to be
-        restarted before.
+        """The seconds to start a layout's children: 0 if they run already; their usual start if
+        they had to be restarted before.
 
         For new children it is guessed from the solo starts, which come first and so are the
         slowest.
@@ -231,12 +222,11 @@ class Budget:
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
-        pack = self._pack_start(layout.processes) if layout.traits.side_by_side else None
-        return (
-            self._solo_start * family_of(layout).start_cost * layout.processes
-            if pack is None
-            else pack
-        )
+        if layout.traits.side_by_side:
+            pack = self._pack_start(layout.processes)
+            if pack is not None:
+                return pack
+        return self._solo_start * family_of(layout).start_cost * layout.processes
 
     @cached_property
     def _starts(self) -> dict[Layout, list[float]]:
@@ -264,15 +254,14 @@ class Budget:
             return None
         least, most = min(found), max(found)
         quickest, longest = median(found[least]), median(found[most])
-        each = longest / most
-        slope = (
-            each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))
-        )
+        slope = longest / most
+        if most > least:
+            slope = min(slope, max(0.0, (longest - quickest) / (most - least)))
         return max(0.0, longest + slope * (processes - most))
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
         """What a probe takes besides its start and the time that it may measure."""
-        own = map(_untimed_seconds, self._seen.timed_in(layout))
+        own = [_untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.overhead_seconds + self.tuning_steps * step_seconds)
 
     @cached_property
@@ -284,8 +273,8 @@ class Budget:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The first step's time at a new size in usual steps, as kernels are tuned for it: with
-        TensorFlow up to 100.
+        """The time of the first step at a new size, in usual steps, as kernels are tuned for it:
+        with TensorFlow up to 100.
 
         From each device's quickest and slowest step alone. A first step's fixed cost is part of the
         overhead.
@@ -295,39 +284,42 @@ class Budget:
             layout = seen.probe.layout
             if layout.by_rows and not layout.in_passes:
                 alone[layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
-        ends = [(*min(steps), *max(steps)) for steps in alone.values()]
-        grown = [
-            (slow - quick, last - first)
-            for quick, first, slow, last in ends
-            if slow > SAFE_GROWTH * quick
-        ]
-        return median([max(0.0, more / longer - 1) for longer, more in grown] or [0.0])
+        found = []
+        for steps in alone.values():
+            quick, first_of_quick = min(steps)
+            slow, first_of_slow = max(steps)
+            if slow > SAFE_GROWTH * quick:
+                more = first_of_slow - first_of_quick
+                found.append(max(0.0, more / (slow - quick) - 1))
+        return median(found or [0.0])
 
     def _step(self, layout: Layout) -> float:
         """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none
         of them ran.
         """
-        if own := self._seen.timed_in(layout):
-            return median([one.step_seconds for one in own])
-        if (
-            layout.traits.by_shares
-            and not layout.knobs
-            and (predicted := self._predict_rate(layout))
-        ):
-            return layout.global_batch / predicted
+        own = self._seen.timed_in(layout)
+        if own:
+            return median(one.step_seconds for one in own)
+        if layout.traits.by_shares and not layout.knobs:
+            predicted = self._predict_rate(layout)
+            if predicted:
+                return layout.global_batch / predicted
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
-        rate = (sum if layout.traits.together else max)(rates or [0.0])
+        if not rates:
+            return 0.0
+        rate = sum(rates) if layout.traits.together else max(rates)
         return layout.global_batch * layout.processes / rate if rate else 0.0
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        alone = [
-            one
-            for one in self._timed
-            if one.probe.layout.traits.alone and not one.probe.layout.length
-        ]
-        alone.sort(key=lambda one: one.samples_per_second)
-        return {one.probe.layout.active[0]: one.samples_per_second for one in alone}
+        """The most samples/s of each device alone."""
+        rates: dict[int, float] = {}
+        for seen in self._timed:
+            layout = seen.probe.layout
+            if layout.traits.alone and not layout.length:
+                position = layout.active[0]
+                rates[position] = max(rates.get(position, 0.0), seen.samples_per_second)
+        return rates
 
 
 def _untimed_seconds(seen: Timed) -> float:

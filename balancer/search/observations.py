@@ -17,13 +17,14 @@ from .layouts import is_no_larger
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
-# of a probe that fails for a reason other than memory: a child may die by chance, hardly twice
-# (lost)
+# tries of a probe that fails for a reason other than memory: a child may die by chance, hardly
+# twice
 TRIES = 2
 SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
-# of a stage: rounds alone (stairs, 16 devices), splits and devices at rest, whose edges of stairs
-# are halved as often (stall) and whose noise moves predictions (noisy), and turns of the race
+# turns of a stage: rounds alone, splits, and turns of the race. Where step times rise in stairs,
+# each
+# round halves the gap in which the next edge may be
 MOST_TURNS = 8
 
 Turns = dict[int, Timed]
@@ -36,16 +37,15 @@ class Observations:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
         self._by_layout: defaultdict[Layout, dict[Probe, Observation]] = defaultdict(dict)
-        self._failures: defaultdict[Probe, list[float]] = defaultdict(
-            list
-        )  # the seconds of each failed try
+        # the seconds of each failed try
+        self._failures: defaultdict[Probe, list[float]] = defaultdict(list)
         self._settled: dict[Stage, list[Observation]] = {}
         # by device: (turn of the race, -1 before; bytes that others held then)
         self._held: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
-        self.gone: dict[
-            int, str
-        ] = {}  # devices that are no longer there, with the message of their loss
-        self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
+        # devices that are no longer there, with the message of their loss
+        self.gone: dict[int, str] = {}
+        # the exploration of sharded trainings, in the order in which it came
+        self.sharded: list[Observation] = []
 
     def add(self, seen: Observation) -> None:
         """Take an observation.
@@ -72,18 +72,18 @@ class Observations:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _note_others(self, seen: Timed | OutOfMemory) -> None:
-        """Note what others hold of each device: the most that was seen, as they may take it again.
+        """Note the bytes that other processes hold of each device: the most that was seen, as they
+        may take them again.
 
         Once raced, a device has what it had in its last turn: what others held in exploration may
         be free again.
         """
         probe = seen.probe
         turn = probe.turn if probe.stage in ("race", "knobs", "check") else -1
-        for position, (share, size) in enumerate(
-            zip(probe.layout.shares, seen.short_bytes, strict=False)
-        ):
-            if share or size:
-                self._held[position] = max(self._held[position], (turn, size))
+        both = zip(probe.layout.shares, seen.short_bytes, strict=False)
+        for position, (share, held_bytes) in enumerate(both):
+            if share or held_bytes:
+                self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
         """True if others hold as much of the device's memory as when a layout ran out of it."""
@@ -95,15 +95,17 @@ class Observations:
         """The settled observations of some stages, one after the other, each in the order of its
         probes.
         """
+        found: list[Observation] = []
         for stage in stages:
             if stage not in self._settled:
-                own = (
-                    seen
-                    for seen in self._seen.values()
-                    if seen.probe.stage == stage and not self._is_open(seen)
-                )
-                self._settled[stage] = sorted(own, key=lambda one: order_probe(one.probe))
-        return [seen for stage in stages for seen in self._settled[stage]]
+                self._settled[stage] = self._read_stage(stage)
+            found += self._settled[stage]
+        return found
+
+    def _read_stage(self, stage: Stage) -> list[Observation]:
+        own = (seen for seen in self._seen.values() if seen.probe.stage == stage)
+        settled = [seen for seen in own if not self._is_open(seen)]
+        return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
         """The timed observations of some stages, in the same order; of all stages if none is
@@ -113,10 +115,10 @@ class Observations:
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
         """The timed observations of one layout, in some stages or all."""
+        wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
-        return [
-            one for one in own if isinstance(one, Timed) and one.probe.stage in (stages or STAGES)
-        ]
+        timed = (one for one in own if isinstance(one, Timed))
+        return [one for one in timed if one.probe.stage in wanted]
 
     def timed_race(self) -> list[Timed]:
         """The timed observations of the race whose layouts are one training."""
@@ -127,19 +129,21 @@ class Observations:
 
         An uncontended measurement from before the race counts as turn 0, unless the race has one.
         """
-        timed, stage = self.timed_in(layout), stage or ("knobs" if layout.knobs else "race")
+        if stage is None:
+            stage = "knobs" if layout.knobs else "race"
+        timed = self.timed_in(layout)
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
-        uncontended = (
-            "rest",
-            "split",
-            "shard",
-            "pack",
-            *(("solo",) if self._problem.devices == 1 else ()),
-        )
-        earlier = [one for one in timed if one.probe.stage in uncontended]
-        if stage == "race" and earlier and FIRST_TURN not in found:
-            found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
+        if stage == "race" and FIRST_TURN not in found:
+            earlier = [one for one in timed if one.probe.stage in self._uncontended]
+            if earlier:
+                found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
         return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
+
+    @property
+    def _uncontended(self) -> tuple[Stage, ...]:
+        """The stages before the race in which nothing else ran at the same time."""
+        stages: tuple[Stage, ...] = ("rest", "split", "shard", "pack")
+        return (*stages, "solo") if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before:
@@ -148,21 +152,29 @@ class Observations:
         checked = [one for one in timed if one.probe.stage == "check"]
         if not checked:
             return {}
-        over = [i for one in checked[:1] for i in one.probe.layout.active if self.recovered(i)]
-        checks = {one.probe.turn: one for one in checked if not any(map(one.held_back, over))}
-        before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
-        least = min((one.throughput.low for one in _steady(before).values()), default=math.inf)
-        slower = all(one.throughput.high < least for one in _steady(checks).values())
-        since = {turn: one for turn, one in turns.items() if checks and turn >= min(checks)}
-        return {**checks, **since} if checks and slower else {}
+        recovered = [i for i in checked[0].probe.layout.active if self.recovered(i)]
+        checks = {
+            one.probe.turn: one for one in checked if not any(one.held_back(i) for i in recovered)
+        }
+        if not checks:
+            return {}
+        first_check = min(checks)
+        before = {turn: one for turn, one in turns.items() if turn < first_check}
+        slowest_before = min(
+            (one.throughput.low for one in _steady(before).values()), default=math.inf
+        )
+        if any(one.throughput.high >= slowest_before for one in _steady(checks).values()):
+            return {}
+        since = {turn: one for turn, one in turns.items() if turn >= first_check}
+        return {**checks, **since}
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """The turns of a layout from its first check on: they had no part in choosing it."""
         seen = self.timed_in(layout, "check", "race", "knobs")
-        began = min(
-            (one.probe.turn for one in seen if one.probe.stage == "check"), default=math.inf
-        )
-        return _steady(dict(enumerate(one for one in seen if one.probe.turn >= began)))
+        checks = (one.probe.turn for one in seen if one.probe.stage == "check")
+        began = min(checks, default=math.inf)
+        since = (one for one in seen if one.probe.turn >= began)
+        return _steady(dict(enumerate(since)))
 
     def broken(self, layout: Layout) -> Observation | None:
         """The first observation of this layout since the race began that wasn't timed, if any."""
@@ -175,29 +187,40 @@ class Observations:
         A layout is refuted by one on the same devices that ran out of memory with no more on any of
         them, by memory that others were seen to hold, and by a device that has gone.
         """
-        found = [one for one in self._seen.values() if isinstance(one, OutOfMemory)]
-        full = [
-            one.probe.layout
-            for one in found
-            if all(self.full_now(i, one) for i in one.probe.layout.active)
-        ]
+        full = []
+        for seen in self._seen.values():
+            layout = seen.probe.layout
+            if isinstance(seen, OutOfMemory) and all(self.full_now(i, seen) for i in layout.active):
+                full.append(layout)
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        here = (one for one in full if (one.kind, one.active) == (layout.kind, layout.active))
-        if self.gone.keys() & layout.active or any(is_no_larger(one, layout) for one in here):
+        """True if nothing refutes the layout; `full` are the layouts that ran out of memory."""
+        if self.gone.keys() & layout.active:
             return False
-        return all(self.holds(i, one) for one in self.timed_in(layout) for i in layout.active)
+        same_place = (layout.kind, layout.active)
+        here = (one for one in full if (one.kind, one.active) == same_place)
+        if any(is_no_larger(one, layout) for one in here):
+            return False
+        ran = self.timed_in(layout)
+        return all(self.holds(i, one) for one in ran for i in layout.active)
 
     def holds(self, position: int, seen: Timed) -> bool:
         """True if the device still has the memory that the layout took there."""
-        used, limit = seen.memory_bytes[position], self.memory_limit(position)
-        return not self._held[position][1] or used is None or limit is None or used <= limit
+        _, others_bytes = self._held[position]
+        if not others_bytes:
+            return True
+        used = seen.memory_bytes[position]
+        limit = self.memory_limit(position)
+        return used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
-        return None if limit is None else max(1, limit - self._held[position][1])
+        if limit is None:
+            return None
+        _, others_bytes = self._held[position]
+        return max(1, limit - others_bytes)
 
     # ------------------------------------------------------------------ failures and costs
 
@@ -207,15 +230,14 @@ class Observations:
         """
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
-        return seen.cause != "unsupported" and (
-            seen.cause != "raised" or seen.probe.stage != "solo"
-        )
+        if seen.cause == "unsupported":
+            return False
+        return seen.cause != "raised" or seen.probe.stage != "solo"
 
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
-        return sorted(
-            (seen.probe for seen in self._seen.values() if self._is_open(seen)), key=order_probe
-        )
+        found = [seen.probe for seen in self._seen.values() if self._is_open(seen)]
+        return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
         """Seconds of the probes of some stages or all; of those that run at the same time only the
@@ -223,18 +245,18 @@ class Observations:
 
         Turns of the race after `until_turn` are left out.
         """
+        wanted = stages or STAGES
         rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(
             lambda: defaultdict(float)
         )
         for probe, seen in self._seen.items():
-            if probe.stage in (stages or STAGES) and (
-                probe.stage != "race" or probe.turn <= until_turn
-            ):
-                together = (probe.stage, probe.turn) if probe.stage in ("solo", "part") else probe
-                ran = 0.0 if isinstance(seen, Failed) else seen.elapsed_seconds
-                rounds[together][probe.layout.active[0]] += (
-                    math.fsum(self._failures.get(probe, ())) + ran
-                )
+            if probe.stage not in wanted or (probe.stage == "race" and probe.turn > until_turn):
+                continue
+            at_once = probe.stage in ("solo", "part")
+            one_round = (probe.stage, probe.turn) if at_once else probe
+            ran = 0.0 if isinstance(seen, Failed) else seen.elapsed_seconds
+            failed = math.fsum(self._failures.get(probe, ()))
+            rounds[one_round][probe.layout.active[0]] += failed + ran
         return math.fsum(max(devices.values()) for devices in rounds.values())
 
     # ------------------------------------------------------------------ by device
@@ -247,14 +269,14 @@ class Observations:
         """The most rows of a pass that the device ran alone in exploration; less than 1 before
         any.
         """
-        timed = (one.probe.layout for one in self.explored(position) if isinstance(one, Timed))
-        return max(
-            (layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5
-        )
+        layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
+        alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
+        return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
         """True if the device was raced and not held back in its last turn."""
-        return any(not one.held_back(position) for one in self.raced(position)[-1:])
+        turns = self.raced(position)
+        return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
         """The turns of the race and the checks in which the device took part."""
@@ -265,16 +287,16 @@ class Observations:
         """The splits of the race and its checks in which the device took part, once a winner was
         checked.
         """
-        found = [
-            (one, one.probe.layout)
-            for one in (self.raced(position) if self.in_stage("check") else ())
-        ]
-        own = [
-            (one, layout)
-            for one, layout in found
-            if layout.traits.together and not layout.traits.sharded
-        ]
-        return [one for one, layout in own if layout.by_rows and not layout.knobs]
+        if not self.in_stage("check"):
+            return []
+        return [one for one in self.raced(position) if _is_plain_split(one.probe.layout)]
+
+
+def _is_plain_split(layout: Layout) -> bool:
+    """True for a split of whole models by rows, with the knobs as they are."""
+    if not layout.traits.together or layout.traits.sharded:
+        return False
+    return layout.by_rows and not layout.knobs
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
@@ -289,7 +311,13 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
 def order_probe(probe: Probe) -> tuple[Any, ...]:
     """The sort key of a probe: any set of observations has one order."""
     layout = probe.layout
-    way = (
+    return (
+        STAGES.index(probe.stage),
+        probe.turn,
+        layout.shares,
+        layout.pass_rows,
+        layout.processes,
+        probe.seconds,
         layout.kind,
         layout.placement,
         layout.knobs,
@@ -297,8 +325,6 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
         layout.tokens,
         repr(layout.costs),
     )
-    place = (STAGES.index(probe.stage), probe.turn)
-    return (*place, layout.shares, layout.pass_rows, layout.processes, probe.seconds, *way)
 
 
 def _steady(turns: Turns) -> Turns:

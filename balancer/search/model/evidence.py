@@ -18,13 +18,13 @@ from ..observations import Observations
 from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
-CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal (noisy_slow)
-# of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
+CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal
+# blocks of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
 TYPICAL_BLOCKS = 8
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
-# standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
+# standard errors by which the mean ratio of the times of two equal devices may differ from 1
 MEAN_ERRORS = 3.0
-BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
+BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several
 # batches, in common with another device too: one shows either a fixed cost or a slope
 FEWEST_SIZES = 2
 
@@ -56,24 +56,27 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """The points alone, and those at rest or in splits beyond them; of one device left all
-        (knee).
+        """The points alone, and those at rest or in splits at larger batches than those.
+
+        Of a single device that is left (`devices` is 1), all points.
         """
-        known = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
-        return (*self.alone, *(p for p in (*self.at_rest, *self.in_splits) if p.batch > known))
+        largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
+        others = (*self.at_rest, *self.in_splits)
+        return (*self.alone, *(p for p in others if p.batch > largest))
 
 
 def read_device(store: Observations, position: int) -> DeviceEvidence:
     """A device's evidence, read from the observations of exploration."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
-    solo = [one for one in by_rows if one.probe.layout.traits.alone]
+    alone = [one for one in by_rows if one.probe.layout.traits.alone]
+    in_passes = [one for one in alone if one.probe.layout.in_passes]
+    at_once = [one for one in alone if not one.probe.layout.in_passes]
+    at_rest = [one for one in at_once if one.probe.stage == "rest"]
+    rounds = [one for one in at_once if one.probe.stage == "solo"]
     splits = [
         one for one in (*by_rows, *store.raced_splits(position)) if one.probe.layout.traits.together
     ]
-    in_passes = [one for one in solo if one.probe.layout.in_passes]
-    at_rest = [one for one in solo if one.probe.stage == "rest" and not one.probe.layout.in_passes]
-    rounds = [one for one in solo if one.probe.stage == "solo" and not one.probe.layout.in_passes]
     slower = _slower_since(store, position, rounds, splits)
     in_splits = tuple(read_points(splits, position, slower))
     return DeviceEvidence(
@@ -98,26 +101,28 @@ def _blames_passes(position: int, seen: Observation) -> bool:
 
 
 def _memory(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
+    """The device's memory by the batches that ran, alone and in splits, and those that didn't
+    fit.
+    """
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
     full: list[int] = []
     for seen in by_rows:
         layout = seen.probe.layout
-        points = alone if layout.traits.alone and not layout.in_passes else in_splits
         share = layout.pass_rows[position]
         if _out_of_memory(store, position, seen):
             full.append(share)
         elif isinstance(seen, Timed):
-            used = seen.memory_bytes[position]
             if store.holds(position, seen):
                 ran.append(share)
+            used = seen.memory_bytes[position]
             if used is not None:
+                points = alone if layout.traits.alone and not layout.in_passes else in_splits
                 points[share] = max(used, points.get(share, 0))
+    # splits hold buffers for gradients too, so they count only beyond what ran alone
     largest = max(alone, default=0) if len(alone) > 1 else 0
-    beyond = {
-        batch: used for batch, used in in_splits.items() if batch > largest
-    }  # they hold buffers of exchange too
+    beyond = {batch: used for batch, used in in_splits.items() if batch > largest}
     return read_memory(store.memory_limit(position), {**beyond, **alone}, ran, full)
 
 
@@ -131,19 +136,23 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
         return False
     if seen.devices:
         return position in seen.devices
-    shares = seen.probe.layout.pass_rows
-    return position == max(
-        seen.probe.layout.active, key=lambda i: (shares[i] / store.largest_alone(i), -i)
-    )
+    layout = seen.probe.layout
+
+    def strain(i: int) -> tuple[float, int]:
+        return layout.pass_rows[i] / store.largest_alone(i), -i
+
+    return position == max(layout.active, key=strain)
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
     """True if the device failed alone, for good, at a larger batch than it ran: some kernels have
     such a limit.
     """
-    layout, ran = seen.probe.layout, store.largest_alone(position)
-    alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
-    return alone and ran >= 1 and layout.shares[position] > ran
+    layout = seen.probe.layout
+    if layout.active != (position,) or layout.in_passes or seen.cause == "device":
+        return False
+    ran = store.largest_alone(position)
+    return ran >= 1 and layout.shares[position] > ran
 
 
 def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
@@ -154,17 +163,16 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
     """
     if position in store.gone:
         return store.gone[position]
-    failed = (
-        one for one in explored if isinstance(one, Failed) and not _blames_passes(position, one)
-    )
-    own = [one for one in failed if (position,) in (one.devices, one.probe.layout.active)]
-    fatal = (
-        one.detail
-        for one in own
-        if one.cause == "device"
-        or (len(one.probe.layout.active) != 2 and not _too_large(store, position, one))
-    )
-    return next(fatal, "")
+    for seen in explored:
+        if not isinstance(seen, Failed) or _blames_passes(position, seen):
+            continue
+        active = seen.probe.layout.active
+        if (position,) not in (seen.devices, active):
+            continue
+        in_a_pair = len(active) == 2
+        if seen.cause == "device" or not (in_a_pair or _too_large(store, position, seen)):
+            return seen.detail
+    return ""
 
 
 def _slower_since(
@@ -177,22 +185,23 @@ def _slower_since(
         one for one in store.timed("split", "race", "check") if one.probe.layout.shares[position]
     ]
     checks = [one for one in later if one.probe.stage == "check"]
-    if len(later) < 2 or not all(
-        one.held_back(position) for one in checks[-1:] or later
-    ):  # once is a burst (throttle)
+    if len(later) < 2:  # once is a burst
         return 1.0
-    steady = [
-        [one for one in seen if isinstance(one, Timed) and not one.held_back()]
-        for seen in (rounds, splits)
-    ]
-    curve = fit_curve(point for seen in steady for point in read_points(seen, position))
+    if not all(one.held_back(position) for one in checks[-1:] or later):
+        return 1.0
+    curve = fit_curve((*_steady_points(rounds, position), *_steady_points(splits, position)))
     if curve is None:
         return 1.0
     held = [one for one in checks or later if one.held_back(position) and one.probe.layout.by_rows]
-    ratios = [
-        p.seconds / curve.seconds(p.batch) for p in read_points(held, position) if p.passes == 1
-    ]
+    at_once = (point for point in read_points(held, position) if point.passes == 1)
+    ratios = [point.seconds / curve.seconds(point.batch) for point in at_once]
     return max(1.0, median(ratios or [1.0]))
+
+
+def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
+    """The device's points of the probes in which no device was held back."""
+    timed = (one for one in seen if isinstance(one, Timed))
+    return read_points([one for one in timed if not one.held_back()], position)
 
 
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
@@ -203,37 +212,42 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     but by `LUCKY` at most, as steps of few rows may be noisier. A device that was held back says
     little of its curve, unless nothing else does, or it is `slower` by this factor since.
     """
-    timed = [one for one in seen if isinstance(one, Timed)]
-    own = [
-        one.device_seconds[position] or one.step_seconds * one.probe.layout.traits.alone
-        for one in timed
-    ]
-    found = [(one, seconds) for one, seconds in zip(timed, own, strict=True) if seconds]
+    found = [(one, _own_seconds(one, position)) for one in seen if isinstance(one, Timed)]
+    found = [(one, seconds) for one, seconds in found if seconds]
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
-    found = steady if steady and slower == 1 else found
-    noise = median(
-        [relative_error(one) * math.sqrt(max(1, one.steps)) for one, _ in found] or [0.0]
-    )
+    if steady and slower == 1:
+        found = steady
+    noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one, _ in found]
+    noise = median(noises or [0.0])
     for one, seconds in found:
-        layout, error = one.probe.layout, relative_error(one)
-        wide = max(error, min(noise / math.sqrt(max(1, one.steps)), LUCKY * error))
+        layout = one.probe.layout
+        error = relative_error(one)
+        expected = noise / math.sqrt(max(1, one.steps))
         now = seconds if one.held_back(position) else slower * seconds
-        yield Point(layout.shares[position], now, wide, layout.passes(position))
+        yield Point(
+            layout.shares[position],
+            now,
+            max(error, min(expected, LUCKY * error)),
+            layout.passes(position),
+        )
+
+
+def _own_seconds(seen: Timed, position: int) -> float:
+    """The device's own part of a step, the whole step of a device alone, or 0 if unknown."""
+    own = seen.device_seconds[position]
+    if own:
+        return own
+    return seen.step_seconds if seen.probe.layout.traits.alone else 0.0
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """The evidence of all devices, in whose errors it counts by how much two probes of nearly one
-    batch differ.
+    """The evidence of all devices, whose errors include how much two probes of nearly one batch
+    were seen to differ.
 
     That is the median, beyond errors and rows, over all such pairs and one that shows none: a
     lasting neighbour moves one pair of one device.
     """
-    moves = [0.0]
-    for a, b in (pair for one in devices for pair in combinations((*one.alone, *one.in_splits), 2)):
-        if (rows := abs(math.log(a.batch / b.batch))) <= LEVEL:
-            gap, error = _gap(a, b)
-            moves.append(abs(gap) - rows / 2 if abs(gap) - rows / 2 > CLEAR * error else 0.0)
-    drift = median_low(moves)
+    drift = median_low([0.0, *_drifts(devices)])
 
     def wider(points: Sequence[Point]) -> tuple[Point, ...]:
         return tuple(msgspec.structs.replace(p, error=math.hypot(p.error, drift)) for p in points)
@@ -246,10 +260,25 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     ]
 
 
+def _drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
+    """By how much, as a logarithm, each two points of nearly one batch of a device differ; 0 where
+    errors and rows explain it.
+    """
+    for device in devices:
+        for a, b in combinations((*device.alone, *device.in_splits), 2):
+            rows = abs(math.log(a.batch / b.batch))
+            if rows <= LEVEL:
+                gap, error = _gap(a, b)
+                moved = abs(gap) - rows / 2
+                yield moved if moved > CLEAR * error else 0.0
+
+
 def relative_error(seen: Timed) -> float:
     """Relative standard error of a step time, from its 95 % interval."""
+    if seen.step_seconds <= 0:
+        return 1.0
     half = (seen.high_seconds - seen.low_seconds) / 2
-    return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
+    return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1)
 
 
 # ---------------------------------------------------------------------- indistinguishable devices
@@ -259,34 +288,38 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
     """Positions grouped so that each is as fast as the first of its group; lost devices are groups
     of their own.
 
-    Devices of which the training has different parts are never one group, however noisy their
-    points are.
+    Devices of which the training has different parts (`limits`) are never one group, however
+    noisy their points are.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
     part = limits or (0,) * len(devices)
-    return group_by(
-        order,
-        lambda one, other: part[one] == part[other] and same_speed(devices[one], devices[other]),
-    )
+
+    def same(one: int, other: int) -> bool:
+        return part[one] == part[other] and same_speed(devices[one], devices[other])
+
+    return group_by(order, same)
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
     """Each in the last group whose first is the `same`, or in one of its own."""
     groups: list[list[int]] = []
     for position in order:
-        group = next((group for group in reversed(groups) if same(group[0], position)), [])
-        if not group:
-            groups.append(group)
-        group.append(position)
+        for group in reversed(groups):
+            if same(group[0], position):
+                group.append(position)
+                break
+        else:
+            groups.append([position])
     return [sorted(group) for group in groups]
 
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how two devices differ, in time at every common batch."""
+    if one.lost or other.lost:
+        return False
     pairs = chain(product(one.alone, other.alone), product(one.in_splits, other.in_splits))
-    gaps = (_gap(a, b) for a, b in pairs if abs(a.batch - b.batch) <= SAME_BATCH * a.batch)
-    return not one.lost and not other.lost and is_noise(gaps)
+    return is_noise(_gap(a, b) for a, b in pairs if abs(a.batch - b.batch) <= SAME_BATCH * a.batch)
 
 
 def _gap(one: Point, other: Point) -> tuple[float, float]:
@@ -296,14 +329,19 @@ def _gap(one: Point, other: Point) -> tuple[float, float]:
 
 
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """True if noise explains logarithms of time ratios, with their errors, at two batches or
-    more.
+    """True if noise explains logarithms of time ratios, with their standard errors, at two batches
+    or more.
+
+    The first gap that it can't explain ends it: of 1024 devices half a million pairs are looked at
+    for each decision.
     """
-    total, mean, count = 0.0, 0.0, 0
+    total = 0.0
+    mean = 0.0
+    count = 0
     for gap, error in gaps:
-        if (
-            abs(gap) > BATCH_ERRORS * error
-        ):  # of 1024 devices half a million pairs are looked at for each decision
+        if abs(gap) > BATCH_ERRORS * error:
             return False
-        total, mean, count = total + 1 / error**2, mean + gap / error**2, count + 1
+        total += 1 / error**2
+        mean += gap / error**2
+        count += 1
     return count >= FEWEST_SIZES and abs(mean) <= MEAN_ERRORS * math.sqrt(total)

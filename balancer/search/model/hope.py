@@ -21,39 +21,39 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 def hopeful_curve(points: Sequence[Point], curve: Curve) -> Curve:
     """The fastest curve that the points allow; the fitted one where that explains them."""
     found = merge_points(points)
-    if curve.simple and len(curve.batches) > 2 and (stairs := fit_stairs(tuple(points))):
-        return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error)
-    if len(found) < 3 or (curve.simple and not curve.flat and not bend_is_open(found, curve)):
+    if curve.simple and len(curve.batches) > 2:
+        stairs = fit_stairs(tuple(points))
+        if stairs:
+            return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error)
+    explained = curve.simple and not curve.flat and not bend_is_open(found, curve)
+    if len(found) < 3 or explained:
         return curve
-    knots = [
-        (0.0, min(curve.seconds(0), found[0].seconds)),
-        (float(found[0].batch), found[0].seconds),
-    ]
+    first = found[0]
+    knots = [(0.0, min(curve.seconds(0), first.seconds)), (float(first.batch), first.seconds)]
     for i in range(1, len(found)):
-        knots += [bend] if (bend := _bend(found, i)) else []
+        bend = _bend(found, i)
+        if bend:
+            knots.append(bend)
         knots.append((float(found[i].batch), found[i].seconds))
-    times = make_rising([time for _, time in knots])
-    return Curve(
-        tuple(batch for batch, _ in knots),
-        tuple(times),
-        _slope_beyond(found, curve),
-        False,
-        curve.error,
-    )
+    batches = tuple(batch for batch, _ in knots)
+    times = tuple(make_rising([time for _, time in knots]))
+    return Curve(batches, times, _slope_beyond(found, curve), False, curve.error)
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Where each sample more took less and less time, that goes on as a power of the batch, over
-    the next growth.
+    """The seconds of each sample beyond the last point.
+
+    Where each sample more took less and less time, that goes on as a power of the batch, over the
+    next growth.
     """
     first, middle, end = points[-3:]
-    before, last = _slope(first, middle), _slope(middle, end)
+    before = _slope(first, middle)
+    last = _slope(middle, end)
     if curve.simple or last >= before:
         return curve.slope
-    one, two = (
-        first.batch + middle.batch,
-        middle.batch + end.batch,
-    )  # the middles of the gaps, doubled
+    # the middles of the two gaps, doubled
+    one = first.batch + middle.batch
+    two = middle.batch + end.batch
     growth = math.log(BLIND_GROWTH * end.batch / two) / math.log(two / one)
     return min(curve.slope, last * math.pow(last / before, growth))
 
@@ -72,17 +72,28 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
-    after = _slope(other, points[right + 1]) if right + 1 < len(points) else 0.0
-    before = (
-        _slope(points[right - 2], one) if right > 1 else own if after < (1 + LEVEL) * own else 0.0
-    )
+    before = _slope_before(points, right, own)
     if own <= before or other.batch - one.batch < 2:
         return None
     batch = (one.batch + other.batch) // 2
     seconds = one.seconds + before * (batch - one.batch)
     gain = one.seconds + own * (batch - one.batch) - seconds
-    clear = gain > CLEAR * math.hypot(one.error, other.error) * other.seconds
-    return (float(batch), seconds) if clear and one.batch < batch < other.batch else None
+    error = math.hypot(one.error, other.error) * other.seconds
+    if gain > CLEAR * error and one.batch < batch < other.batch:
+        return float(batch), seconds
+    return None
+
+
+def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
+    """The slope with which time may go on into the gap before a point, whose own slope is `own`.
+
+    In the first gap nothing is hoped for (`own`), unless the next one rises clearly more steeply:
+    then the first batches may have been level.
+    """
+    if right > 1:
+        return _slope(points[right - 2], points[right - 1])
+    after = _slope(points[right], points[right + 1]) if right + 1 < len(points) else 0.0
+    return own if after < (1 + LEVEL) * own else 0.0
 
 
 def _slope(one: Point, other: Point) -> float:
