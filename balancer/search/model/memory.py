@@ -20,13 +20,12 @@ from .step_time import LEVEL, SAME_BATCH, WIDE
 # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
 MARGIN = 0.003
 # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted
-# (large_only)
 BLIND_GROWTH = 8
-# of the predicted largest batch: safe without having run (recorded plans have such passes); and
-# used of the free memory if its line bends upwards (bent memory: 11 more run out without)
+# of the predicted largest batch: safe without having run; and of the free memory, used where its
+# line bends upwards
 SAFE_SHARE = 0.8
-# times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);
-# steps that differ by less don't show how their tuning grows (TensorFlow, recorded)
+# times the largest that ran: safe without having run, in bytes and in time; steps that differ by
+# less don't show how their tuning grows
 SAFE_GROWTH = 1.25
 UNBOUNDED = 1 << 30  # samples
 
@@ -51,7 +50,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         for point in reversed(self.points):
             if not kept or point[0] <= (1 - LEVEL) * kept[-1][0]:
                 kept.append(point)
-        return tuple(reversed(kept)) if len(kept) > 1 else self.points[:1] + self.points[1:][-1:]
+        if len(kept) > 1:
+            return tuple(reversed(kept))
+        return self.points[:1] + self.points[1:][-1:]
 
     @property
     def line(self) -> tuple[float, float] | None:
@@ -70,13 +71,19 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         If the slope grew by d, assume it grows by d again, and use only 80 % of what is free.
         """
         line = self.line
-        if line is None or self.limit_bytes is None or line[1] <= 0:
+        if line is None or self.limit_bytes is None:
             return None
-        bend = self._bend()
+        _, slope = line
+        if slope <= 0:
+            return None
         last, used = self.points[-1]
         free = self.limit_bytes - used
-        more = free / (line[1] + bend) if free > 0 else free / line[1]
-        most = int(last + more * (SAFE_SHARE if bend and free > 0 else 1.0))
+        if free > 0:
+            bend = self._bend()
+            part = SAFE_SHARE if bend else 1.0
+            most = int(last + free / (slope + bend) * part)
+        else:
+            most = int(last + free / slope)
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
@@ -96,19 +103,19 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         With `hoped`, the largest that may fit after all, however many tries lie before it; two that
         failed are enough.
         """
-        settled = self.failed is not None and self.failed - self.ran <= max(
-            quantum, SAME_BATCH * self.ran
-        )
+        narrow = max(quantum, SAME_BATCH * self.ran)
+        settled = self.failed is not None and self.failed - self.ran <= narrow
         if settled or cap <= self.ran:
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
         if guess is not None and (self.failed is None or guess < self.failed):
             return max(self.ran, min(guess, cap)) // quantum * quantum
-        wanted = self.ran * BLIND_GROWTH
-        if self.failed is not None:
-            wanted = (
-                self.failed - quantum if hoped and self.failures < 2 else self._middle(self.failed)
-            )
+        if self.failed is None:
+            wanted = self.ran * BLIND_GROWTH
+        elif hoped and self.failures < 2:
+            wanted = self.failed - quantum
+        else:
+            wanted = self._middle(self.failed)
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
@@ -116,13 +123,17 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         else what ran.
         """
         unknown = self.limit_bytes is None or self.line is None
-        guess = self.predict_largest()
-        refuted = self.failures > 1 and (
-            guess is None or self.failed is None or guess >= self.failed
-        )
-        if refuted or (unknown and not bold):
+        if (unknown and not bold) or self._line_is_refuted:
             return min(self.ran, cap) // quantum * quantum
         return self.largest_to_try(cap, quantum)
+
+    @property
+    def _line_is_refuted(self) -> bool:
+        """True if it ran out of memory twice, and the line doesn't say so."""
+        if self.failures < 2:
+            return False
+        guess = self.predict_largest()
+        return guess is None or self.failed is None or guess >= self.failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
         """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below
@@ -139,9 +150,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         origin first.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
-        right = min(
-            max(1, bisect_left(points, limit_bytes, key=lambda point: point[1])), len(points) - 1
-        )
+        above = bisect_left(points, limit_bytes, key=lambda point: point[1])
+        right = min(max(1, above), len(points) - 1)
         (b0, m0), (b1, m1) = points[right - 1 : right + 1]
         slope = (m1 - m0) / (b1 - b0)
         if slope <= 0:

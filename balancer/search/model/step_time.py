@@ -19,27 +19,24 @@ import msgspec
 
 from evener.shares.curves import ROUNDING, Curve
 
-# relative: points nearer than this are one point, as their slope would be noise (noisy)
+# relative: points nearer than this are one point, as their slope would be noise
 SAME_BATCH = 0.02
-# relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a
-# torch_maxer on an H200); between batches that differ by less, allocators' rounding dominates
+# relative: times that differ by less may be level, slopes one slope; between batches that differ by
+# less, allocators' rounding dominates
 LEVEL = 0.05
 # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
 LEAST_ERROR = 0.0005
 # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 LINE_ERRORS = 2.5
-
-# times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200) and the
-# width of stairs (stall), so passes of texts grow by it; between one that ran and one that failed,
-# of unknown bytes, a wider one is cut at its geometric mean
+# times: a gap of batches wider than this may hide a peak, and the width of stairs, so passes of
+# texts grow by it; between one that ran and one that failed, of unknown bytes, a wider one is cut
+# at its geometric mean
 WIDE = 4
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
-LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
-TILES = [
-    1 << power for power in range(12, 0, -1)
-]  # samples: tried as the width of a stair (stairs8 to stairs128)
-CURVES_KEPT = 512  # those of 16 devices in the models of some twenty rounds (CPU of ask)
-MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
+LEAN = 0.04  # of a rise: a stair may lean by as much
+TILES = [1 << power for power in range(12, 0, -1)]  # samples: tried as the width of a stair
+CURVES_KEPT = 512  # those of 16 devices in the models of some twenty rounds
+MOST_STAIRS = 200  # in a curve: what reading one may take
 
 Sample = tuple[float, float, float]  # x, y, weight
 
@@ -80,29 +77,29 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     merged = merge_points(found)
     if not merged:
         return None
-    if (
-        len(merged) == 1
-    ):  # fewer rows may take as long (flat, then linear), more at most in proportion
-        (one,) = merged
-        return Curve(
-            (0.0, float(one.batch)),
-            (one.seconds, one.seconds),
-            one.seconds / one.batch,
-            True,
-            one.error,
-        )
+    if len(merged) == 1:
+        return _level(merged[0])
     line, worst = _simplest(merged)
     error = median(p.error for p in merged)  # a rough point says nothing of the others
-    if worst > LINE_ERRORS:
-        if stairs := fit_stairs(found):
-            return stairs.curve(merged[-1].batch, error, among)
-        if bends := _bends(merged, line):
-            times = make_rising(
-                [line.seconds(batch) * factor for batch, factor in ((0, bends[0][1]), *bends)]
-            )
-            batches = (0.0, *(float(batch) for batch, _ in bends))
-            return Curve(batches, tuple(times), line.slope * bends[-1][1], False, error)
-    return msgspec.structs.replace(line, simple=worst <= LINE_ERRORS, error=error)
+    if worst <= LINE_ERRORS:
+        return msgspec.structs.replace(line, simple=True, error=error)
+    stairs = fit_stairs(found)
+    if stairs:
+        return stairs.curve(merged[-1].batch, error, among)
+    bends = _bends(merged, line)
+    if not bends:
+        return msgspec.structs.replace(line, simple=False, error=error)
+    factors = ((0, bends[0][1]), *bends)
+    times = make_rising([line.seconds(batch) * factor for batch, factor in factors])
+    batches = tuple(float(batch) for batch, _ in factors)
+    return Curve(batches, tuple(times), line.slope * bends[-1][1], False, error)
+
+
+def _level(one: Point) -> Curve:
+    """The curve of a single point: fewer rows may take as long, more at most in proportion."""
+    batches = (0.0, float(one.batch))
+    times = (one.seconds, one.seconds)
+    return Curve(batches, times, one.seconds / one.batch, True, one.error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
@@ -144,19 +141,19 @@ def _simplest(points: Sequence[Point]) -> tuple[Curve, float]:
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
         return line, worst
-    hinges = [_hinge(points, cut) for cut in range(1, len(points))]
-    return min(((h, _worst_residual(points, h)) for h in (line, *hinges)), key=lambda pair: pair[1])
+    curves = [line, *(_hinge(points, cut) for cut in range(1, len(points)))]
+    return min(((one, _worst_residual(points, one)) for one in curves), key=lambda pair: pair[1])
 
 
 def _hinge(points: Sequence[Point], cut: int) -> Curve:
     """Flat through the points before `cut`, straight through the rest."""
-    before, rest = points[:cut], points[cut:]
+    before = points[:cut]
+    rest = points[cut:]
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
     if len(rest) > 1:
         return _line(*rising_line(_weighted(rest), intercept_not_negative=False), level)
-    left = points[
-        cut - 1
-    ]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
+    # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
+    left = points[cut - 1]
     slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
     return _line(level - slope * left.batch, slope, level)
 
@@ -204,7 +201,8 @@ def make_rising(times: Sequence[float]) -> list[float]:
 def rising_line(
     samples: Sequence[Sample], intercept_not_negative: bool = True
 ) -> tuple[float, float]:
-    """(intercept, slope) of y = intercept + slope * x, the slope never negative.
+    """(intercept, slope) of y = intercept + slope * x by weighted least squares, the slope never
+    negative.
 
     Where the best intercept would be negative, the line goes through the origin, unless
     `intercept_not_negative` is False. One sample alone is all slope. `samples` must not be empty;
@@ -221,19 +219,21 @@ def rising_line(
     intercept = mean_y - slope * mean_x
     if intercept >= 0 or not intercept_not_negative:
         return intercept, slope
-    return 0.0, math.fsum(w * x * y for x, y, w in samples) / math.fsum(
-        w * x * x for x, _, w in samples
-    )
+    squares = math.fsum(w * x * x for x, _, w in samples)
+    return 0.0, math.fsum(w * x * y for x, y, w in samples) / squares
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """The seconds of each further pass beyond a step of its rows, by steps in several passes; never
     nearly free.
     """
-    weights = [((p.passes - 1) / p.seconds) ** 2 * p.weight for p in steps]
-    found = [
-        (p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps
-    ]
+    weights = []
+    found = []
+    for point in steps:
+        further = point.passes - 1
+        alone = point.passes * curve.seconds(point.batch / point.passes)
+        found.append((point.seconds - alone) / further)
+        weights.append((further / point.seconds) ** 2 * point.weight)
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)
     return max(mean, (LEVEL - 1) * curve.seconds(rows))
 
@@ -263,14 +263,15 @@ class Stairs(msgspec.Struct, frozen=True):
         knots: dict[float, float] = {}
         each = math.fsum(one for one, _, _ in self.places) / len(self.places)
         shift = min(least for _, least, _ in self.places)
-        begin, lowest = 0, math.ceil(each + shift)
+        begin = 0
+        lowest = math.ceil(each + shift)
         for stair in range(lowest, lowest + MOST_STAIRS):
             early, late = self._end(stair)
             end = min(early + (late - early) // (among + 1), largest)
             if end >= max(begin, 1):
-                knots[float(begin)] = knots[float(end)] = max(
-                    self.least, self.first + self.rise * stair
-                )
+                seconds = max(self.least, self.first + self.rise * stair)
+                knots[float(begin)] = seconds
+                knots[float(end)] = seconds
                 begin = end + 1
             if end == largest:
                 break
@@ -293,19 +294,19 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
     points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
-    low, high = points[0].seconds, points[-1].seconds
+    low = points[0].seconds
+    high = points[-1].seconds
     error = max(point.leeway for point in points)
     for count in range(1, 2 * len(points)):
         rise = (high - low) / count
-        if rise < LINE_ERRORS * error:  # a smaller one could explain anything (noise of stall)
+        if rise < LINE_ERRORS * error:  # a smaller one could explain anything
             break
         levels = [round((point.seconds - low) / rise) for point in points]
-        if (
-            len(set(levels)) < len(levels)
-            and _shows_width(points, levels)
-            and (found := _explain(points, levels))
-        ):
-            return found
+        repeated = len(set(levels)) < len(levels)
+        if repeated and _shows_width(points, levels):
+            found = _explain(points, levels)
+            if found:
+                return found
     return None
 
 
@@ -322,9 +323,8 @@ def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
     for level, point in zip(levels, points, strict=True):
-        if abs(first + rise * level - point.seconds) > point.leeway + LEAN * min(
-            rise, point.seconds
-        ):
+        missed = abs(first + rise * level - point.seconds)
+        if missed > point.leeway + LEAN * min(rise, point.seconds):
             return None
     places = _place([point.batch for point in points], levels)
     return Stairs(first, rise, points[0].seconds, places) if places else None
@@ -334,9 +334,13 @@ def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, 
     """The places of stairs that have these batches on these levels: if one is of tiles, powers of
     two, that alone.
     """
-    low, high = 1 / batches[-1], math.inf  # of 1 / width
-    for (b0, n0), (b1, n1) in combinations(zip(batches, levels, strict=True), 2):
-        low, high = max(low, (n1 - n0 - 1) / (b1 - b0)), min(high, (n1 - n0 + 1) / (b1 - b0))
+    pairs = list(combinations(zip(batches, levels, strict=True), 2))
+    # bounds of 1 / width
+    low = 1 / batches[-1]
+    high = math.inf
+    for (b0, n0), (b1, n1) in pairs:
+        low = max(low, (n1 - n0 - 1) / (b1 - b0))
+        high = min(high, (n1 - n0 + 1) / (b1 - b0))
     if low >= high:
         return ()
     for width in TILES:
@@ -345,11 +349,13 @@ def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, 
             if least < math.floor(most):
                 return ((1 / width, math.floor(most), math.floor(most)),)
     found = [(low, *_shifts(batches, levels, low)), (high, *_shifts(batches, levels, high))]
-    for (b0, n0), (b1, n1) in combinations(zip(batches, levels, strict=True), 2):
+    for (b0, n0), (b1, n1) in pairs:
         each = (n1 - n0) / (b1 - b0)
         if low < each < high:
             least, most = _shifts(batches, levels, each)
-            if abs(n0 - each * b0 - most) < ROUNDING or abs(n0 - 1 - each * b0 - least) < ROUNDING:
+            at_most = abs(n0 - each * b0 - most) < ROUNDING
+            at_least = abs(n0 - 1 - each * b0 - least) < ROUNDING
+            if at_most or at_least:
                 found.append((each, least, most))
     return tuple(found)
 
