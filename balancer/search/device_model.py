@@ -1,15 +1,18 @@
-"""A device by the observations: the seconds that its rows take, and the most rows that it may compute at once.
+"""A device by the observations: the seconds that its rows take, and the most rows that it may
+compute at once.
 
 Each bound is a multiple of the quantum, and within the ones above it; 0 leaves the device out.
 
     asked       the request: largest share, fixed global batch, largest global batch
-    largest     by memory: the next guess, where the memory line ends or between what ran and what failed
+    largest     by memory: the next guess, where the memory line ends or between what ran and what
+                failed
     wall        the same in splits, which go no farther than what ran where bytes are unknown
     safe        what ran, or a little more if memory is far from full
     quick       beyond it a step takes too long
-    reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it where it has to
+    reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it
+                where it has to
     one_pass    the wall, or less where two smaller passes are faster
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -49,14 +52,15 @@ class DeviceModel:
         """`evidence` is of all devices; `group` are those that are indistinguishable from it,
         itself among them.
         """
-        self.position, self.quantum, self.evidence = (
-            position,
-            problem.multiple_of,
-            evidence[position],
-        )
-        self.memory, self.lost = self.evidence.memory, self.evidence.lost
+        self.position = position
+        self.quantum = problem.multiple_of
+        self.evidence = evidence[position]
+        self.memory = self.evidence.memory
+        self.lost = self.evidence.lost
         self.out_of_use = self.evidence.out_of_use(self.quantum)
-        self._problem, self._budget, self._group = problem, budget, [evidence[i] for i in group]
+        self._problem = problem
+        self._budget = budget
+        self._group = [evidence[i] for i in group]
         self._among = sum(not one.out_of_use(self.quantum) for one in evidence)
 
     # ------------------------------------------------------------------ time
@@ -79,21 +83,22 @@ class DeviceModel:
     @cached_property
     def in_splits(self) -> Curve | None:
         """The curve within a split, by its own part of splits too."""
-        points = (
-            dict.fromkeys((*one.solo_points(self._among), *one.in_splits)) for one in self._group
-        )
-        return fit_curve((point for own in points for point in own), self._among)
+        points: list[Point] = []
+        for one in self._group:
+            points += dict.fromkeys((*one.solo_points(self._among), *one.in_splits))
+        return fit_curve(points, self._among)
 
     @cached_property
     def hope(self) -> Curve | None:
-        """The curve as fast as it may be."""
-        return hopeful_curve(self.group_points, self.alone) if self.alone else None
+        """The curve as fast as it may be; None before any point."""
+        if self.alone is None:
+            return None
+        return hopeful_curve(self.group_points, self.alone)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
         """The seconds of its share of a layout."""
-        return step_in_passes(
-            curve, layout.shares[self.position], layout.passes(self.position), self.extra_seconds
-        )
+        share = layout.shares[self.position]
+        return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
     # ------------------------------------------------------------------ as asked for, by memory, by
     # what ran
@@ -103,19 +108,16 @@ class DeviceModel:
         """The most rows that the request lets it have at once."""
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
-        return (
-            min((one for one in limits if one is not None), default=UNBOUNDED)
-            // self.quantum
-            * self.quantum
-        )
+        given = [limit for limit in limits if limit is not None]
+        return min(given, default=UNBOUNDED) // self.quantum * self.quantum
 
     @cached_property
     def wall(self) -> int:
         """The largest share that is worth trying in a split, by memory; 0 for a lost device."""
+        if self.out_of_use:
+            return 0
         bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
-        return (
-            0 if self.out_of_use else self.memory.largest_in_split(self.asked, self.quantum, bold)
-        )
+        return self.memory.largest_in_split(self.asked, self.quantum, bold)
 
     @cached_property
     def safe(self) -> int:
@@ -131,41 +133,39 @@ class DeviceModel:
             return 0
         growth = self._growth(self.alone)
         stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
-        return min(
-            self.farthest,
-            self.memory.largest_to_try(self.asked, self.quantum),
-            self._times_what_ran(stride),
-        )
+        by_memory = self.memory.largest_to_try(self.asked, self.quantum)
+        return min(self.farthest, by_memory, self._times_what_ran(stride))
 
     @cached_property
     def farthest(self) -> int:
         """The largest batch that any round alone may measure: by memory and by time."""
         if self.alone is None or not self.memory.ran:
             return 0
-        return self._quick(
-            self.alone, self.memory.largest_to_try(self.asked, self.quantum, hoped=True)
-        )
+        by_memory = self.memory.largest_to_try(self.asked, self.quantum, hoped=True)
+        return self._quick(self.alone, by_memory)
 
     def reachable(self, curve: Curve | PassCurve, limit: int) -> int:
         """The largest batch, of a free one quick enough, that is near to what ran, so that the
         curve can be trusted.
         """
-        most = self._quick(curve, limit) if self._problem.global_batch is None else limit
-        growth = min(BLIND_GROWTH, self._growth(curve))
-        return min(most, self._times_what_ran(growth)) if self.memory.ran else most
+        if self._problem.global_batch is None:
+            limit = self._quick(curve, limit)
+        if not self.memory.ran:
+            return limit
+        return min(limit, self._times_what_ran(min(BLIND_GROWTH, self._growth(curve))))
 
     def _times_what_ran(self, growth: float) -> int:
         return max(int(growth * self.memory.ran) // self.quantum, 1) * self.quantum
 
     def _growth(self, curve: Curve | PassCurve) -> float:
-        """By how much a batch may exceed what ran: where time doesn't rise yet, by no more than
-        there is time for.
+        """The factor by which a batch may exceed what ran: infinite where time rises; on a level
+        curve no more than there is time for.
 
-        Level curves hide where it begins to rise, and a step may take longer in proportion (knee,
-        slow_start).
+        Level curves hide where time begins to rise, and a step may take longer in proportion.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
-        first, last = curve.seconds(smallest), curve.seconds(self.memory.ran)
+        first = curve.seconds(smallest)
+        last = curve.seconds(self.memory.ran)
         rises = last > (1 + LEVEL + CLEAR * curve.error) * first
         return math.inf if rises else self._budget.growth(last)
 
@@ -184,11 +184,8 @@ class DeviceModel:
     @property
     def _divides(self) -> bool:
         """True if it may take its share of a fixed batch in passes."""
-        return (
-            self._problem.micro
-            and self._problem.global_batch is not None
-            and not self.evidence.undivided
-        )
+        fixed = self._problem.global_batch is not None
+        return self._problem.micro and fixed and not self.evidence.undivided
 
     @cached_property
     def pass_rows(self) -> int:
@@ -197,29 +194,28 @@ class DeviceModel:
         """
         if not self._divides or self.alone is None:
             return 0
-        curve, rows, points = (
-            self.alone,
-            self.reachable(self.alone, self.wall),
-            merge_points(self.group_points),
-        )
+        curve = self.alone
+        rows = self.reachable(curve, self.wall)
+        points = merge_points(self.group_points)
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
-        if (
-            curve.simple
-            and not bend_is_open(points, curve)
-            and self.quantum <= curve.batches[-1] <= rows
-        ):
-            fewer.setdefault(int(curve.batches[-1]), curve.times[-1])
-        best = max(fewer, key=lambda batch: batch / fewer[batch], default=rows)
-        gains = best in fewer and best / fewer[best] > (1 + LEVEL) * rows / curve.seconds(rows)
+        # the end of a level stretch, if its place is known
+        end = curve.batches[-1]
+        if curve.simple and not bend_is_open(points, curve) and self.quantum <= end <= rows:
+            fewer.setdefault(int(end), curve.times[-1])
+        if not fewer:
+            return rows
+        best = max(fewer, key=lambda batch: batch / fewer[batch])
+        gains = best / fewer[best] > (1 + LEVEL) * rows / curve.seconds(rows)
         return best // self.quantum * self.quantum if gains else rows
 
     @cached_property
     def one_pass(self) -> int:
         """The largest share in one pass: what fits, or less where two smaller passes are faster."""
-        wall, rows, curve = self.wall, self.pass_rows, self.in_splits
-        if not rows or rows >= wall or curve is None:
-            return wall
-        return most_in_one(curve, rows, wall, self.extra_seconds) // self.quantum * self.quantum
+        rows = self.pass_rows
+        if not rows or rows >= self.wall or self.in_splits is None:
+            return self.wall
+        most = most_in_one(self.in_splits, rows, self.wall, self.extra_seconds)
+        return most // self.quantum * self.quantum
 
     @cached_property
     def extra_seconds(self) -> float:
@@ -238,48 +234,48 @@ class DeviceModel:
         """The device with a curve and a limit, as it may take all of a fixed batch, more than fits
         at once.
         """
-        curve, rows = device.curve, min(self.pass_rows, device.limit)
-        if not rows or not isinstance(curve, Curve):
+        rows = min(self.pass_rows, device.limit)
+        if not rows or not isinstance(device.curve, Curve):
             return device
         fits = max(rows, min(device.limit, self.wall))
-        passes = PassCurve(curve, device.limit, rows, self.extra_seconds, fits)
-        return DeviceCurve(
-            self.position, passes, max(device.limit, self._problem.global_batch or 0)
-        )
+        passes = PassCurve(device.curve, device.limit, rows, self.extra_seconds, fits)
+        most = max(device.limit, self._problem.global_batch or 0)
+        return DeviceCurve(self.position, passes, most)
 
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
         """The device with a curve and a limit, as it may take a fixed batch in the passes that it
         does best.
         """
-        device, extra, batch = (
-            DeviceCurve(self.position, curve, limit),
-            self.extra_seconds,
-            self._problem.global_batch,
-        )
-        best = single_best(device, self.quantum) if self._divides else None
-        if (
-            best is None
-            or batch is None
-            or (wall := most_in_one(curve, best.global_batch, limit, extra)) >= batch
-        ):
+        device = DeviceCurve(self.position, curve, limit)
+        batch = self._problem.global_batch
+        if not self._divides or batch is None:
+            return device
+        best = single_best(device, self.quantum)
+        if best is None:
+            return device
+        rows = best.global_batch
+        wall = most_in_one(curve, rows, limit, self.extra_seconds)
+        if wall >= batch:
             return device
         return DeviceCurve(
-            self.position, PassCurve(curve, wall, best.global_batch, extra, wall), batch
+            self.position, PassCurve(curve, wall, rows, self.extra_seconds, wall), batch
         )
 
     def cut(self, share: int, surely: bool) -> int:
         """The rows of each pass of a share: all where that fits at once, or `surely` does, or
         passes can't be taken.
         """
-        wall, fits, rows = (
-            (self.safe,) * 3 if surely else (self.one_pass, self.wall, self.pass_rows)
-        )
-        rows = min(rows, self.pass_rows)
+        if surely:
+            wall = fits = self.safe
+            rows = min(self.safe, self.pass_rows)
+        else:
+            wall = self.one_pass
+            fits = self.wall
+            rows = self.pass_rows
         if not rows or share <= wall or self.alone is None:
             return share
-        return -(
-            -share // PassCurve(self.alone, wall, rows, self.extra_seconds, fits).passes(share)
-        )
+        passes = PassCurve(self.alone, wall, rows, self.extra_seconds, fits).passes(share)
+        return -(-share // passes)
 
 
 def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
@@ -287,9 +283,9 @@ def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
     faster than one.
     """
     shares = range(rows, max(rows, limit))
-    faster = bisect_left(
-        shares,
-        True,
-        key=lambda share: curve.seconds(share) > step_in_passes(curve, share, 2, extra),
-    )
-    return shares[faster] if faster < len(shares) else max(rows, limit)
+
+    def two_are_faster(share: int) -> bool:
+        return curve.seconds(share) > step_in_passes(curve, share, 2, extra)
+
+    first = bisect_left(shares, True, key=two_are_faster)
+    return shares[first] if first < len(shares) else max(rows, limit)

@@ -93,11 +93,9 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
     shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
     if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):
         return None
-    micro = (
-        tuple(-(-share // max(1, layout.passes(i))) for i, share in enumerate(shares))
-        if layout.in_passes
-        else ()
-    )
+    micro: tuple[int, ...] = ()
+    if layout.in_passes:
+        micro = tuple(-(-share // max(1, layout.passes(i))) for i, share in enumerate(shares))
     return msgspec.structs.replace(layout, shares=shares, micro=micro)
 
 
@@ -110,9 +108,8 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
         rows[i] = int(rows[i] * RETREAT)
         if not rows[i]:
             return None
-    return msgspec.structs.replace(
-        layout_of(layout.shares, tuple(rows)), kind=layout.kind, state=layout.state
-    )
+    smaller = layout_of(layout.shares, tuple(rows))
+    return msgspec.structs.replace(smaller, kind=layout.kind, state=layout.state)
 
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
@@ -121,20 +118,18 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False
-    return all(
-        abs(a - b) <= near * max(a, b) for a, b in zip(one.shares, other.shares, strict=True)
-    )
+    shares = zip(one.shares, other.shares, strict=True)
+    return all(abs(a - b) <= near * max(a, b) for a, b in shares)
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
     """True if `one` takes no more memory than `other` on the same devices."""
     if not (one.by_rows and other.by_rows):
         return one == other
-    same = one.processes <= other.processes and (one.placement, one.knobs) == (
-        other.placement,
-        other.knobs,
-    )
-    same = (
-        same and one.in_passes <= other.in_passes
-    )  # passes take the memory of the gradients between them
-    return same and all(a <= b for a, b in zip(one.pass_rows, other.pass_rows, strict=True))
+    if (one.placement, one.knobs) != (other.placement, other.knobs):
+        return False
+    if one.processes > other.processes:
+        return False
+    if one.in_passes and not other.in_passes:  # passes keep gradients between them
+        return False
+    return all(a <= b for a, b in zip(one.pass_rows, other.pass_rows, strict=True))

@@ -34,21 +34,20 @@ def fit_exchange_costs(
     """The costs for up to `devices` devices on `hosts` hosts; any never measured on one host count
     as the network's.
     """
-    within = fit_sync_costs([(k, cost, error) for k, h, cost, error in samples if h == 1], devices)
-    across = fit_sync_costs(
-        [(h, cost - within[k], error) for k, h, cost, error in samples if h > 1], hosts
-    )
+    on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
+    within = fit_sync_costs(on_one, devices)
+    on_several = [(h, cost - within[k], error) for k, h, cost, error in samples if h > 1]
+    across = fit_sync_costs(on_several, hosts)
     return tuple((*within[:2], *(cost + more for cost in within[2:])) for more in across)
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Seconds for 0, 1, ... `most` devices, never falling."""
+    """Sync cost in seconds by number of devices (the index, 0 to `most`); non-decreasing."""
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
     if all(others == widest for others, _, _ in found):  # one number of devices, or none
-        cost = math.fsum(w * cost for _, cost, w in found) / (
-            math.fsum(w for _, _, w in found) or 1.0
-        )
+        weights = math.fsum(weight for _, _, weight in found) or 1.0
+        cost = math.fsum(weight * cost for _, cost, weight in found) / weights
         return tuple(cost * min(1.0, max(0, k - 1) / widest) for k in range(most + 1))
     base, each = rising_line(found)
     return tuple(base + each * (k - 1) if k > 1 else 0.0 for k in range(most + 1))
@@ -61,12 +60,10 @@ class MachineModel:
     by_rows = True
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
-        self.problem, self.seen, self.budget, self.quantum = (
-            problem,
-            seen,
-            budget,
-            problem.multiple_of,
-        )
+        self.problem = problem
+        self.seen = seen
+        self.budget = budget
+        self.quantum = problem.multiple_of
         self.fewest = problem.devices if problem.all_together else 2  # devices of a split
         self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
@@ -80,9 +77,8 @@ class MachineModel:
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
         """Every split of rows, or of lengths, that exploration ran."""
-        return tuple(
-            one for one in self.seen.timed("split") if one.probe.layout.by_rows == self.by_rows
-        )
+        found = self.seen.timed("split")
+        return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
@@ -94,14 +90,15 @@ class MachineModel:
         """Devices measured while the others were idle: the best of each that still fits and has a
         batch asked for.
         """
-        fit = self.seen.still_fit(self.seen.timed("rest"))
-        asked = [
-            one for one in fit if self.problem.global_batch in (None, one.probe.layout.global_batch)
-        ]
-        return {
-            one.probe.layout.active[0]: one
-            for one in sorted(asked, key=lambda one: one.samples_per_second)
-        }
+        best: dict[int, Timed] = {}
+        for one in self.seen.still_fit(self.seen.timed("rest")):
+            layout = one.probe.layout
+            if self.problem.global_batch not in (None, layout.global_batch):
+                continue
+            position = layout.active[0]
+            if position not in best or one.samples_per_second >= best[position].samples_per_second:
+                best[position] = one
+        return best
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
@@ -114,10 +111,10 @@ class MachineModel:
     @cached_property
     def sync_seconds(self) -> float | None:
         """The cost for as many devices as the widest split that ran, if any did."""
-        widest = max(
-            (one.probe.layout for one in self.splits), key=lambda one: len(one.active), default=None
-        )
-        return self.exchange_seconds(widest.active) if widest else None
+        layouts = [one.probe.layout for one in self.splits]
+        if not layouts:
+            return None
+        return self.exchange_seconds(max(layouts, key=lambda one: len(one.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
         """The seconds of exchange among some devices; 0 for one of them."""
@@ -127,29 +124,32 @@ class MachineModel:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
+        """What a split shows of the exchange: its step less the longest own part."""
         active = split.probe.layout.active
-        own = [seconds for i in active if (seconds := split.device_seconds[i])]
-        longest = max(own if len(own) == len(active) else self.predict_parts(split), default=0.0)
+        own = [split.device_seconds[i] for i in active]
+        parts = [seconds for seconds in own if seconds]
+        if len(parts) < len(active):
+            parts = self.predict_parts(split)
+        longest = max(parts, default=0.0)
         error = relative_error(split) * split.step_seconds
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
         """The seconds of devices' own parts of a split's step, by what they did alone."""
-        layout, devices = split.probe.layout, [self.devices[i] for i in split.probe.layout.active]
-        return [one.seconds(layout, curve) for one in devices if (curve := one.alone)]
+        layout = split.probe.layout
+        devices = [self.devices[i] for i in layout.active]
+        return [one.seconds(layout, one.alone) for one in devices if one.alone]
 
     def predicted_rate(self, layout: Layout) -> float:
         """Samples/s of a solo or split layout by the curves; 0 if one of them is unknown."""
         devices = [self.devices[i] for i in layout.active]
-        curves = [one.in_splits if len(devices) > 1 else one.alone for one in devices]
-        times = [
-            one.seconds(layout, curve) for one, curve in zip(devices, curves, strict=True) if curve
-        ]
-        seconds = (
-            max(times) + self.exchange_seconds(layout.active)
-            if len(times) == len(devices)
-            else math.inf
-        )
+        times = []
+        for device in devices:
+            curve = device.in_splits if len(devices) > 1 else device.alone
+            if curve is None:
+                return 0.0
+            times.append(device.seconds(layout, curve))
+        seconds = max(times) + self.exchange_seconds(layout.active)
         return layout.global_batch / seconds if seconds > 0 else 0.0
 
     # ------------------------------------------------------------------ memory
@@ -158,10 +158,8 @@ class MachineModel:
         """A layout of these shares, in passes where they don't fit at once, or don't `surely`, or
         are faster so.
         """
-        return layout_of(
-            shares,
-            tuple(one.cut(share, surely) for one, share in zip(self.devices, shares, strict=True)),
-        )
+        both = zip(self.devices, shares, strict=True)
+        return layout_of(shares, tuple(device.cut(share, surely) for device, share in both))
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """A layout of these shares whose passes ran before or surely fit; None if that is
@@ -172,9 +170,8 @@ class MachineModel:
 
     def hold(self, layout: Layout) -> bool:
         """True if every pass of a layout is predicted to fit."""
-        return all(
-            rows <= one.wall for rows, one in zip(layout.pass_rows, self.devices, strict=True)
-        )
+        both = zip(layout.pass_rows, self.devices, strict=True)
+        return all(rows <= device.wall for rows, device in both)
 
     def surely_hold(self, layout: Layout) -> bool:
         """True if every pass of a layout ran before, or is far below what the memory line
@@ -185,19 +182,19 @@ class MachineModel:
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
         """The live devices with their curves and limits in splits."""
-        live = [self.devices[i] for i in self.live]
-        return tuple(
-            DeviceCurve(one.position, curve, one.one_pass)
-            for one in live
-            if (curve := one.in_splits) and one.one_pass
-        )
+        found = []
+        for position in self.live:
+            device = self.devices[position]
+            if device.in_splits and device.one_pass:
+                found.append(DeviceCurve(position, device.in_splits, device.one_pass))
+        return tuple(found)
 
     @cached_property
     def holds_batch(self) -> bool:
         """True if the devices together can hold the fixed global batch, or take it in passes; True
         for a free one.
         """
-        holds = sum(device.limit for device in self.split_curves) >= (
-            self.problem.global_batch or 0
-        )
-        return holds or any(one.pass_rows for one in self.devices)
+        together = sum(device.limit for device in self.split_curves)
+        if together >= (self.problem.global_batch or 0):
+            return True
+        return any(one.pass_rows for one in self.devices)

@@ -42,11 +42,9 @@ class Predictions(MachineModel):
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(device, self.quantum, self.problem.max_global_batch)
-        return (
-            Allocation(((device.position, batch),), device.curve.seconds(batch))
-            if batch <= device.limit
-            else None
-        )
+        if batch > device.limit:
+            return None
+        return Allocation(((device.position, batch),), device.curve.seconds(batch))
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
@@ -55,20 +53,28 @@ class Predictions(MachineModel):
 
         In passes only where a wall is in its way and that gains by what is worth a measurement.
         """
-        one = self._split(self._reachable)
-        if one is None and self.problem.global_batch:
-            one = self._split(self.split_curves)
-        found = [(self.devices[each.position], each) for each in self._reachable]
-        seconds = one.seconds if one else math.inf
-        if all(
-            not device.pass_rows
-            or each.curve.largest(seconds, each.limit, self.quantum) < each.limit
-            for device, each in found
-        ):
-            return one
-        several = self._split([device.in_passes(each) for device, each in found])
-        least = (1 + LEAST_GAIN) * one.samples_per_second if one else 0.0
-        return several if several is not None and several.samples_per_second > least else one
+        at_once = self._split(self._reachable)
+        if at_once is None and self.problem.global_batch:
+            at_once = self._split(self.split_curves)
+        if not self._is_at_a_wall(at_once):
+            return at_once
+        devices = [self.devices[each.position].in_passes(each) for each in self._reachable]
+        in_passes = self._split(devices)
+        if in_passes is None or at_once is None:
+            return in_passes or at_once
+        gains = in_passes.samples_per_second > (1 + LEAST_GAIN) * at_once.samples_per_second
+        return in_passes if gains else at_once
+
+    def _is_at_a_wall(self, found: Allocation | None) -> bool:
+        """True if a device that may take passes would have more rows in this time, but for its
+        memory.
+        """
+        seconds = found.seconds if found else math.inf
+        for each in self._reachable:
+            most = each.curve.largest(seconds, each.limit, self.quantum)
+            if self.devices[each.position].pass_rows and most >= each.limit:
+                return True
+        return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
         """The fastest split over some of these devices, in one pass."""
@@ -78,18 +84,19 @@ class Predictions(MachineModel):
         """The samples/s of the fastest layout of this batch in one pass; 0 if nothing is known to
         hold it.
         """
-        split, live = self._split(self._reachable, batch), [self.devices[i] for i in self.live]
-        alone = [
-            batch / one.alone.seconds(batch) for one in live if one.alone and batch <= one.wall
-        ]
-        return max([split.samples_per_second if split else 0.0, *alone])
+        split = self._split(self._reachable, batch)
+        rates = [split.samples_per_second if split else 0.0]
+        for position in self.live:
+            device = self.devices[position]
+            if device.alone and batch <= device.wall:
+                rates.append(batch / device.alone.seconds(batch))
+        return max(rates)
 
     def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
-        batch, limit, quantum = (
-            of or self.problem.global_batch,
-            self.problem.max_global_batch,
-            self.quantum,
-        )
+        """The fastest split of a batch, the request's if none is given, over some devices."""
+        batch = of or self.problem.global_batch
+        limit = self.problem.max_global_batch
+        quantum = self.quantum
 
         def solve(devices: Sequence[DeviceCurve], costs: Costs) -> Allocation | None:
             if batch is not None:
@@ -103,12 +110,11 @@ class Predictions(MachineModel):
         """The devices, limited to batches that gain enough to matter and aren't far beyond those
         that ran.
         """
-        return tuple(
-            DeviceCurve(
-                one.position, one.curve, self.devices[one.position].reachable(one.curve, one.limit)
-            )
-            for one in self.split_curves
-        )
+        found = []
+        for one in self.split_curves:
+            limit = self.devices[one.position].reachable(one.curve, one.limit)
+            found.append(DeviceCurve(one.position, one.curve, limit))
+        return tuple(found)
 
     # ------------------------------------------------------------------ one device
 
@@ -129,9 +135,8 @@ class Predictions(MachineModel):
         if device.alone is None or not device.one_pass or self.problem.all_together:
             return None
         if self.problem.global_batch is not None:
-            return self._best_alone(
-                device.in_passes(DeviceCurve(position, device.alone, device.one_pass))
-            )
+            alone = DeviceCurve(position, device.alone, device.one_pass)
+            return self._best_alone(device.in_passes(alone))
         reach = device.reachable(device.alone, device.one_pass)
         return self._best_alone(DeviceCurve(position, device.alone, reach))
 
@@ -139,31 +144,40 @@ class Predictions(MachineModel):
         """The smallest global batch predicted to be within this part of the tolerance; None for a
         fixed batch.
         """
-        problem, quantum = self.problem, self.quantum
-        tops = [
-            found.samples_per_second for found in (self.fastest_split, self.fastest_single) if found
-        ]
-        if problem.global_batch is not None or not problem.tolerance or not tops:
+        problem = self.problem
+        if problem.global_batch is not None or not problem.tolerance:
             return None
-        rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
-        hosts = (
-            {self.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
-        )
-        near = [device for device in self._reachable if self.hosts[device.position] in hosts]
-        found = [
-            waterfill.smallest_reaching(
-                near, self.exchange[len(hosts)], rate, quantum, limit, self.fewest
-            )
-        ]
+        tops = [one.samples_per_second for one in (self.fastest_split, self.fastest_single) if one]
+        if not tops:
+            return None
+        rate = max(tops) * (1 - part * problem.tolerance)
+        found = [self._smallest_split_reaching(rate)]
         if not problem.all_together:
-            alone = ((one, self.devices[one.position].alone) for one in self.split_curves)
-            singles = [DeviceCurve(one.position, curve, one.limit) for one, curve in alone if curve]
-            found += [waterfill.single_reaching(one, rate, quantum, limit) for one in singles]
-        return min(
-            (one for one in found if one),
-            key=lambda one: (one.global_batch, one.seconds),
-            default=None,
-        )
+            found += self._smallest_singles_reaching(rate)
+        reaching = (one for one in found if one)
+        return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
+
+    def _smallest_split_reaching(self, rate: float) -> Allocation | None:
+        """The smallest batch of that rate, split over the hosts of the fastest split."""
+        shares = self.fastest_split.shares if self.fastest_split else ()
+        hosts = {self.hosts[i] for i, _ in shares}
+        near = [device for device in self._reachable if self.hosts[device.position] in hosts]
+        costs = self.exchange[len(hosts)]
+        limit = self.problem.max_global_batch
+        return waterfill.smallest_reaching(near, costs, rate, self.quantum, limit, self.fewest)
+
+    def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
+        """The smallest batch of that rate of each device alone; None for one that doesn't reach
+        it.
+        """
+        found = []
+        for one in self.split_curves:
+            alone = self.devices[one.position].alone
+            if alone:
+                device = DeviceCurve(one.position, alone, one.limit)
+                limit = self.problem.max_global_batch
+                found.append(waterfill.single_reaching(device, rate, self.quantum, limit))
+        return found
 
 
 # ---------------------------------------------------------------------- which hosts share a step
@@ -180,9 +194,8 @@ def split_over_hosts(
     """
 
     def over(chosen: Sequence[int]) -> Allocation | None:
-        return solve(
-            [device for device in devices if hosts[device.position] in chosen], costs[len(chosen)]
-        )
+        there = [device for device in devices if hosts[device.position] in chosen]
+        return solve(there, costs[len(chosen)])
 
     chosen = list(dict.fromkeys(hosts[device.position] for device in devices))
     if len(chosen) < 2 or costs[len(chosen)] == costs[1]:  # nothing is known of the network
@@ -190,10 +203,10 @@ def split_over_hosts(
     found = [over([host]) for host in chosen]
     while len(chosen) > 1:
         found.append(over(chosen))
-        done = dict.fromkeys(chosen, 0)
+        rows = dict.fromkeys(chosen, 0)
         for position, share in found[-1].shares if found[-1] else ():
-            done[hosts[position]] += share
-        chosen.remove(min(chosen, key=lambda host: done[host]))
+            rows[hosts[position]] += share
+        chosen.remove(min(chosen, key=lambda host: rows[host]))
     return fastest(found)
 
 

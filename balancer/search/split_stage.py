@@ -22,7 +22,7 @@ from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
 
-LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; dear sync in 20 s)
+LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed
 
 
 class SplitStage:
@@ -31,20 +31,26 @@ class SplitStage:
     """
 
     def __init__(self, model: Predictions, budget: Budget, splits: bool) -> None:
-        self._model, self._budget = model, budget
-        self._seen, self._problem, self._with_splits = self._model.seen, self._model.problem, splits
+        self._model = model
+        self._budget = budget
+        self._with_splits = splits
+        self._seen = model.seen
+        self._problem = model.problem
 
     def next_probe(self) -> Probe | None:
         """The next split, or one device with the others idle; None when the stage is over."""
         if len(self._seen.in_stage("split", "rest")) >= MOST_TURNS:
             return None
         split = self._model.fastest_split
-        after = (
-            self._budget.least_seconds(self._model.layout(split), split.seconds) if split else 0.0
-        )
-        return self._probe(self._first_single(after), after) or self._probe(
-            (self._next_split() if self._with_splits else None) or self._next_single()
-        )
+        after = self._least_seconds(split) if split else 0.0
+        first = self._probe(self._first_single(after), after)
+        if first:
+            return first
+        wanted = self._next_split() if self._with_splits else None
+        return self._probe(wanted or self._next_single())
+
+    def _least_seconds(self, wanted: Allocation) -> float:
+        return self._budget.least_seconds(self._model.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
         """Its probe; None for none, or one that leaves less of the budget than what comes after it
@@ -52,22 +58,20 @@ class SplitStage:
         """
         if wanted is None:
             return None
-        layout, seconds = self._model.layout(wanted), wanted.seconds
+        layout = self._model.layout(wanted)
+        seconds = wanted.seconds
         stage: Stage = "split" if layout.traits.together else "rest"
         if not self._model.splits and not self._model.at_rest:
             layout, seconds = self._without_risk(layout, seconds)
         ends_with: Stage = stage if self._model.splits else "race"
         least = self._budget.least_seconds(layout, seconds)
-        if self._budget.affords(layout, ends_with, seconds, reserved=after) and (
-            not after or self._budget.has_time(least, after)
-        ):
-            return Probe(
-                layout, stage, self._budget.probe_seconds(layout, stage, step_seconds=seconds)
-            )
+        affordable = self._budget.affords(layout, ends_with, seconds, reserved=after)
+        if affordable and (not after or self._budget.has_time(least, after)):
+            most = self._budget.probe_seconds(layout, stage, step_seconds=seconds)
+            return Probe(layout, stage, most)
         lone = self._budget.affords(layout, "race", seconds, reserved=after, steps=LONE_STEPS)
-        if (
-            lone and wanted.samples_per_second > (1 + LONE_BLOCK) * self._best_rate
-        ):  # by more than a lone step errs
+        # by more than a lone step errs
+        if lone and wanted.samples_per_second > (1 + LONE_BLOCK) * self._best_rate:
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
 
@@ -76,13 +80,11 @@ class SplitStage:
         """The most samples/s of the plans that ran: of splits as predicted since, of devices at
         rest as measured.
         """
-        splits = (
+        splits = [
             self._model.predicted_rate(one.probe.layout) for one in self._model.fitting_splits
-        )
-        return max(
-            (*splits, *(one.samples_per_second for one in self._model.at_rest.values())),
-            default=0.0,
-        )
+        ]
+        at_rest = [one.samples_per_second for one in self._model.at_rest.values()]
+        return max((*splits, *at_rest), default=0.0)
 
     def _without_risk(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
         """The first plan; in passes that ran before, if a device ran out of memory and there is no
@@ -98,16 +100,16 @@ class SplitStage:
     def _next_split(self) -> Allocation | None:
         """The allocation that is worth a split probe; None when nothing is."""
         tried = self._seen.in_stage("split")
-        failed = sum(1 for seen in tried if isinstance(seen, Failed))
+        failed = sum(isinstance(seen, Failed) for seen in tried)
+        if failed >= TRIES:  # a network that fails takes minutes each time
+            return None
         wanted = self._model.fastest_split
-        if wanted is None or failed >= TRIES or not self._gains(wanted):
-            return None  # a network that fails takes minutes each time
+        if wanted is None or not self._gains(wanted):
+            return None
         layout = self._model.layout(wanted)
-        return (
-            wanted
-            if layout.traits.together and all(layout != seen.probe.layout for seen in tried)
-            else None
-        )
+        if not layout.traits.together or any(layout == seen.probe.layout for seen in tried):
+            return None
+        return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable
@@ -121,24 +123,20 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
-        """The fastest device alone at a fixed batch: a split that is much slower mustn't be all
-        that was measured.
+        """The fastest device alone at a fixed batch, if there is time for the split after it.
+
+        A split that is much slower mustn't be all that was measured.
         """
-        tried = self._model.splits or self._seen.in_stage("rest")
-        if (
-            self._problem.global_batch is None
-            or len(self._model.live) < 2
-            or not self._with_splits
-            or tried
-        ):
+        if self._problem.global_batch is None or not self._with_splits:
             return None
-        single, split = self._model.fastest_single, self._model.fastest_split
-        if single is None or split is None:
+        if len(self._model.live) < 2 or self._model.splits or self._seen.in_stage("rest"):
+            return None
+        single = self._model.fastest_single
+        if single is None or self._model.fastest_split is None:
             return single
-        seconds = self._budget.least_seconds(self._model.layout(single), single.seconds, LONE_STEPS)
-        return (
-            single if self._budget.has_time(seconds, after) else None
-        )  # and, in `_probe`, for the split after it
+        layout = self._model.layout(single)
+        seconds = self._budget.least_seconds(layout, single.seconds, LONE_STEPS)
+        return single if self._budget.has_time(seconds, after) else None
 
     def _next_single(self) -> Allocation | None:
         """One device alone while the others are idle, if it may win by a larger batch or without
@@ -147,20 +145,23 @@ class SplitStage:
         others = len(self._model.live) > 1
         if others and self._with_splits and not self._model.splits:
             return None
-        rested = [seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")]
-        fresh = sorted(
-            i for group in self._model.groups if not set(group).intersection(rested) for i in group
-        )
-        wanted = fastest(map(self._model.single, fresh))
+        wanted = fastest(map(self._model.single, self._never_at_rest()))
         if wanted is None:
             return None
         if others:  # of a fixed batch the best single device is always compared
-            best, unsure = (
-                self._best_rate,
-                self._problem.global_batch is not None and not self._model.at_rest,
-            )
+            best = self._best_rate
+            unsure = self._problem.global_batch is not None and not self._model.at_rest
         else:
             rates = [one.samples_per_second for one in self._seen.timed()]
-            best, unsure = (1 + self._budget.least_gain) * max(rates, default=0.0), True
+            best = (1 + self._budget.least_gain) * max(rates, default=0.0)
+            unsure = True
+        if wanted.samples_per_second > best:
+            return wanted
         untried = unsure and not self._model.surely_hold(self._model.layout(wanted))
-        return wanted if wanted.samples_per_second > best or untried else None
+        return wanted if untried else None
+
+    def _never_at_rest(self) -> list[int]:
+        """The devices of groups of which none was measured while the others were idle."""
+        rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")}
+        groups = (group for group in self._model.groups if not rested.intersection(group))
+        return sorted(i for group in groups for i in group)
