@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -31,7 +32,15 @@ from evener.system.files import runs_folder
 from .. import journal
 from ..events import Event, EventThread, Finished, Observed, ProbeStarted, Started
 from ..intake import read_job
-from ..journal import AskedEntry, FailedEntry, Header, ObservationEntry, Record, read_trusted
+from ..journal import (
+    LONGEST_LINE_BYTES,
+    AskedEntry,
+    FailedEntry,
+    Header,
+    ObservationEntry,
+    Record,
+    read_trusted,
+)
 from ..request import Job
 from ..result.outcome import RunEnd, build_outcome
 from ..result.words import make_fault, refuse
@@ -41,6 +50,7 @@ from ..types import Facts, Failed, Finding, Observation, OutOfMemory, Stop
 from .locks import is_running, lock_run
 
 JOURNAL = "journal.jsonl"
+NEVER_BEGAN = "stopped before it began"
 _ID = re.compile(r"[0-9a-z][0-9a-z-]{0,40}")
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 State = Literal[
@@ -126,22 +136,32 @@ def errors_path(run: str) -> Path:
 
 def find(name: str) -> str:
     """The search meant by an id, by the unique beginning of one, or by `last`; RequestError if it
-    isn't one.
+    isn't one, or never began.
     """
-    searches = [run for run in _list_ids() if not _is_training(run)] if name == "last" else []
-    run = searches[-1] if searches else find_any(name)
+    newest = reversed(_list_ids()) if name == "last" else ()
+    searches = (run for run in newest if not _is_training(run) and _has_begun(run))
+    run = next(searches, None) or find_any(name)
     if _is_training(run):
         raise refuse(Finding("request.training_run", {"run": run}))
+    if not _has_begun(run) and not is_running(run):
+        raise RequestError(
+            f"The run {run} was {NEVER_BEGAN}, and measured nothing.",
+            f"Choose another; evener runs delete {run} removes it.",
+        )
     return run
 
 
 def find_any(name: str) -> str:
-    """The search or training meant by a name; RequestError if none or several match."""
+    """The search or training meant by a name; RequestError if none or several match.
+
+    `last` is the newest one that began: a session that is killed at once leaves an empty folder.
+    """
     runs = _list_ids()
-    if not runs:
+    last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
+    if not runs or (name == "last" and last is None):
         raise refuse(Finding("request.no_runs"))
-    if name == "last":
-        return runs[-1]
+    if last is not None:
+        return last
     if not _ID.fullmatch(name):
         raise refuse(Finding("request.no_run_name", {"name": name}))
     matches = [name] if name in runs else [run for run in runs if run.startswith(name)]
@@ -205,9 +225,21 @@ def _training_path(run: str) -> Path:
     return run_folder(run) / TRAINING_JOURNAL
 
 
+def each_run() -> Iterator[RunSummary]:
+    """Every run, the newest first, each read as it is asked for; one that can't be read says
+    why.
+    """
+    return map(_summarize, reversed(_list_ids()))
+
+
 def list_runs() -> tuple[RunSummary, ...]:
-    """Every run, the newest first; one that can't be read says why."""
-    return tuple(_summarize(run) for run in reversed(_list_ids()))
+    """Every run, the newest first."""
+    return tuple(each_run())
+
+
+def have_runs() -> bool:
+    """True if there is any run."""
+    return bool(_list_ids())
 
 
 def load_run(name: str) -> StoredRun:
@@ -262,7 +294,27 @@ def _list_ids() -> list[str]:
         return sorted(entry.name for entry in os.scandir(folder) if _ID.fullmatch(entry.name))
 
 
+def _has_begun(run: str) -> bool:
+    """False for a run that was stopped before the first line of its journal was written."""
+    path = _training_path(run) if _is_training(run) else journal_path(run)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # whoever reads it says what is wrong with it
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return True
+        first = stream.readline(LONGEST_LINE_BYTES)
+        return first.endswith(b"\n") or len(first) == LONGEST_LINE_BYTES
+
+
 def _summarize(run: str) -> RunSummary:
+    if not _has_begun(run):
+        state: State = "running" if is_running(run) else "stopped"
+        trouble = "" if state == "running" else f"It was {NEVER_BEGAN}."
+        return RunSummary(run, "", (), "", state, 0, None, (), trouble)
     try:
         training = load_training(run)
         if training is not None:

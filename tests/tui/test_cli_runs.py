@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from evener.balancer import journal
+from evener.balancer.journal import Record
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.store.locks import lock_run
 from evener.balancer.store.runs import journal_path, run_folder
@@ -39,9 +41,9 @@ def three_runs(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[st
     assert run(["balance", "-d", PAIR, "--workload", "torch_maxer", *too_large]) == 1
     failed = str(_listed(capsys)[0]["run"])
     cut_off = str(_ask(capsys, "balance", "-d", "sim:gtx1080", "--budget", "2s")["run"])
-    journal = journal_path(cut_off)
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(line for line in lines if b'"entry":"ended"' not in line))
+    path = journal_path(cut_off)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if b'"entry":"ended"' not in line))
     return finished, failed, cut_off
 
 
@@ -132,3 +134,60 @@ def test_a_finished_run_goes_on_with_a_larger_budget(
     assert one["probes"] == extended["search"]["probes"]
     assert run(["balance", "-d", PAIR, "--budget", "+5s"]) == 2
     assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"entry":"header","run":'])
+def test_last_passes_over_a_run_that_was_stopped_before_it_began(
+    own_folder: Path, capsys: pytest.CaptureFixture[str], left: bytes | None
+) -> None:
+    """A kill between its folder and its journal's first line; `runs` says so."""
+    whole = str(_ask(capsys, "balance", "-d", PAIR)["run"])
+    never = run_folder("29991231-000000-0000")
+    lock_run(never).close()
+    if left is not None:
+        (never / "journal.jsonl").write_bytes(left)
+    assert run(["export", "last", "-o", "plan.toml"]) == 0
+    assert run(["report", "last", "-o", "run.html"]) == 0
+    assert _ask(capsys, "runs", "show", "last")["run"] == whole
+    assert _ask(capsys, "balance", "--resume", "last")["run"] == whole
+    first, second = _listed(capsys)
+    assert (first["run"], first["state"]) == (never.name, "stopped")
+    assert "before it began" in first["trouble"]
+    assert second["run"] == whole
+    assert run(["export", never.name]) == 2
+    assert "before it began" in capsys.readouterr().err
+    with lock_run(never):
+        assert _listed(capsys)[0]["state"] == "running"
+    assert run(["runs", "delete", never.name, "--yes"]) == 0
+    assert [one["run"] for one in _listed(capsys)] == [whole]
+
+
+def test_last_of_runs_that_never_began_is_none(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock_run(run_folder("29991231-000000-0000")).close()
+    (run_folder("29991231-000000-0001")).mkdir(mode=0o700)
+    (run_folder("29991231-000000-0001") / "training.jsonl").touch(mode=0o600)
+    assert run(["runs", "show", "last"]) == 2
+    assert "no runs yet" in capsys.readouterr().err
+    assert {one["state"] for one in _listed(capsys)} == {"stopped"}
+
+
+def test_a_short_list_reads_no_older_journals(
+    three_runs: tuple[str, str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """10,000 runs took 18 s for a list of ten."""
+    finished, failed, cut_off = three_runs
+    journal_path(finished).write_bytes(b"broken\n")
+    opened: list[Path] = []
+    read = journal.read
+
+    def note(path: Path, **options: Any) -> Record:
+        opened.append(path)
+        return read(path, **options)
+
+    monkeypatch.setattr(journal, "read", note)
+    assert [one["run"] for one in _listed(capsys, "-n", "2")] == [cut_off, failed]
+    assert opened == [journal_path(cut_off), journal_path(failed)]

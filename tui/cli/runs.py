@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -78,24 +79,24 @@ def list_runs(
             given = {name: value for name, value in context.params.items() if value}
             context.default_map = {context.invoked_subcommand: given}
         return
-    found, among = store.list_runs(), _parse_states(states) or get_args(State)
-    listed = [
-        one
-        for one in found
-        if one.state in among and (workload is None or workload in one.workload)
-    ]
-    listed = sorted(listed, key=_KEYS.get(order or "", lambda _: 0))[:most]
+    among = _parse_states(states) or get_args(State)
+
+    def matches(one: RunSummary) -> bool:
+        return one.state in among and (workload is None or workload in one.workload)
+
+    matching: Iterable[RunSummary] = filter(matches, store.each_run())
+    key = _KEYS.get(order or "")
+    if key is not None:
+        matching = sorted(matching, key=key)
+    listed = list(islice(matching, most))  # unsorted, no older journal is read
     if as_json:
         print(json_text({"runs": listed}))
     elif listed:
         _print_table(listed)
+    elif store.have_runs():
+        say("no run matches; evener runs lists all")
     else:
-        words = (
-            "no run matches; evener runs lists all"
-            if found
-            else "no runs yet; make one with evener balance"
-        )
-        say(words)
+        say("no runs yet; make one with evener balance")
 
 
 def _parse_states(text: str | None) -> list[State] | None:
