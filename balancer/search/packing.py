@@ -13,7 +13,7 @@ memory is left free, for contexts and allocators.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 
@@ -41,27 +41,25 @@ class Packing:
     """Trainings side by side in one mode, on the device of the layout `single`."""
 
     def __init__(self, model: RowDevices, single: Layout, mode: PackMode) -> None:
-        self._model, self._problem, self._single, self._mode = model, model.problem, single, mode
+        self._model = model
+        self._problem = model.problem
+        self._single = single
+        self._mode = mode
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
         """The next pack to measure; None when the best is certain enough."""
         size = next_size(self._rates, self._most)
-        return (
-            None
-            if size is None or size < 2
-            else pack_on(self._single, size, self._mode, self._batch(size))
-        )
+        if size is None or size < 2:
+            return None
+        return pack_on(self._single, size, self._mode, self._batch(size))
 
     def best_layout(self) -> Layout | None:
         """The best measured pack, or the next to measure before any has run; None if none can."""
-        enough = max(ENOUGH, self._problem.tolerance)
-        size = best_size({size: rate for size, rate in self._rates.items() if size > 1}, enough)
-        ran = [
-            seen.probe.layout
-            for seen in self._by_size.get(size or 0, [])
-            if isinstance(seen, Timed)
-        ]
+        packs = {size: rate for size, rate in self._rates.items() if size > 1}
+        size = best_size(packs, max(ENOUGH, self._problem.tolerance))
+        tries = self._by_size.get(size or 0, [])
+        ran = [seen.probe.layout for seen in tries if isinstance(seen, Timed)]
         return max(ran, key=self._rate_of) if ran else self.next_layout()
 
     @property
@@ -72,16 +70,16 @@ class Packing:
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
         """Every pack measured, by number of trainings and falling batch."""
-        ours = self._single.active, self._mode
-        every = self._model.seen.in_stage("pack")
-        found = [
-            one for one in every if (one.probe.layout.active, one.probe.layout.placement) == ours
-        ]
-        return tuple(
-            sorted(
-                found, key=lambda one: (one.probe.layout.processes, -one.probe.layout.global_batch)
-            )
-        )
+        found = []
+        for one in self._model.seen.in_stage("pack"):
+            layout = one.probe.layout
+            if layout.active == self._single.active and layout.placement == self._mode:
+                found.append(one)
+
+        def order(one: Observation) -> tuple[int, int]:
+            return one.probe.layout.processes, -one.probe.layout.global_batch
+
+        return tuple(sorted(found, key=order))
 
     @cached_property
     def _by_size(self) -> dict[int, list[Observation]]:
@@ -98,13 +96,15 @@ class Packing:
         rates = {1: self._model.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
-            full = (
-                all(isinstance(seen, OutOfMemory) for seen in tries)
-                and self._problem.global_batch is None
-            )
-            if not (full and len(tries) < RETREATS and self._batch(size)):
+            if not self._may_retreat(size, tries):
                 rates[size] = max(timed, default=0.0)
         return rates
+
+    def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
+        """True if all tries ran out of memory, and a smaller batch is worth another."""
+        if self._problem.global_batch is not None or len(tries) >= RETREATS:
+            return False
+        return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
         """Samples/s by all turns of a pack: a later check may refute the figure it was chosen
@@ -116,31 +116,31 @@ class Packing:
         """The batch of each of `size` trainings, at most the single's; 0 if not even the smallest
         fits.
         """
-        batch, quantum = self._single.global_batch, self._problem.multiple_of
+        batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
-        tried = (
-            int(seen.probe.layout.global_batch * RETREAT) for seen in self._by_size.get(size, [])
-        )
-        return max(0, min(batch, self._largest_for(size), *tried)) // quantum * quantum
+        quantum = self._problem.multiple_of
+        tries = self._by_size.get(size, [])
+        smaller = (int(seen.probe.layout.global_batch * RETREAT) for seen in tries)
+        return max(0, min(batch, self._largest_for(size), *smaller)) // quantum * quantum
 
     @cached_property
     def _most(self) -> int:
         """The most trainings that can fit."""
         least = self._problem.global_batch or self._problem.multiple_of
-        return next(
-            (size for size in range(MOST_PROCESSES, 1, -1) if self._largest_for(size) >= least), 1
-        )
+        for size in range(MOST_PROCESSES, 1, -1):
+            if self._largest_for(size) >= least:
+                return size
+        return 1
 
     def _largest_for(self, size: int) -> int:
         """The largest batch that fits `size` times, by the device's memory points."""
         limit = self._model.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return UNBOUNDED
-        fixed = (
-            self._problem.global_batch is not None
-        )  # it can't be made smaller (comparisons 229 and 337)
-        return self._memory.largest_within((1 - MARGIN if fixed else MEMORY_SHARE) * limit / size)
+        fixed = self._problem.global_batch is not None  # it can't be made smaller
+        part = 1 - MARGIN if fixed else MEMORY_SHARE
+        return self._memory.largest_within(part * limit / size)
 
     @cached_property
     def _memory(self) -> Memory:
@@ -148,11 +148,13 @@ class Packing:
         memory = self._model.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
-            layout = seen.probe.layout
-            if isinstance(seen, Timed) and (used := seen.memory_bytes[self._position]):
-                held[layout.global_batch] = max(
-                    used // layout.processes, held.get(layout.global_batch, 0)
-                )
+            if not isinstance(seen, Timed):
+                continue
+            used = seen.memory_bytes[self._position]
+            if used:
+                layout = seen.probe.layout
+                each = used // layout.processes
+                held[layout.global_batch] = max(each, held.get(layout.global_batch, 0))
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
 
 
@@ -160,22 +162,22 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     """The number of trainings to try next, up to `most`; None when the best is known well
     enough.
     """
-    best, sizes = best_size(tried), sorted(tried)
+    best = best_size(tried)
+    sizes = sorted(tried)
     if best is None:
         return None if tried else 1
     slower = sum(size > best for size in sizes)
     if slower < SIZES_WITHOUT_GAIN and sizes[-1] < most and tried[sizes[-1]]:
         return min(max(2, sum(sizes[-2:])), most)
+    if len(sizes) >= MOST_SIZES:
+        return None
     place = sizes.index(best)
-    nearest = sizes[max(0, place - 1) : place + 2] if len(sizes) < MOST_SIZES else []
+    nearest = sizes[max(0, place - 1) : place + 2]
     gaps = [(abs(best - other), (best + other) // 2) for other in nearest if abs(best - other) > 1]
     return max(gaps)[1] if gaps else None
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
     """The fewest trainings within the tolerance of the best; None if none ran."""
-    top = max(tried.values(), default=0.0)
-    return min(
-        (size for size, rate in tried.items() if rate and rate >= top * (1 - tolerance)),
-        default=None,
-    )
+    least = max(tried.values(), default=0.0) * (1 - tolerance)
+    return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

@@ -92,11 +92,11 @@ class Standing(msgspec.Struct, frozen=True):
     @property
     def step(self) -> Interval:
         """The seconds of one optimizer step at this rate: the latency."""
-        layout, rate = self.candidate.layout, self.throughput
+        layout = self.candidate.layout
+        rate = self.throughput
         samples = layout.global_batch * layout.processes
-        return Interval(
-            samples / rate.value, samples / rate.high, samples / rate.low if rate.low else math.inf
-        )
+        longest = samples / rate.low if rate.low else math.inf
+        return Interval(samples / rate.value, samples / rate.high, longest)
 
 
 def rank(
@@ -122,27 +122,24 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
     leader = max(ran, key=lambda one: rates[one.layout])
-    gaps = {
-        one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran
-    }
-    if (objective := find_objective(problem.objective)).trades_speed:
-        within = [one for one in ran if gaps[one.layout].value >= -problem.max_slowdown]
-        return max(
-            [leader, *within],
-            key=lambda one: objective.value(rates[one.layout], turns[one.layout].values()),
-        )
+    lead = turns[leader.layout]
+    gaps = {one.layout: compare_turns(turns[one.layout], lead).interval().value for one in ran}
+    objective = find_objective(problem.objective)
+    if objective.trades_speed:
+
+        def value(one: Candidate) -> float:
+            return objective.value(rates[one.layout], turns[one.layout].values())
+
+        quick = [one for one in ran if gaps[one.layout] >= -problem.max_slowdown]
+        return max([leader, *quick], key=value)
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
-        lead = turns[leader.layout]
+        synchronous = [one for one in ran if one.synchronous]
         within = [
-            one
-            for one in ran
-            if one.synchronous and is_tolerable(turns[one.layout], lead, problem.tolerance)
+            one for one in synchronous if is_tolerable(turns[one.layout], lead, problem.tolerance)
         ]
-        return min(
-            [leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value)
-        )
+        return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout]))
     margin = min(TIE, problem.tolerance)
-    close = [one for one in ran if one is leader or abs(gaps[one.layout].value) < margin]
+    close = [one for one in ran if one is leader or abs(gaps[one.layout]) < margin]
     return min(close, key=lambda one: (one.simplicity, -rates[one.layout]))
 
 
@@ -166,11 +163,18 @@ def unsettled(
     if len(ran) < 2:
         return [], False
     leader, *others = sorted(ran, key=lambda one: -throughput(turns[one.layout]).value)
-    gaps = [(one, compare_turns(turns[one.layout], turns[leader.layout])) for one in others]
-    gaining = [(one, gap) for one, gap in gaps if gap.expected_gain() > LEAST_GAIN]
-    left = [(one, gap, min(turns_left, most_turns - gap.turns)) for one, gap in gaining]
-    rivals = [one for one, gap, more in left if more >= 1 and gap.expected_gain(more) <= LEAST_GAIN]
-    return [leader, *rivals] if rivals else [], len(rivals) < len(gaining)
+    rivals = []
+    tied = False
+    for one in others:
+        gap = compare_turns(turns[one.layout], turns[leader.layout])
+        if gap.expected_gain() <= LEAST_GAIN:
+            continue
+        more = min(turns_left, most_turns - gap.turns)
+        if more >= 1 and gap.expected_gain(more) <= LEAST_GAIN:
+            rivals.append(one)
+        else:
+            tied = True
+    return ([leader, *rivals] if rivals else []), tied
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
@@ -180,9 +184,8 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
     ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
-    assumed = (
-        fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs) + PROBE_DRIFT**2
-    )
+    squares = [relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs]
+    assumed = fmean(squares) + PROBE_DRIFT**2
     deviation = _pooled(assumed, ratios)
     if common:
         return Difference(fmean(ratios), deviation, len(ratios))
@@ -198,9 +201,8 @@ def throughput(turns: Turns) -> Interval:
     value = len(figures) / math.fsum(1 / figure.value for figure in figures)
     own = fmean(relative_error(seen) ** 2 for seen in turns.values())
     deviation = _pooled(own, [figure.value / value for figure in figures])
-    return center(
-        Difference(value, value * deviation, len(figures)).interval(), value
-    )  # never below 0
+    interval = Difference(value, value * deviation, len(figures)).interval()
+    return center(interval, value)  # never below 0
 
 
 def _pooled(assumed: float, values: Sequence[float]) -> float:
@@ -224,7 +226,8 @@ def overlap(one: Interval, other: Interval) -> bool:
 
 
 def _standing(one: Candidate, winner: Candidate, turns: TurnsByLayout) -> Standing:
-    own, best = turns[one.layout], turns[winner.layout]
+    own = turns[one.layout]
+    best = turns[winner.layout]
     figure = throughput(own)
     if one is winner:
         return Standing(one, figure, None, False, len(own))

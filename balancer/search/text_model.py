@@ -62,7 +62,8 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
     if len(points) < FEWEST_SIZES:
         return None
     works = [(one.work.passes, one.work.padded, one.work.padded_lengths) for one in points]
-    seconds, errors = [one.seconds for one in points], [one.error * one.seconds for one in points]
+    seconds = [one.seconds for one in points]
+    errors = [one.error * one.seconds for one in points]
     rates, missed = fit_rates([(0.0, *work) for work in works], seconds, errors)
     with_steps, less = fit_rates([(1.0, *work) for work in works], seconds, errors)
     step_s, *of_passes = with_steps if less < missed - CLEAR**2 else rates
@@ -79,15 +80,14 @@ def fit_rates(
     Distances count in standard errors of the values, squared and summed. Amounts that the rows
     can't tell apart get one of the rates alone.
     """
-    scaled = ([amount / error for amount in row] for row, error in zip(rows, errors, strict=True))
+    scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
     sizes = [math.hypot(*column) or 1.0 for column in columns]
     units = [
         [amount / size for amount in column] for column, size in zip(columns, sizes, strict=True)
     ]
-    rates, missed = _nearest(
-        units, [value / error for value, error in zip(values, errors, strict=True)]
-    )
+    wanted = [value / error for value, error in zip(values, errors, strict=True)]
+    rates, missed = _nearest(units, wanted)
     return tuple(rate / size for rate, size in zip(rates, sizes, strict=True)), missed
 
 
@@ -104,19 +104,20 @@ def _nearest(
     *others, last = columns
     without, missed = _nearest(others, wanted)
     square = _dot(last, last)
-    if square > ROUNDING**2:
+    if square <= ROUNDING**2:
+        return (*without, 0.0), missed
 
-        def residual(values: Sequence[float]) -> list[float]:
-            part = _dot(last, values) / square
-            return [value - part * each for value, each in zip(values, last, strict=True)]
+    def residual(values: Sequence[float]) -> list[float]:
+        part = _dot(last, values) / square
+        return [value - part * each for value, each in zip(values, last, strict=True)]
 
-        rates, less = _nearest(list(map(residual, others)), residual(wanted))
-        own = (
-            _dot(last, wanted)
-            - math.fsum(r * _dot(last, c) for r, c in zip(rates, others, strict=True))
-        ) / square
-        if own >= 0 and less < missed - ROUNDING:
-            return (*rates, own), less
+    rates, less = _nearest(list(map(residual, others)), residual(wanted))
+    explained = math.fsum(
+        rate * _dot(last, column) for rate, column in zip(rates, others, strict=True)
+    )
+    own = (_dot(last, wanted) - explained) / square
+    if own >= 0 and less < missed - ROUNDING:
+        return (*rates, own), less
     return (*without, 0.0), missed
 
 
@@ -148,13 +149,12 @@ class TextModel(MachineModel):
 
     def single_passes(self, position: int) -> dict[int, float]:
         """Seconds of each step of one pass of rows of one length, by its tokens."""
-        ran = [
-            one
-            for one in self.tried_alone(position)
-            if isinstance(one, Timed) and not one.probe.layout.in_passes
-        ]
-        alike = ((one, one.probe.layout) for one in ran if one.probe.layout.length)
-        return {layout.global_batch * layout.length: one.step_seconds for one, layout in alike}
+        found = {}
+        for seen in self.tried_alone(position):
+            layout = seen.probe.layout
+            if isinstance(seen, Timed) and layout.length and not layout.in_passes:
+                found[layout.global_batch * layout.length] = seen.step_seconds
+        return found
 
     @cached_property
     def usual_length(self) -> int:
@@ -176,17 +176,22 @@ class TextModel(MachineModel):
 
     def _same_speed(self, one: int, other: int) -> bool:
         """True if noise alone explains how two devices' times of the same passes differ."""
-        ours, theirs = self._points(one), self._points(other)
-        pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
-        return is_noise(
-            [(math.log(a.seconds / b.seconds), math.hypot(a.error, b.error)) for a, b in pairs]
-        )
+        ours = self._points(one)
+        theirs = self._points(other)
+        gaps = []
+        for key in ours:
+            if key not in theirs:
+                continue
+            a, b = ours[key], theirs[key]
+            gaps.append((math.log(a.seconds / b.seconds), math.hypot(a.error, b.error)))
+        return is_noise(gaps)
 
     def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
         """The measured steps of a device alone, by rows, rows of a pass, and their length."""
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
-            work, layout = _work(seen, position), seen.probe.layout
+            layout = seen.probe.layout
+            work = _work(seen, position)
             if isinstance(seen, Timed) and work:
                 key = layout.shares[position], layout.pass_rows[position], layout.length
                 found[key] = WorkPoint(work, seen.step_seconds, max(relative_error(seen), TIE))
@@ -200,23 +205,33 @@ class TextModel(MachineModel):
         return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
     def _factor(self, position: int, alone: StepCost) -> float:
-        own = expected = 0.0
+        """The device's own work in splits over what its cost alone says for the same rows."""
+        own = 0.0
+        expected = 0.0
         for one in self.splits:
-            seconds, work = one.device_seconds[position], _work(one, position)
-            if seconds and work and all(one.device_seconds[i] for i in one.probe.layout.active):
-                own, expected = own + seconds, expected + alone.seconds(work)
+            seconds = one.device_seconds[position]
+            work = _work(one, position)
+            all_known = all(one.device_seconds[i] for i in one.probe.layout.active)
+            if seconds and work and all_known:
+                own += seconds
+                expected += alone.seconds(work)
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
         """The costs of some devices in a split, or of one alone."""
-        return [
-            one for i in positions if (one := (self.costs if len(positions) > 1 else self.alone)[i])
-        ]
+        costs = self.costs if len(positions) > 1 else self.alone
+        found = [costs[i] for i in positions]
+        return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
         """The seconds of devices' own parts of a split's step, by what they did alone."""
-        works = ((self.alone[i], _work(split, i)) for i in split.probe.layout.active)
-        return [cost.seconds(work) for cost, work in works if cost and work]
+        found = []
+        for position in split.probe.layout.active:
+            cost = self.alone[position]
+            work = _work(split, position)
+            if cost and work:
+                found.append(cost.seconds(work))
+        return found
 
     # ------------------------------------------------------------------ memory
 
@@ -227,26 +242,31 @@ class TextModel(MachineModel):
 
     @staticmethod
     def _wall(memory: Memory) -> int:
-        most, failed = memory.predict_largest(), memory.failed
-        if most is None and failed is None:
+        """The most padded tokens of a pass by a device's memory; 0: no limit is known."""
+        most = memory.predict_largest()
+        if most is None and memory.failed is None:
             return 0
-        return max(memory.ran, int(min(SAFE_SHARE * (most or 0), RETREAT * (failed or math.inf))))
+        predicted = SAFE_SHARE * (most or 0)
+        below_failed = RETREAT * (memory.failed or math.inf)
+        return max(memory.ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
         """A device's bytes by the padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (*self.tried_alone(position), *self.seen.in_stage("split", "race", "check")):
-            tokens = self._largest_pass(seen.probe.layout, position)
+            layout = seen.probe.layout
+            tokens = self._largest_pass(layout, position)
             if (
                 isinstance(seen, OutOfMemory)
                 and tokens
-                and position in (seen.devices or seen.probe.layout.active)
+                and position in (seen.devices or layout.active)
             ):
                 full.append(tokens)
-            used = seen.memory_bytes[position] if isinstance(seen, Timed) else None
-            if used is not None and seen.probe.layout.length:
-                points[tokens] = max(used, points.get(tokens, 0))
+            if isinstance(seen, Timed) and layout.length:
+                used = seen.memory_bytes[position]
+                if used is not None:
+                    points[tokens] = max(used, points.get(tokens, 0))
         return read_memory(self.seen.memory_limit(position), points, points, full)
 
     def _largest_pass(self, layout: Layout, position: int) -> int:
@@ -265,10 +285,8 @@ class TextModel(MachineModel):
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
         """A batch dealt over some of the devices; the shares are the mean numbers of rows."""
         devices = range(self.problem.devices)
-        sizes = [
-            sum(each)
-            for each in zip(*(one.sizes for one in self._deals(positions, batch)), strict=True)
-        ]
+        batches = [one.sizes for one in self._deals(positions, batch)]
+        sizes = [sum(each) for each in zip(*batches, strict=True)]
         rows = dict(zip(positions, apportion(batch, sizes), strict=True))
         costs = dict(zip(positions, self._costs_of(positions), strict=True))
         return Layout(
@@ -280,9 +298,9 @@ class TextModel(MachineModel):
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
         """The predicted time of one step."""
-        beside = [one.step_s for one in self._costs_of(positions)]
+        beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
-            max(map(sum, zip(beside, one.seconds, strict=True)))
+            max(map(sum, zip(beside_passes, one.seconds, strict=True)))
             for one in self._deals(positions, batch)
         ]
         return fmean(steps) + self.exchange_seconds(positions)
@@ -300,17 +318,15 @@ class TextModel(MachineModel):
         Passes of one length are predicted in proportion to the largest so far: a cost fitted to
         small ones is too low.
         """
-        if steps := self.single_passes(layout.active[0]) if layout.length else {}:
-            return (
-                layout.global_batch
-                / steps[max(steps)]
-                / max(1.0, layout.global_batch * layout.length / max(steps))
-            )
+        rows = layout.global_batch
+        steps = self.single_passes(layout.active[0]) if layout.length else {}
+        if steps:
+            largest = max(steps)
+            longer = max(1.0, rows * layout.length / largest)
+            return rows / steps[largest] / longer
         if not set(self.able).issuperset(layout.active):
             return 0.0
-        return layout.global_batch / max(
-            self.seconds(layout.active, layout.global_batch), LEAST_RATE
-        )
+        return rows / max(self.seconds(layout.active, rows), LEAST_RATE)
 
     @cached_property
     def best_split(self) -> Layout | None:
@@ -320,45 +336,42 @@ class TextModel(MachineModel):
         Of those of a host, or of all, the slowest may be left out.
         """
         able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))
-        teams = (
-            able,
-            *([i for i in able if self.hosts[i] == host] for host in sorted(set(self.hosts))),
-        )
+        hosts = sorted(set(self.hosts))
+        teams = [able, *([i for i in able if self.hosts[i] == host] for host in hosts)]
         found = [sorted(team[:most]) for team in teams for most in range(len(team), 1, -1)]
-        holding = (team for team in found if self.can_hold(team))
-        fastest = min(holding, key=lambda team: self.seconds(team, self.batch), default=None)
-        return self.layout(fastest, self.batch) if fastest else None
+        holding = [team for team in found if self.can_hold(team)]
+        if not holding:
+            return None
+        fastest = min(holding, key=lambda team: self.seconds(team, self.batch))
+        return self.layout(fastest, self.batch)
 
     @cached_property
     def batch(self) -> int:
         """The global batch: the fixed one, else the smallest that is within the tolerance of the
         fastest.
         """
-        problem, quantum = self.problem, self.quantum
+        problem = self.problem
         if problem.global_batch is not None:
             return problem.global_batch
-        most = max(
-            quantum,
-            min(LARGEST_BATCH, problem.max_global_batch or LARGEST_BATCH) // quantum * quantum,
-        )
-        least = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
-        sizes = sorted(
-            {min(most, least << doublings) for doublings in range(LARGEST_BATCH.bit_length())}
-        )
+        sizes = self._free_batches()
         seconds = {batch: self.seconds(self.able, batch) for batch in sizes}
         longest = max(self.budget.longest_step(), seconds[sizes[0]])
         rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
-        return min(
-            batch
-            for batch, rate in rates.items()
-            if rate >= max(rates.values()) * (1 - problem.tolerance)
-        )
+        least = max(rates.values()) * (1 - problem.tolerance)
+        return min(batch for batch, rate in rates.items() if rate >= least)
+
+    def _free_batches(self) -> list[int]:
+        """Rising global batches to choose from: each twice the one before."""
+        quantum = self.quantum
+        asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
+        most = max(quantum, asked // quantum * quantum)
+        least = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
+        doublings = range(LARGEST_BATCH.bit_length())
+        return sorted({min(most, least << times) for times in doublings})
 
     def _deals(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
-        ranks = (
-            RankCost(one.cost, self.walls[i])
-            for i, one in zip(positions, self._costs_of(positions), strict=True)
-        )
+        costs = self._costs_of(positions)
+        ranks = [RankCost(one.cost, self.walls[i]) for i, one in zip(positions, costs, strict=True)]
         return _deal(tuple(ranks), self.problem.lengths, batch)
 
 
@@ -367,9 +380,11 @@ def _deal(ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int) -> 
     """Global batches of rows drawn from these lengths, the same in every search, and dealt by
     cost.
     """
-    (factor, prime), rows = _DRAW, range(max(batch, DRAWN_ROWS // batch * batch))
+    factor, prime = _DRAW
+    rows = range(max(batch, DRAWN_ROWS // batch * batch))
     drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]
-    dealer = Dealer(ranks, tuple(1 / rank.cost.seconds(1, round(fmean(lengths))) for rank in ranks))
+    mean = round(fmean(lengths))
+    dealer = Dealer(ranks, tuple(1 / rank.cost.seconds(1, mean) for rank in ranks))
     return [dealer.deal(drawn[first : first + batch]) for first in rows[::batch]]
 
 
