@@ -282,6 +282,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         one process's.
         """
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
+        for each in parts:
+            self._planned.weights.note_lengths(each.batch)
         train = partial(self._train_part, model, num_items_in_batch)
         result = self._survival.compute(model, parts, self._loss_found, train)
         if self.args.include_num_input_tokens_seen not in ("no", False):

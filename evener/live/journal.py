@@ -156,7 +156,7 @@ class TrainingJournal:
         self._last: LiveRecord | None = None
         self._from: LiveRecord | None = None  # from which the next steps/s count
         self._changes: set[ShareChange] = set()
-        self._retreats: list[RetreatEntry] = []  # that aren't written yet
+        self._noted: list[ChangeEntry | RetreatEntry] = []  # that aren't written yet
 
     def note(self, record: LiveRecord) -> None:
         """Keep what is new in a report of the first rank."""
@@ -164,27 +164,35 @@ class TrainingJournal:
             self._begin(record)
         self._last = record
         for change in record.changes:
-            if change not in self._changes:
-                self._changes.add(change)
-                self._append(ChangeEntry(change))
-        self._write_retreats()
+            self.note_change(change)
+        self._write_noted()
         if self._from is None or record.updated_at >= self._from.updated_at + SPEED_SECONDS:
             self._note_speed(record)
 
+    def note_change(self, change: ShareChange) -> None:
+        """Keep a change of shares, which may be known already."""
+        if change not in self._changes:
+            self._changes.add(change)
+            self._noted.append(ChangeEntry(change))
+            self._write_noted()
+
     def note_retreat(self, line: str) -> None:
         """Keep the line that the terminal has of a pass that ran out of memory, on any rank."""
-        self._retreats.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
+        self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
-    def _write_retreats(self) -> None:
-        for retreat in self._retreats:
-            self._append(retreat)
-        self._retreats = []
+    def _write_noted(self) -> None:
+        """Write what was noted, once the journal was begun."""
+        if self._descriptor < 0:
+            return
+        for entry in self._noted:
+            self._append(entry)
+        self._noted = []
 
     def close(self) -> None:
         """Say how fast it was last, and that it has ended."""
         if not self._began or self._last is None:
             return
-        self._write_retreats()
+        self._write_noted()
         self._note_speed(self._last)
         error = getattr(sys, "last_value", None)
         if not isinstance(error, KeyboardInterrupt):

@@ -150,6 +150,8 @@ class Program:
             )
         if self._heard is not None and loop.origin is not None:
             self._heard.begin(loop.origin, loop.sizes, loop.batch)
+            if self._guard is not None and self.training is not None:
+                self.training.timer.disturb()
         elif self.training is not None:
             self.training.weights.begin(
                 loop.sizes

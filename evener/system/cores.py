@@ -18,6 +18,7 @@ from ..errors import RequestError
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
 NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
 
 
@@ -38,6 +39,18 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
     least = _least("memory", remaining, root, membership)
     return None if least is None else int(least)
+
+
+def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
+    """The bytes of memory that this machine, and this process' container, have left; 0 where
+    nothing tells.
+    """
+    with suppress(OSError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        if found:
+            left, limit = int(found[1]) * 1024, container_memory_bytes()
+            return left if limit is None else min(left, limit)
+    return 0
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:

@@ -362,6 +362,7 @@ class Steps(StepListener):
         weights.take(origin, sizes, batch)
         if not self.trains:
             return
+        weights.note_lengths(batch)
         weights.is_loops, self.batches = not training.passes.checked, self.batches + 1
         rows, early = sizes[training.rank], self.guard is not None and not self.guard.done
         if (
@@ -381,6 +382,8 @@ class Steps(StepListener):
                     self.batches + LOOK_LASTS,
                 )
         training.timer.begin(sizes)
+        if self.guard is not None:
+            training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Report a batch that the loop is done with."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,6 +50,7 @@ class HostClock:
     """
 
     mark = staticmethod(time.perf_counter)
+    computed = staticmethod(time.thread_time)  # seconds that the CPU has computed for this thread
 
     def is_past(self, mark: float) -> bool:
         """True for every mark."""
@@ -75,6 +77,10 @@ class GpuClock:
         event.record()
         return event
 
+    def computed(self) -> float:
+        """NaN: whether a GPU computes all the time isn't known."""
+        return math.nan
+
     def is_past(self, mark: Any) -> bool:
         """True if the GPU has come to a mark; doesn't wait."""
         return bool(mark.query())
@@ -98,6 +104,10 @@ class TimedStep(NamedTuple):
     step_s: float
     # from the backward pass until the next batch is asked for, without the optimizer's step
     between_s: float
+    number: int = 0  # of the batch
+    disturbed: bool = False  # evener looked at the loss, or memory ran out
+    behind: float = math.nan  # 1 if the GPU was behind its host when gradients were sent, else 0
+    computing: float = math.nan  # the part of own work in which the CPU computed for the loop
 
 
 class _Marked(NamedTuple):
@@ -107,6 +117,10 @@ class _Marked(NamedTuple):
     asked: Any  # for this batch; None where a loop began with it
     marks: Sequence[tuple[Doing, Any]]  # the phase that began at each; own work at the first
     done: Any  # the next batch is asked for
+    number: int
+    disturbed: bool
+    behind: float
+    computed_s: float  # by the CPU, in own work
 
 
 class StepTimer:
@@ -128,6 +142,10 @@ class StepTimer:
         self._marks: list[tuple[Doing, Any]] = []
         self._batches = 0  # that were begun
         self._computed = self._applied = False  # gradients of the batch
+        self._disturbed = False  # the step
+        self._behind = math.nan
+        self._computed_s = (math.nan, math.nan)  # as own work began, and when gradients were ready
+        self._thread = 0  # in which own work began
         self._steps: deque[_Marked | TimedStep] = deque(maxlen=KEPT_STEPS)
         _timers.add(self)
 
@@ -137,7 +155,15 @@ class StepTimer:
         self._marks = [(OWN, self._clock.mark())]
         self._batches += 1
         self._computed = self._applied = False
+        self._disturbed, self._behind, self._thread = False, math.nan, get_ident()
+        self._computed_s = (self._clock.computed(), math.nan)
         self.begun(sizes, self._updates)
+
+    def disturb(self) -> None:
+        """Note that the current step isn't one as others are: evener checks a loss in it, or memory
+        has run out.
+        """
+        self._disturbed = True
 
     def _enter(self, doing: Doing, *after: Doing) -> None:
         """Begin `doing` if one of `after` goes on."""
@@ -155,9 +181,16 @@ class StepTimer:
         elif marks and marks[-1][0] == BETWEEN:  # of another pass, or before another update
             marks[-1] = (OWN, marks[-1][1])
         self._enter(SUM, OWN)
+        ready_s = self._clock.computed() if get_ident() == self._thread else math.nan
+        self._computed_s = (self._computed_s[0], ready_s)
 
     def note_backward(self) -> None:
-        """Note that the backward pass has ended, with its waiting for other ranks."""
+        """Note that the backward pass has ended, with its waiting for other ranks.
+
+        A GPU that hasn't come to the last gradient by now is behind its host.
+        """
+        if self._marks and self._marks[-1][0] == SUM and math.isnan(self._clock.computed()):
+            self._behind = float(not self._clock.is_past(self._marks[-1][1]))
         self._enter(BETWEEN, SUM)
 
     def note_update(self) -> None:
@@ -197,7 +230,18 @@ class StepTimer:
         """
         done = self._clock.mark()
         if self._marks and (self._computed or self._applied):
-            self._steps.append(_Marked(self.sizes, self._asked, self._marks, done))
+            began_s, ready_s = self._computed_s
+            step = _Marked(
+                self.sizes,
+                self._asked,
+                self._marks,
+                done,
+                self._batches,
+                self._disturbed,
+                self._behind,
+                ready_s - began_s,
+            )
+            self._steps.append(step)
         computed = self._computed
         self.pause()
         self._asked = done
@@ -223,7 +267,7 @@ class StepTimer:
         steps = self.last()
         own, waiting, inputs, times, between = (
             [value for step in steps if not math.isnan(value := getattr(step, name))]
-            for name in TimedStep._fields[1:]
+            for name in ("own_work_s", "waiting_s", "input_s", "step_s", "between_s")
         )
         work, step_s, step_spread = sum_up(own, waiting), middle(times), spread(times)
         return work, Details(
@@ -248,6 +292,10 @@ class StepTimer:
             math.nan if asked is None else seconds(asked, marks[0][1]),
             math.nan if asked is None else seconds(asked, marked.done),
             spans[BETWEEN],
+            marked.number,
+            marked.disturbed,
+            marked.behind,
+            marked.computed_s / spans[OWN] if spans[OWN] > 0 else math.nan,
         )
 
 
@@ -294,10 +342,19 @@ class StepReporter:
             rows, devices=(now.share,), framework="torch", workload=now.workload, tokens=tokens
         )
 
+    def note_change(self, change: ShareChange) -> None:
+        """Note that shares have changed: for the monitor, and in the journal at once, as the
+        training may end before it is told of again.
+        """
+        self.changes.append(change)
+        if self._journal is not None:
+            self._journal.note_change(change)
+
     def note_retreat(self, retreat: Retreat) -> None:
         """Say, and note, that a pass ran out of memory and that smaller ones follow."""
         line = retreat.describe(self.shares.share.name or self.shares.share.device)
         self.retreats, self.retreat = self.retreats + 1, line
+        self._timer.disturb()
         say(line)
         if self._journal is not None:
             self._journal.note_retreat(line)

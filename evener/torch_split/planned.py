@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import mul
 from statistics import median
 from typing import Any, NoReturn
 
@@ -23,12 +22,14 @@ from ..live.files import ShareChange
 from ..plan.solver import read_curves
 from ..torch_rows.loader import LoaderStates
 from ..torch_rows.sampler import LengthSampler, UnevenBatchSampler
+from ..training.bottleneck import RankFigures, fewest_windows, find_bottleneck
 from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
 from .batch import OfPart, Part, make_parts, weigh_by_count
 from .checks import check_part_loss, check_rows, find_unchecked
 from .collectives import add_up, end_when_stuck
+from .memory import MemoryGauge
 from .noise import NoiseSampler, PassNoise, RankNoise, refuse_noise
 from .others import explain_at_exit, watch_others
 from .own_work import KEPT_STEPS, StepReporter, make_timer
@@ -314,6 +315,7 @@ FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
 SETTLING_WINDOWS = 2  # the one in which memory ran out, and one for the allocator to fill again
 # at once: an exchange takes longer than all else, and the rule needs two for a change
 EXCHANGED_WINDOWS = 2
+UNKNOWN = -1.0  # in an exchange, for NaN
 
 
 def raise_no_shares() -> NoReturn:
@@ -342,6 +344,9 @@ class Rebalancing:
         self._windows: dict[
             int, tuple[float, int]
         ] = {}  # to exchange: own work, rows of a pass; by the last step
+        self._memory = MemoryGauge(training.device, training.world)
+        self._largest = training.ranks.batches[training.rank]  # share that this rank has had
+        self._grows_after = -1  # step, before which this rank's share was never as large
         self._retreats = 0  # of this rank that were seen
         self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
         self._settling = 0  # windows until memory is as it stays
@@ -360,13 +365,15 @@ class Rebalancing:
         self._step += 1
         if self._exchange is not None:
             self._end_exchange(*self._exchange)
+        if self._step == self._grows_after:
+            self._memory.make_room()
         self._window += sizes == self._training.ranks.batches
         if self._window >= self._window_steps:
             self._window = 0
-            own_s, step_s = self._medians()
-            self._windows[self._step] = own_s, self._limit
+            figures = self._summarize()
+            self._windows[self._step] = figures.own_work_s, self._limit
             if len(self._windows) == EXCHANGED_WINDOWS:
-                self._exchange = self._begin_exchange(step_s)
+                self._exchange = self._begin_exchange(figures)
 
     def state_dict(self) -> dict[str, Any]:
         """The shares in force, and those of the plan, under which alone they make sense."""
@@ -379,12 +386,12 @@ class Rebalancing:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
-    def _medians(self) -> tuple[float, float]:
-        """The median seconds of own work and of steps in the window, 0 before any was computed.
+    def _summarize(self) -> RankFigures:
+        """The medians of this rank's steps in the window, without disturbed ones.
 
-        Own work is 0, which counts for nothing, for some windows after memory ran out: the
-        allocator is empty then, so steps take far longer than those that follow. It is so in a
-        window in which passes became larger again, too.
+        Own work is 0, which counts for nothing, before any was computed, and for some windows after
+        memory ran out: the allocator is empty then, so steps take far longer than those that
+        follow. It is so in a window in which passes became larger again, too.
         """
         retreats, limit = self._training.reporter.retreats, self._training.passes.limit.most or 0
         if retreats != self._retreats:
@@ -395,44 +402,79 @@ class Rebalancing:
         self._settling -= 1
         shares = self._training.ranks.batches
         steps = [
-            step for step in self._training.timer.last(self._window_steps) if step.sizes == shares
+            step
+            for step in self._training.timer.last(self._window_steps)
+            if step.sizes == shares and not step.disturbed
         ]
-        whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
-        own = [step.own_work_s for step in steps if not math.isnan(step.own_work_s)]
-        return median(own) if own and self._settling < 0 else 0.0, median(whole) if whole else 0.0
 
-    def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
-        """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros
-        for the others.
+        def middle(name: str, unknown: float) -> float:
+            known = [each for step in steps if not math.isnan(each := getattr(step, name))]
+            return median(known) if known else unknown
+
+        return RankFigures(
+            middle("own_work_s", 0.0) if self._settling < 0 else 0.0,
+            middle("input_s", 0.0),
+            middle("step_s", 0.0),
+            middle("behind", math.nan),
+            middle("computing", math.nan),
+        )
+
+    def _rows_that_fit(self) -> int:
+        """The rows of a share that this rank's memory is predicted to hold; 0 where nothing tells.
+
+        A pass that runs out of memory can be computed again in smaller ones, except in a loop that
+        computes a batch at once.
+        """
+        training = self._training
+        rank, shares = training.rank, training.ranks
+        passes = self.passes[rank] if self.passes else 1
+        self._memory.at_risk = training.weights.computes_at_once or training.weights.lengths_vary
+        rows = self._memory.measure(-(-shares.batches[rank] // passes))
+        return rows * passes
+
+    def _begin_exchange(self, figures: RankFigures) -> tuple[Any, torch.Tensor]:
+        """Begin to exchange this rank's windows, the figures of the last of them, the rows that its
+        memory holds, and batches drawn ahead; zeros for the others.
         """
         own = [
             *(figure for window in self._windows.values() for figure in window),
-            step_s,
+            *(UNKNOWN if math.isnan(each) else each for each in figures),
+            self._rows_that_fit(),
             self._training.ahead,
         ]
         before = self._planned.rank * len(own)
         behind = (self._planned.world - 1) * len(own) - before
-        figures = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
+        exchanged = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
         return self._group.allreduce(
-            [figures]
-        ), figures  # dist.all_reduce takes twice as long to start it
+            [exchanged]
+        ), exchanged  # dist.all_reduce takes twice as long to start it
 
-    def _end_exchange(self, work: Any, figures: torch.Tensor) -> None:
+    def _end_exchange(self, work: Any, exchanged: torch.Tensor) -> None:
         work.wait()
         self._exchange = None
         ends = tuple(self._windows)
         self._windows.clear()
-        every, each = figures.tolist(), 2 * len(ends) + 2
-        *windows, step_s, ahead = (every[i::each] for i in range(each))
+        length = len(exchanged) // self._planned.world
+        every = [part.tolist() for part in exchanged.split(length)]
+        windows = 2 * len(ends)
+        figures = [_read_figures(each[windows:-2]) for each in every]
+        fits = [int(each[-2]) for each in every]
+        batches = int(max(each[-1] for each in every))
+        step_s = max(each.step_s for each in figures)
+        window_s = self._window_steps * step_s
         self._window_steps = int(
-            min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*step_s, 1e-6)), MOST_STEPS)
+            min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)
         )
-        for end, own_work_s, limits in zip(ends, windows[::2], windows[1::2], strict=True):
-            if self._decide(end, own_work_s, list(map(int, limits)), int(max(ahead))):
+        fewest = fewest_windows(find_bottleneck(figures, batches > 0), window_s)
+        for place, end in enumerate(ends):
+            own_work_s = [each[2 * place] for each in every]
+            limits = [int(each[2 * place + 1]) for each in every]
+            seen = {"limits": limits, "fits": fits, "step_s": step_s, "fewest": fewest}
+            if self._decide(end, own_work_s, seen, batches):
                 break
 
     def _decide(
-        self, end: int, own_work_s: Sequence[float], limits: Sequence[int], batches: int
+        self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
         """Decide on shares by a window that ended at step `end`; True if they change, `batches`
         batches later.
@@ -440,11 +482,11 @@ class Rebalancing:
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()
-        change = self._rule.observe(end, own_work_s, before, limits)
+        change = self._rule.observe(end, own_work_s, before, **seen)
         if change is None:
             return False
         self._change(change.shares, change.micros, batches)
-        self._training.reporter.changes.append(
+        self._training.reporter.note_change(
             ShareChange(self._step + batches + 1, time.time(), before, change.shares, change.reason)
         )
         if self._planned.rank == 0:
@@ -457,19 +499,13 @@ class Rebalancing:
             msgspec.structs.replace(each, batch=own)
             for each, own in zip(planned.shares, planned.batches, strict=True)
         ]
-        in_pass = [
-            share.most or math.ceil(GROWTH * micro)
-            for share, micro in zip(shares, planned.micros, strict=True)
-        ]
         by_parts = not self.passes and not self._training.weights.computes_at_once
-        most = list(map(mul, in_pass, self.passes or [1] * planned.world))
-        grows = [
-            by_parts and not share.most and share.batch == own
-            for share, own in zip(shares, planned.micros, strict=True)
-        ]
-        return Rebalancer(
-            now, read_curves(shares), most, by_parts, name_devices(planned.shares), grows
-        )
+        most = []
+        for rank, (share, micro) in enumerate(zip(shares, planned.micros, strict=True)):
+            passes = self.passes[rank] if self.passes else 1
+            cut = by_parts and micro < share.batch  # by the plan, which doesn't say what fits
+            most.append(passes * (share.most or (math.ceil(GROWTH * micro) if cut else 0)))
+        return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares))
 
     def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         if self.passes:
@@ -477,5 +513,13 @@ class Rebalancing:
                 -(-share // passes) for share, passes in zip(shares, self.passes, strict=True)
             )
         self._training.change_shares(shares, micros, ahead)
+        own = shares[self._planned.rank]
+        if own > self._largest:
+            self._largest, self._grows_after = own, self._step + ahead
         self._window = 0
         self._windows.clear()
+
+
+def _read_figures(exchanged: Sequence[float]) -> RankFigures:
+    """A rank's figures, in which what isn't known came as UNKNOWN."""
+    return RankFigures(*(math.nan if each == UNKNOWN else each for each in exchanged))

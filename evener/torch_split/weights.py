@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RequestError
 from ..shares.whole_rows import count_passes, gradient_weight
+from ..torch_rows.structure import tensors_in
 from .batch import BatchTracker, TakenBatch
 from .exchange import Exchange, exchanged_parameters
 from .noise import NoiseSampler, refuse_noise
@@ -55,6 +56,8 @@ class BatchWeights(BatchTracker):
         self.in_pass = False  # of a trainer's, where shares take several
         self.equal_passes = False  # ranks meet in each pass of a sharded model
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
+        self.lengths_vary = False  # batches aren't padded to one length
+        self._shape: tuple[int, ...] | None = None  # of a row of the newest batch
         self._rank = shares.rank
         self.timer = timer
         # the backward pass in which a scaled loss was seen last
@@ -77,6 +80,14 @@ class BatchWeights(BatchTracker):
     def weight(self) -> float:
         """This rank's part of the current batch, 0 to 1."""
         return gradient_weight(self.sizes, self._rank)
+
+    def note_lengths(self, batch: Any) -> None:
+        """Note whether the rows of this batch have another shape than those of the last one."""
+        shape = next((tuple(each.shape[1:]) for each in tensors_in(batch) if each.ndim), None)
+        if shape is None or self.lengths_vary:
+            return
+        self.lengths_vary = self._shape not in (None, shape)
+        self._shape = shape
 
     def take_on(self, model: Any) -> list[Exchange]:
         """Sum the gradients of a trainer's model from now on: its exchange, or none where another

@@ -2,10 +2,13 @@
 
 Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. A
 window's medians say how many times as long as by its curve each device takes, and one slow step
-isn't seen in them. New shares are proposed where the last windows together would have gained enough
-by them, and each of the last two a little: a large change shows in two windows, a small one in up
-to 64. Once a change had to be taken back soon, the next need 32 windows, until one stands: what
-comes and goes too fast isn't chased. A pass costs the host about as much however few rows it has:
+isn't seen in them. New shares are proposed where steps of the last windows together would have been
+enough faster by them, and most of these windows, with each of the last two, a little: a large
+change shows in two windows, a small one in up to 64. The shares that a training begins with are
+left for a larger gain only. A change that the next one reverses soon was a mistake: then 32 windows
+are needed, and twice as many after each further mistake, until a change lasts. Where nothing says
+how own work goes by rows, it is taken to be in proportion to them; what a change of rows does to it
+then tells which part of it is fixed. A pass costs the host about as much however few rows it has:
 what one more costs is seen when a rank takes more or fewer of them.
 """
 
@@ -14,8 +17,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from operator import eq, mul
+from operator import mul
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,16 +27,24 @@ from ..plan.layout import Share
 from ..plan.solver import pass_rows, scale, solve_shares
 from ..shares.curves import Curve, step_in_passes
 
-LEAST_SHIFT = 0.02  # in own work; smaller ones aren't worth new shapes
+LEAST_SHIFT = 0.02  # of a step's rate; smaller gains aren't worth new shapes
+FIRST_SHIFT = 0.04  # for the first change: equal devices differ by a few per cent
+FIRST_SURE = 0.3  # over the root of the windows: for a first change before that is known
 NOISE_ERRORS = 3.0  # and this many standard errors of the windows
+DRIFT_WINDOWS = 8  # that go up or down together, where a device's speed drifts
+FEWEST_DRIFT = 16  # windows that show how it drifts
 FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are looked back on
 PATIENT_WINDOWS = 32  # the fewest, after a mistake
-SOON = 8  # times the fewest windows: a change that is taken back before was a mistake
-GROWTH = 1.25  # times the first rows of a pass: the most, where nothing says what memory holds
+SOON = 8  # times the fewest windows: a change that is reversed before was a mistake
+REVERSED = 0.5  # of the change before: so much of it is undone in a reversal
+AGREEING = 0.75  # of the windows that are looked back on gain by themselves
+GROWTH = 1.25  # times the first rows of a pass: the most, where nobody measures memory
 LARGEST_QUANTUM = 8  # rows that shares stay multiples of, if they were
 FINE = 64  # quanta in a mean share, or more
 FIRST_NOISE, LEAST_NOISE = 0.02, 0.002  # relative, of a window
 NOISE_MEMORY = 16  # windows
+CLEAR_ROWS = 0.1  # by which part rows must differ to show what part of own work is fixed
+MOST_FIXED = 0.9  # of own work: a little of it always goes by rows
 CLEAR_PASSES = 0.5  # by how many more or fewer a step must differ to show what one costs
 NEAR = 0.9  # of a share: its slope is taken from there
 
@@ -43,7 +55,7 @@ class Change(msgspec.Struct, frozen=True):
     shares: tuple[int, ...]
     micros: tuple[int, ...]  # rows of each pass: the share where it fits at once
     reason: str  # "GPU:1 slower by 38 % since step 1 204"
-    gain: float  # 0.12: the slowest rank's own work gets 12 % faster
+    gain: float  # 0.12: 12 % more steps a second, by own work
 
     def describe(self, before: Sequence[int]) -> str:
         """The reason, and the shares before and after."""
@@ -61,14 +73,23 @@ class Advice(msgspec.Struct, frozen=True):
     error: float = 0.0  # of the gain, by how own work varies: two standard errors
 
 
+class Window(NamedTuple):
+    """A window of steps with the shares in force."""
+
+    start: int  # its first step
+    factors: tuple[float, ...]  # how many times as long as by its curve each rank took
+    rest_s: float  # of a step: what isn't the slowest rank's own work; 0 where that is unknown
+
+
 class Rebalancer:
     """Proposes new shares; fed with the same figures it decides the same, so each rank can have its
     own.
 
     `shares` are the rows of each rank, `curves` its device's seconds of rows, `most` the rows of
     one pass that its memory holds (0: unknown). Without `passes` each share is one pass. `names`
-    are the devices', for the reasons. A wall that `grows` is a guess: a share may have a quarter
-    more rows than one that ran, as failed ones are cut.
+    are the devices', for the reasons. Where `most` is unknown, one change adds at most half of a
+    share's present rows, and no more than measured memory is predicted to hold (`fits`); where
+    nobody measures memory, a share stays below 1.25 times its first rows.
     """
 
     def __init__(
@@ -78,13 +99,13 @@ class Rebalancer:
         most: Sequence[int],
         passes: bool,
         names: Sequence[str] = (),
-        grows: Sequence[bool] = (),
     ) -> None:
-        self._curves = tuple(curves)
-        self._walls = tuple(
-            wall or math.ceil(GROWTH * share) for wall, share in zip(most, shares, strict=True)
-        )
-        self._grows = tuple(grows) or (False,) * len(shares)
+        self._curves = list(curves)
+        self._proportional = [_is_proportional(curve) for curve in curves]
+        self._most = tuple(most)
+        self._unmeasured = tuple(math.ceil(GROWTH * share) for share in shares)
+        self._walls = tuple(map(_first_above_zero, self._most, self._unmeasured))
+        self._guessed = (False,) * len(shares)  # walls by measured memory: a share isn't cut there
         self._passes = passes
         self._limits = self._walls  # rows of a pass in force, where memory has run out too
         self._extras: list[float | None] = [None] * len(
@@ -96,9 +117,10 @@ class Rebalancer:
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)
+        self._drift: float | None = None  # relative, of windows; None: not seen yet
         self._patience = FEWEST_WINDOWS  # the fewest windows that a change needs
         self._last: tuple[int, ...] = ()  # shares before the last change
-        self._taken_back = False  # the last change took back the one before
+        self._reversed = False  # the last change undid the one before
         self._usual: tuple[float, ...] = ()  # factors when the shares were chosen; none yet
         self._next_step = 0  # the first of the next window
         self._own: deque[tuple[float, ...]] = deque()  # the newest windows with these shares
@@ -114,14 +136,16 @@ class Rebalancer:
             )
         self.shares = shares
         self._counts = self._count_passes(shares)
-        self._planned = self._predict(shares)
-        self._slopes = [
-            _slope(curve, share) for curve, share in zip(self._curves, shares, strict=True)
-        ]
+        self._plan_shares()
         self._own = deque(maxlen=FEWEST_WINDOWS)
-        self._windows: deque[tuple[float, ...]] = deque(maxlen=MOST_WINDOWS)  # factors
-        self._starts: deque[int] = deque(maxlen=MOST_WINDOWS)  # their first steps
+        self._windows: deque[Window] = deque(maxlen=MOST_WINDOWS)
         self._seen = 0  # windows with these shares
+
+    def _plan_shares(self) -> None:
+        self._planned = self._predict(self.shares)
+        self._slopes = [
+            _slope(curve, share) for curve, share in zip(self._curves, self.shares, strict=True)
+        ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
         """Seconds of each rank's share by its curve, with what further passes cost beside their
@@ -134,9 +158,13 @@ class Rebalancer:
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
         """The passes of each share, where memory holds as many rows of one as it did last."""
+        if not self._passes:
+            return [1] * len(shares)
         return [
-            -(-share // limit) if self._passes else 1
-            for share, limit in zip(shares, self._limits, strict=True)
+            1 if guess and limit == wall else -(-share // limit)
+            for share, limit, wall, guess in zip(
+                shares, self._limits, self._walls, self._guessed, strict=True
+            )
         ]
 
     def observe(
@@ -145,54 +173,97 @@ class Rebalancer:
         own_work_s: Sequence[float],
         rows: Sequence[int],
         limits: Sequence[int] = (),
+        *,
+        fits: Sequence[int] = (),
+        step_s: float = 0.0,
+        fewest: int = FEWEST_WINDOWS,
     ) -> Change | None:
         """A window that ended at `step`: medians of each rank's own work, and the rows that they
         were of.
 
-        `limits` are the rows of a pass that didn't run out of memory, 0 where none did. A change
-        holds for the windows that follow. Windows of other rows than the shares in force are passed
-        over.
+        `limits` are the rows of a pass that didn't run out of memory, 0 where none did; `fits` the
+        rows that memory is predicted to hold, 0 where that isn't measured. `step_s` is the median
+        of a whole step: a change has to pay in it (0: own work is all of it). A change needs at
+        least the `fewest` windows (0: own work isn't what limits steps, so the window is passed
+        over), and holds for the windows that follow. Windows of other rows than the shares in force
+        are passed over, too.
         """
         start, self._next_step = self._next_step, step + 1
-        if tuple(rows) != self.shares or not all(0 < own < math.inf for own in own_work_s):
+        known = all(0 < own < math.inf for own in own_work_s)
+        if tuple(rows) != self.shares or not known or not fewest:
             return None
-        known = tuple(
-            min(wall, most or wall)
-            for wall, most in zip(self._walls, limits or self._walls, strict=True)
-        )
-        if known != self._limits:
-            self._limits = known
-            self._begin(self.shares)
+        self._bound(limits or (0,) * len(rows), fits or (0,) * len(rows))
         self._own.append(tuple(own_work_s))
-        self._raise_walls()
-        if len(self._own) == FEWEST_WINDOWS > len(self._windows) and self._learn_extras():
-            self._planned = self._predict(self.shares)
+        if len(self._own) == FEWEST_WINDOWS > len(self._windows) and self._learn():
+            self._plan_shares()
+            kept = list(self._windows)
             self._windows.clear()
-            self._windows.extend(self._find_factors(own) for own in list(self._own)[:-1])
+            self._windows.extend(
+                each._replace(factors=self._find_factors(own))
+                for each, own in zip(kept, list(self._own)[:-1], strict=True)
+            )
         factors = self._find_factors(own_work_s)
         self._note_noise(factors)
-        self._windows.append(factors)
-        self._starts.append(start)
+        self._windows.append(Window(start, factors, max(0.0, step_s - max(own_work_s))))
         self._seen += 1
-        span = self._patience
+        span = min(max(self._patience, fewest), MOST_WINDOWS)
         while span <= len(self._windows):
             if self._seen % (span // 2) == 0 and (found := self._try(span)) is not None:
                 return self._change(*found, span)
             span *= 2
         return None
 
-    def _raise_walls(self) -> None:
-        """Let a share that is one pass have a quarter more rows once it has run for two windows."""
-        if len(self._own) == FEWEST_WINDOWS:
-            ran = [
-                math.ceil(GROWTH * share) if grows and count == 1 else 0
-                for share, grows, count in zip(self.shares, self._grows, self._counts, strict=True)
-            ]
-            pairs = zip(self._limits, self._walls, ran, strict=True)
-            self._limits = tuple(
-                max(wall, most) if limit == wall else limit for limit, wall, most in pairs
-            )
-            self._walls = tuple(map(max, self._walls, ran))
+    def _bound(self, limits: Sequence[int], fits: Sequence[int]) -> None:
+        """Take the most rows of each pass from now on; if shares take other numbers of passes by
+        them, windows count anew.
+        """
+        walls = []
+        for rank, (share, most) in enumerate(zip(self.shares, self._most, strict=True)):
+            grown = share + max(share // 2, self._quantum)
+            held = max(share, min(grown, fits[rank])) if fits[rank] else self._unmeasured[rank]
+            walls.append(most or held)
+        self._walls = tuple(walls)
+        self._guessed = tuple(
+            bool(fit) and not most for fit, most in zip(fits, self._most, strict=True)
+        )
+        self._limits = tuple(
+            min(wall, limit or wall) for wall, limit in zip(walls, limits, strict=True)
+        )
+        if self._count_passes(self.shares) != self._counts:
+            self._begin(self.shares)
+
+    def _learn(self) -> bool:
+        """Learn from the last change what passes cost and which part of own work is fixed; True if
+        something was seen.
+        """
+        passes, fixed = self._learn_extras(), self._learn_fixed()
+        self._before = []
+        return passes or fixed
+
+    def _learn_fixed(self) -> bool:
+        """Learn the part of own work that doesn't go by rows, where no curve was measured.
+
+        By own work t before and after a change of rows n: t = a + b * n. What is measured counts
+        the less, the noisier it is beside the change.
+        """
+        learned = False
+        for rank, (own, share, count) in enumerate(self._before):
+            now, moved = self.shares[rank], math.log(self.shares[rank] / share)
+            if not self._proportional[rank] or self._counts[rank] != count:
+                continue
+            if count > 1 or abs(moved) < CLEAR_ROWS:
+                continue
+            after = _medians(list(self._own))[rank]
+            by_rows = now * (after - own) / (now - share) / after
+            seen = min(max(1 - by_rows, 0.0), MOST_FIXED)
+            trust = abs(moved) / (abs(moved) + NOISE_ERRORS * self._noise[rank])
+            curve = self._curves[rank]
+            whole = curve.seconds(now)
+            part = curve.seconds(0) / whole
+            fixed = part + (seen - part) * trust
+            self._curves[rank] = Curve((0.0,), (fixed * whole,), (1 - fixed) * whole / now)
+            learned = True
+        return learned
 
     def _learn_extras(self) -> bool:
         """Learn what a further pass costs from a step in more or fewer of them than before; True if
@@ -217,7 +288,6 @@ class Rebalancer:
                     seen if guess is None else (guess[rank] + seen) / 2,
                     True,
                 )
-        self._before = []
         return learned
 
     def _list_extras(self) -> list[float]:
@@ -235,7 +305,7 @@ class Rebalancer:
         """Follow the standard deviation of each rank's windows by how much two in a row differ."""
         if not self._windows:
             return
-        for rank, (now, before) in enumerate(zip(factors, self._windows[-1], strict=True)):
+        for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
             noise = self._noise[rank]
             seen = min(
                 abs(math.log(now / before)) * 0.886, 3 * noise
@@ -247,28 +317,52 @@ class Rebalancer:
         it is too small.
         """
         recent = list(self._windows)[-span:]
-        factors = _medians(recent)
-        needed = LEAST_SHIFT + NOISE_ERRORS * max(self._noise) / math.sqrt(span)
-        if max(self._counts) == 1 and self._hope(factors) < needed:  # passes come and go by leaps
-            return None
+        factors = _medians([each.factors for each in recent])
+        rest_s = median(each.rest_s for each in recent)
+        needed = self._needed_gain(span)
+        if max(self._counts) == 1 and self._most_gain(factors, rest_s) < needed:
+            return None  # passes come and go by leaps
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras, batch = list(map(mul, factors, self._list_extras())), sum(self.shares)
-        guesses = map(
-            mul, self._grows, map(eq, self._limits, self._walls)
-        )  # which will be above that soon
-        cut = [self._passes and not guess for guess in guesses]
+        cut = [
+            self._passes and not (guess and limit == wall)
+            for guess, limit, wall in zip(self._guessed, self._limits, self._walls, strict=True)
+        ]
         shares = solve_shares(curves, batch, self._limits, cut, self._quantum, extras)
         if shares is None or shares == self.shares:
             return None
         seconds = self._predict(shares)
         gain = self._gain(recent, seconds)
-        if gain < needed or any(self._gain([one], seconds) <= 0 for one in recent[-2:]):
+        gaining = [self._gain([each], seconds) > 0 for each in recent]
+        if gain < needed or not all(gaining[-2:]) or sum(gaining) < AGREEING * span:
             return None
         return shares, factors, gain
 
-    def _hope(self, factors: Sequence[float]) -> float:
-        """About the most that any shares gain, by slopes at those in force; solving takes far
-        longer.
+    def _needed_gain(self, span: int) -> float:
+        """The gain that this number of windows has to show, by how much windows vary: from one to
+        the next, and slowly.
+        """
+        needed = LEAST_SHIFT if self._last else FIRST_SHIFT
+        needed += NOISE_ERRORS * max(self._noise) / math.sqrt(span)
+        drift = self._find_drift(len(self._windows))
+        if drift is not None:
+            needed = max(needed, NOISE_ERRORS * drift / math.sqrt(max(1, span / DRIFT_WINDOWS)))
+        elif not self._last:
+            needed = max(needed, FIRST_SURE / math.sqrt(span))
+        return needed
+
+    def _find_drift(self, count: int) -> float | None:
+        """How far the first windows with these shares lie from their median, where they are enough;
+        else as seen with earlier shares.
+        """
+        if count < FEWEST_DRIFT:
+            return self._drift
+        factors = [each.factors for each in list(self._windows)[:count]]
+        return max(map(_deviation, zip(*factors, strict=True)))
+
+    def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
+        """About the most that any shares gain in a step, by slopes at those in force; solving takes
+        far longer.
         """
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
@@ -279,7 +373,7 @@ class Rebalancer:
         for i in stuck:
             rates[i] = 0.0
         levels = [own[i] for i in stuck] + ([_level(own, rates)] if any(rates) else [])
-        return max(own) / max(levels) - 1
+        return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
         """True if a share that is to give rows has none to give, or one that is to take some is at
@@ -287,26 +381,30 @@ class Rebalancer:
         """
         if gives:
             return share <= self._quantum
-        return not self._passes and share + self._quantum > self._walls[rank]
+        bounded = not self._passes or self._guessed[rank]
+        return bounded and share + self._quantum > self._walls[rank]
 
-    def _gain(self, windows: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
-        """The gain of these windows if each rank's curve had given it these seconds."""
-        before = math.fsum(max(map(mul, window, self._planned)) for window in windows)
-        return before / math.fsum(max(map(mul, window, seconds)) for window in windows) - 1
+    def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
+        """The gain in these windows' steps if each rank's curve had given it these seconds."""
+        rest = math.fsum(each.rest_s for each in windows)
+        before, after = (
+            rest + math.fsum(max(map(mul, each.factors, some)) for each in windows)
+            for some in (self._planned, seconds)
+        )
+        return before / after - 1
 
     def _change(
         self, shares: tuple[int, ...], factors: tuple[float, ...], gain: float, span: int
     ) -> Change:
         soon = self._seen < SOON * self._patience
-        back = bool(self._last) and 2 * _distance(shares, self._last) < _distance(
-            self.shares, self._last
-        )
-        if back and soon:
-            self._patience = PATIENT_WINDOWS
-        elif not soon and not self._taken_back:
+        back = soon and bool(self._last) and _reverses(self._last, self.shares, shares)
+        if back:
+            self._patience = min(max(PATIENT_WINDOWS, 2 * self._patience), MOST_WINDOWS)
+        elif not soon and not self._reversed:
             self._patience = FEWEST_WINDOWS
         reason = self._explain(factors, span)
-        self._taken_back, self._last, self._usual = back and soon, self.shares, factors
+        self._drift = self._find_drift(len(self._windows) - span)
+        self._reversed, self._last, self._usual = back, self.shares, factors
         self._begin(shares)
         return Change(shares, pass_rows(shares, self._walls), reason, gain)
 
@@ -315,7 +413,7 @@ class Rebalancer:
         and since when.
         """
         windows = list(self._windows)
-        usual = _medians(windows[:-span]) or self._usual or factors
+        usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
         rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
         if abs(shifts[rank]) < LEAST_SHIFT:
@@ -332,9 +430,9 @@ class Rebalancer:
         first = (
             len(windows) - 1
         )  # since then they are nearer to the shifted factor than to the usual one
-        while first and math.log(windows[first - 1][rank] / usual[rank]) / shifts[rank] > 0.5:
+        while first and _is_past_half(windows[first - 1].factors[rank], usual[rank], shifts[rank]):
             first -= 1
-        since = f"{self._starts[first]:,}".replace(",", " ")
+        since = f"{windows[first].start:,}".replace(",", " ")
         return f"{self._names[rank]} {word} by {percent:.0f} % since step {since}"
 
 
@@ -394,6 +492,14 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(median, zip(*windows, strict=True)))
 
 
+def _deviation(factors: Sequence[float]) -> float:
+    """The standard deviation of logarithms, by the median of their distances: few outliers don't
+    count.
+    """
+    middle = median(factors)
+    return 1.483 * median(abs(math.log(each / middle)) for each in factors)
+
+
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
     """The time at which all are done together, if each rank does this many rows a second more or
     less.
@@ -407,5 +513,26 @@ def _slope(curve: Curve, share: int) -> float:
     return max(rise, curve.seconds(share) / share / 100)
 
 
-def _distance(one: Sequence[int], other: Sequence[int]) -> int:
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
+def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
+    """True if the change from `now` to `then` undoes half or more of that from `before` to `now`,
+    or goes beyond.
+    """
+    made = [b - a for a, b in zip(before, now, strict=True)]
+    undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
+    return undone >= REVERSED * sum(each * each for each in made)
+
+
+def _is_past_half(factor: float, usual: float, shift: float) -> bool:
+    """True if a factor is nearer to the one that is this shift (a logarithm) away than to the usual
+    one.
+    """
+    return math.log(factor / usual) / shift > 0.5
+
+
+def _is_proportional(curve: Curve) -> bool:
+    """True for a curve through 0: nobody measured it."""
+    return curve.batches == (0.0,) and curve.times == (0.0,)
+
+
+def _first_above_zero(one: int, other: int) -> int:
+    return one or other

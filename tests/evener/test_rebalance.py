@@ -159,12 +159,10 @@ def test_shares_beside_a_neighbour_are_the_best_in_a_few_windows(least: float, r
     """The neighbour limits the rows of a pass on the second rank, and every pass takes the host a
     minimum time.
 
-    The first rank's memory isn't known: its passes grow with those that ran, and aren't cut by a
+    The first rank's memory is measured and holds all rows: its passes grow, and aren't cut by a
     guess.
     """
-    rule = Rebalancer(
-        (128, 128), proportional_curves((128, 128)), (160, 160), True, grows=(True, True)
-    )
+    rule = Rebalancer((128, 128), proportional_curves((128, 128)), (0, 0), True)
 
     def find_own(shares: tuple[int, ...], micros: tuple[int, ...]) -> list[float]:
         passes = [split_passes(*each) for each in zip(shares, micros, strict=True)]
@@ -175,7 +173,8 @@ def test_shares_beside_a_neighbour_are_the_best_in_a_few_windows(least: float, r
         most = room if number >= 10 else 256
         micros = (micros[0], min(micros[1], most))
         own = find_own(rule.shares, micros)
-        if change := rule.observe(5 * number + 4, own, rule.shares, (0, most % 256)):
+        limits = (0, most % 256)
+        if change := rule.observe(5 * number + 4, own, rule.shares, limits, fits=(256, 256)):
             micros = (change.micros[0], min(change.micros[1], most))
     best = min(max(find_own((rows, 256 - rows), (256, room))) for rows in range(8, 256, 8))
     assert max(find_own(rule.shares, micros)) <= 1.02 * best

@@ -69,12 +69,15 @@ def train(
         )
         training: Any = SimpleNamespace(
             ranks=found,
+            rank=rank,
+            world=len(batches),
+            device=torch.device("cpu"),
             ahead=0,
             _samplers=(),
             timer=Timer(),
-            reporter=SimpleNamespace(retreats=0, changes=[]),
+            reporter=SimpleNamespace(retreats=0, note_change=lambda _: None),
             listeners=[],
-            weights=SimpleNamespace(computes_at_once=False),
+            weights=SimpleNamespace(computes_at_once=False, lengths_vary=False),
             passes=SimpleNamespace(limit=SimpleNamespace(most=None)),
         )
         training.change_shares = partial(PlannedTraining.change_shares, training)

@@ -15,7 +15,7 @@ class RotatedShares:
     """In place of a Rebalancer: each rank takes over the rows of the next one."""
 
     def observe(
-        self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Any = ()
+        self, step: int, own_work_s: Sequence[float], rows: Sequence[int], **_: Any
     ) -> Change:
         assert min(own_work_s) > 0  # of every rank
         shares = (*rows[1:], rows[0])

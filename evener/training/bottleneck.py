@@ -1,0 +1,63 @@
+"""What limits a training's steps: the ranks' own work, their hosts, or their input. Pure.
+
+Moving rows between ranks makes steps faster only where the own work of the slowest rank takes
+less time with fewer rows. It doesn't where a GPU waits for its host to start kernels, nor where a
+rank waits for rows that other processes fetch for it. Where a CPU is shared with other programs,
+what it takes changes within seconds, so that more evidence is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from .rebalance import FEWEST_WINDOWS, MOST_WINDOWS
+
+Bottleneck = Literal["own work", "shared core", "host", "input"]
+
+INPUT_PART = 0.1  # of a step, waiting for fetched rows, from which input is the limit
+BEHIND_PART = 0.5  # of the steps, in which a GPU is behind its host, from which it is the limit
+COMPUTING_PART = 0.8  # of own work, below which another program has the core, or it sleeps
+EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0}
+
+
+class RankFigures(NamedTuple):
+    """Medians of a rank's steps in a window; NaN for what isn't known."""
+
+    own_work_s: float
+    input_s: float  # waiting for rows
+    step_s: float
+    behind: float = math.nan  # part of the steps in which the GPU was behind its host
+    computing: float = math.nan  # part of own work in which the CPU computed for this rank
+
+
+def find_bottleneck(ranks: Sequence[RankFigures], fetched_ahead: bool) -> Bottleneck:
+    """The limit of steps with these figures; `fetched_ahead`: other processes or threads fetch rows
+    meanwhile.
+
+    Rows that the loop fetches itself are work of its rank, and count as any part of the step.
+    """
+    last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
+    if fetched_ahead and last.input_s > INPUT_PART * last.step_s:
+        return "input"
+    slowest = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s))
+    if slowest.behind < BEHIND_PART:
+        return "host"
+    if slowest.computing < COMPUTING_PART:
+        return "shared core"
+    return "own work"
+
+
+def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
+    """The windows of this length that a change needs; 0 where shares don't change."""
+    seconds = EVIDENCE_SECONDS.get(bottleneck)
+    if seconds is None:
+        return 0
+    if window_s * MOST_WINDOWS <= seconds:
+        return MOST_WINDOWS
+    return max(math.ceil(seconds / window_s), FEWEST_WINDOWS)
+
+
+def _zero_for_nan(seconds: float) -> float:
+    return 0.0 if math.isnan(seconds) else seconds

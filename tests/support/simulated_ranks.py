@@ -1,0 +1,192 @@
+"""Simulated ranks of a training without a plan: their own work, hosts, input and memory drive the
+real rule.
+
+Pure: time is simulated. Figures come in as in PyTorch: medians of windows of steps, exchanged two
+at a time, and a change comes into force once the batches that were drawn ahead are trained.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from evener.plan.solver import proportional_curves
+from evener.training.bottleneck import RankFigures, fewest_windows, find_bottleneck
+from evener.training.memory_growth import LEFT_AT_RISK, MemoryPeaks
+from evener.training.rebalance import Rebalancer
+
+GIB = 2.0**30
+WINDOW_SECONDS, FEWEST_STEPS, MOST_STEPS, WINDOWS = 0.05, 5, 25, 2  # as planned.py has them
+
+Slowdown = Callable[[float], float]  # at a time in seconds: 2.0 takes twice as long
+
+
+def steady(_at: float) -> float:
+    """Nothing changes."""
+    return 1.0
+
+
+class Device(NamedTuple):
+    """A rank's device; a step's own work takes the longer of device and host."""
+
+    row_s: float
+    fixed_s: float = 0.0
+    host_s: float = 0.0  # to start the kernels of a pass, whatever its rows
+    slowdown: Slowdown = steady
+    fixed_bytes: float = 2 * GIB
+    row_bytes: float = 0.05 * GIB
+    capacity_bytes: float = 139 * GIB
+    on_gpu: bool = True
+
+    def device_seconds(self, rows: int, at: float) -> float:
+        """Seconds that the device computes."""
+        return (self.fixed_s + self.row_s * rows) * self.slowdown(at)
+
+    def seconds(self, rows: int, at: float) -> float:
+        """Seconds of own work."""
+        return max(self.device_seconds(rows, at), self.host_s)
+
+    def bytes(self, rows: int) -> float:
+        """Memory that a pass takes."""
+        return self.fixed_bytes + self.row_bytes * rows
+
+
+class Noise(NamedTuple):
+    """Relative deviations of own work: of each step, and of a drift that lasts some steps."""
+
+    step: float = 0.01
+    drift: float = 0.0
+    drift_steps: float = 30.0
+    rare: float = 0.0  # part of the steps that take three times as long
+
+
+class Training(NamedTuple):
+    """The shares of each step, and the seconds that it took."""
+
+    devices: tuple[Device, ...]
+    shares: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def changes(self) -> int:
+        """Times that shares became others."""
+        return sum(a != b for a, b in zip(self.shares, self.shares[1:], strict=False))
+
+    def rate_of_best(self, step: int) -> float:
+        """The rate by the shares of a step over that of the best shares."""
+        here, best = self.shares[step], best_seconds(self.devices, sum(self.shares[0]))
+        return best / _slowest(self.devices, here)
+
+    @property
+    def memory_part(self) -> float:
+        """The largest part of a device's memory that was taken."""
+        return max(
+            device.bytes(rows) / device.capacity_bytes
+            for shares in set(self.shares)
+            for device, rows in zip(self.devices, shares, strict=True)
+        )
+
+
+def best_seconds(devices: Sequence[Device], rows: int) -> float:
+    """The seconds in which the devices do these rows together, if they may be divided at will."""
+    low, high = 0.0, max(each.seconds(rows, 0.0) for each in devices)
+    for _ in range(60):
+        middle = (low + high) / 2
+        fast = [each for each in devices if middle >= max(each.host_s, each.fixed_s)]
+        if sum((middle - each.fixed_s) / each.row_s for each in fast) >= rows:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def train(
+    devices: Sequence[Device],
+    rows: Sequence[int],
+    steps: int,
+    seed: int,
+    noise: Noise = Noise(),  # noqa: B008 - a tuple
+    input_s: float = 0.0,
+    ahead: int = 0,
+    exchange_s: float = 0.01,
+) -> Training:
+    """A training by the rule. Workers fetch a batch in `input_s`, `ahead` of their turn; without
+    any, the loop does.
+    """
+    numbers = random.Random(seed)
+    world, shares, at = len(devices), tuple(rows), 0.0
+    rule = Rebalancer(shares, proportional_curves(shares), (0,) * world, False)
+    peaks, largest = [MemoryPeaks() for _ in devices], list(shares)
+    drifts = [0.0] * world
+    keeps = math.exp(-1 / noise.drift_steps)
+    window: list[list[RankFigures]] = []
+    windows: list[tuple[int, list[float]]] = []
+    window_steps, coming = FEWEST_STEPS, (-1, shares)
+    seen, seconds = [], []
+    for step in range(steps):
+        if step == coming[0]:
+            shares = coming[1]
+            window.clear()
+            windows.clear()
+        largest = list(map(max, largest, shares))
+        figures = []
+        for rank, device in enumerate(devices):
+            fresh = numbers.gauss(0.0, noise.drift * math.sqrt(1 - keeps**2))
+            drifts[rank] = drifts[rank] * keeps + fresh
+            factor = math.exp(numbers.gauss(0.0, noise.step) + drifts[rank])
+            factor *= 3.0 if numbers.random() < noise.rare else 1.0
+            own = device.seconds(shares[rank], at) * factor
+            behind = device.device_seconds(shares[rank], at) > device.host_s
+            figures.append((own, behind, device.on_gpu))
+        slowest = max(own for own, _, _ in figures)
+        late = max(0.0, input_s - slowest - exchange_s) if ahead else input_s
+        step_s = slowest + exchange_s + late
+        at += step_s
+        seen.append(shares)
+        seconds.append(step_s)
+        window.append(
+            [
+                RankFigures(
+                    own,
+                    late,
+                    step_s,
+                    float(behind) if on_gpu else math.nan,
+                    math.nan if on_gpu else 1.0,
+                )
+                for own, behind, on_gpu in figures
+            ]
+        )
+        if step < coming[0] or len(window) < window_steps:
+            continue
+        medians = [_middle(each) for each in zip(*window, strict=True)]
+        window.clear()
+        windows.append((step, [each.own_work_s for each in medians]))
+        if len(windows) < WINDOWS:
+            continue
+        fits = []
+        for peak, device, most in zip(peaks, devices, largest, strict=True):
+            peak.note(most, device.bytes(most), device.fixed_bytes)
+            fits.append(peak.most_rows(device.capacity_bytes, LEFT_AT_RISK))
+        middle_s = max(each.step_s for each in medians)
+        fewest = fewest_windows(find_bottleneck(medians, ahead > 0), window_steps * middle_s)
+        window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / middle_s), MOST_STEPS))
+        for end, own_work_s in windows:
+            change = rule.observe(
+                end, own_work_s, shares, fits=fits, step_s=middle_s, fewest=fewest
+            )
+            if change is not None:
+                coming = step + 2 + ahead, change.shares
+                break
+        windows.clear()
+    return Training(tuple(devices), tuple(seen), tuple(seconds))
+
+
+def _middle(figures: Sequence[RankFigures]) -> RankFigures:
+    return RankFigures(*(median(each) for each in zip(*figures, strict=True)))
+
+
+def _slowest(devices: Sequence[Device], shares: Sequence[int]) -> float:
+    return max(each.seconds(rows, 0.0) for each, rows in zip(devices, shares, strict=True))
