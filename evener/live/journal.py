@@ -182,7 +182,7 @@ class TrainingJournal:
 
     def _write_noted(self) -> None:
         """Write what was noted, once the journal was begun."""
-        if self._descriptor < 0:
+        if not self._began:
             return
         for entry in self._noted:
             self._append(entry)

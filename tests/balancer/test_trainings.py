@@ -83,6 +83,20 @@ def test_a_journal_has_speeds_changes_and_the_end(
     assert (training.state, training.failure, training.samples_per_second) == ("finished", "", 400)
 
 
+def test_a_change_after_the_last_report_is_in_the_journal(
+    own_state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training may end less than half a second after its last change of shares."""
+    journal = write("20261122-120000-abc3", monkeypatch)
+    last = msgspec.structs.replace(CHANGE, step=9000, before=(6, 2), after=(5, 3))
+    journal.note_change(last)
+    journal.close()
+    training = runs.load_training("20261122-120000-abc3")
+    assert training is not None
+    changes = [each.change for each in training.entries if isinstance(each, ChangeEntry)]
+    assert changes == [CHANGE, last]
+
+
 def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
     own_state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
