@@ -1,25 +1,32 @@
 """The terms that `--devices` consists of, and their grammar. Pure.
 
     request = term ("," term)*
-    term    = [where] device ["@" limit]      the limit holds for what stands directly before it
-    where   = "ray/"                          on every host of the Ray cluster; `ray` alone is `ray/auto`
-            | "ray:" HOST "/"                 on one of them, by its address or name; `ray:HOST` is `ray:HOST/auto`
-    device  = "auto"                          GPUs; without any, slices of the CPU; stands alone on its host
-            | "gpu" [":" pick]                all GPUs, or one; another maker's have a word of their own
-            | "cpu" ["/" COUNT] [":" pick]    all slices of the CPU cut into COUNT (default 2), or one
-            | "sim:" NAME                     from the catalogue
-            | "sim:" FILE                     a machine file: ends in .toml or holds a "/"; stands alone
-            | UUID                            GPU-... or MIG-...: a GPU, as in `gpu:UUID`
-            | pick                            goes on with the kind of the term before it: `cpu:0,1`, `sim:t4,t4`
+    term    = [where] device ["@" limit]    the limit holds for what stands directly before it
+    where   = "ray/"                        on every host of the Ray cluster; `ray` alone is
+                                            `ray/auto`
+            | "ray:" HOST "/"               on one of them, by its address or name; `ray:HOST` is
+                                            `ray:HOST/auto`
+    device  = "auto"                        GPUs; without any, slices of the CPU; stands alone on
+                                            its host
+            | "gpu" [":" pick]              all GPUs, or one; another maker's have a word of their
+                                            own
+            | "cpu" ["/" COUNT] [":" pick]  all slices of the CPU cut into COUNT (default 2), or one
+            | "sim:" NAME                   from the catalogue
+            | "sim:" FILE                   a machine file: ends in .toml or holds a "/"; stands
+                                            alone
+            | UUID                          GPU-... or MIG-...: a GPU, as in `gpu:UUID`
+            | pick                          goes on with the kind of the term before it: `cpu:0,1`,
+                                            `sim:t4,t4`
     pick    = INDEX | UUID or the unique beginning of one | NAME
-    limit   = part [ "+" part ]               one of each kind, in either order
-    part    = NUMBER "%"                      a share of the device's compute: above 0, at most 100
-            | NUMBER UNIT                     a part of its memory: B KiB MiB GiB TiB (powers of 1024) or KB MB GB TB
+    limit   = part [ "+" part ]             one of each kind, in either order
+    part    = NUMBER "%"                    a share of the device's compute: above 0, at most 100
+            | NUMBER UNIT                   a part of its memory: B KiB MiB GiB TiB (powers of 1024)
+                                            or KB MB GB TB
 
-So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, `gpu:0,gpu:1@60%+8GiB` limits the second GPU, and
-`ray:a/gpu:0,2,ray:b` is two GPUs of host a and all of host b. A request has one kind of devices: GPUs, CPU slices and
-simulated devices can't train one step together.
-"""  # noqa: E501
+So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, `gpu:0,gpu:1@60%+8GiB` limits the
+second GPU, and `ray:a/gpu:0,2,ray:b` is two GPUs of host a and all of host b. A request has one
+kind of devices: GPUs, CPU slices and simulated devices can't train one step together.
+"""
 
 from __future__ import annotations
 
@@ -102,12 +109,16 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
     kind = found[1].lower() if found else ""
     if found is None or kind not in ("auto", *BACKENDS):
         return _parse_pick(body, limit, before)
+    slices = found[2]
+    colon = found[3]
     pick = (found[4] or "").strip()
-    if (found[3] and not pick) or (kind == "sim" and not pick):
+    if not pick and (colon or kind == "sim"):
         raise RequestError(f"{body!r} names no device after the colon.", REMEDY)
-    if (found[2] and kind != "cpu") or (found[3] and kind == "auto"):
+    if slices and kind != "cpu":
         raise RequestError(f"{body!r} is not a device.", REMEDY)
-    return Term(kind, pick, limit, int(found[2]) if found[2] else None)
+    if colon and kind == "auto":
+        raise RequestError(f"{body!r} is not a device.", REMEDY)
+    return Term(kind, pick, limit, int(slices) if slices else None)
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:

@@ -16,10 +16,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NoReturn, cast
 
 import msgspec
 
@@ -245,15 +245,12 @@ class ChildGroup:
         A rank that is silent when another fails is no failure of its own: it only was not waited
         for.
         """
-        deadline = time.monotonic() + seconds
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
+        deadline = time.monotonic() + seconds
         while len(replies) + len(failures) < len(self.children) and time.monotonic() <= deadline:
             if stop.is_set():
-                late = [child for child in self.children if child.rank not in replies]
-                raise StoppedError(
-                    late[0].find_stack() if expected in (Ready, Built, Prepared) else None
-                )
+                self._stop_waiting(expected, replies)
             try:
                 rank, message = self._inbox.get(timeout=TICK_SECONDS)
             except queue.Empty:
@@ -264,21 +261,31 @@ class ChildGroup:
                 replies.pop(rank, None)
                 failures[rank] = self._failure(rank, message)
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        ranks = range(len(self.children))
-        for rank in (
-            ranks if failures else ()
-        ):  # the others may have failed because its host has gone
-            if (
-                rank not in replies
-                and rank not in failures
-                and (loss := self.children[rank].find_loss())
-            ):
-                failures[rank] = RankFailure(rank, "device", loss)
-        if not failures:
-            failures = {rank: self._silence(rank, seconds) for rank in ranks if rank not in replies}
+        silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
+        if failures:
+            failures |= self._find_losses(silent)
+        else:
+            failures = {rank: self._silence(rank, seconds) for rank in silent}
         if failures:
             raise GroupError(*failures.values())
-        return [replies[rank] for rank in ranks]
+        return [replies[rank] for rank in range(len(self.children))]
+
+    def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
+        """Raise StoppedError, with the stack of a rank that is late, where its user's code runs."""
+        late = [child for child in self.children if child.rank not in replies]
+        in_users_code = expected in (Ready, Built, Prepared)
+        raise StoppedError(late[0].find_stack() if in_users_code else None)
+
+    def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
+        """The silent ranks whose device or host has gone: others may have failed for that
+        reason.
+        """
+        found = {}
+        for rank in silent:
+            loss = self.children[rank].find_loss()
+            if loss:
+                found[rank] = RankFailure(rank, "device", loss)
+        return found
 
     def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
         """Let every rank give back memory that isn't in use: position -> the bytes that are kept,

@@ -118,27 +118,61 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
     """The layout with the whole batch on the shares that are left, which had this part of it."""
-    walls = tuple(share.most or (share.micro if share.micro < share.batch else 0) for share in left)
-    by_rows = apportion(layout.global_batch, [share.ratio for share in left])
-    solved = None
-    if not layout.by_cost:
-        in_passes = any(share.micro < share.batch for share in layout.active)
-        for passes in (True,) if in_passes else (False, True):
-            solved = solved or solve_shares(read_curves(left), layout.global_batch, walls, passes)
-    rows = solved or by_rows
-    sizes = dict(zip(left, zip(rows, pass_rows(rows, walls), strict=True), strict=True))
-    batches, micros = zip(*(sizes.get(share, (0, 0)) for share in layout.share), strict=True)
-    ratios = tuple(share.ratio / part if share in sizes else 0.0 for share in layout.share)
+    rows, micros = _rows_of(layout, left)
     held = sum(share.state for share in left)
-    states = (share.state / held if held and share in sizes else 0.0 for share in layout.share)
+    shares = []
+    batches = []
+    passes = []
+    ratios = []
+    for share in layout.share:
+        stays = share in rows
+        state = share.state / held if held and stays else 0.0
+        shares.append(msgspec.structs.replace(share, state=state, held_bytes=0, peak_bytes=0))
+        batches.append(rows.get(share, 0))
+        passes.append(micros.get(share, 0))
+        ratios.append(share.ratio / part if stays else 0.0)
+    several = len(left) > 1
     return make_layout(
-        layout.kind if len(left) > 1 else "solo",
-        tuple(
-            msgspec.structs.replace(share, state=state, held_bytes=0, peak_bytes=0)
-            for share, state in zip(layout.share, states, strict=True)
-        ),
-        batches,
-        micros=micros,
-        ratios=ratios if layout.by_cost else None,
-        engine=layout.engine if len(left) > 1 else "",
+        layout.kind if several else "solo",
+        tuple(shares),
+        tuple(batches),
+        micros=tuple(passes),
+        ratios=tuple(ratios) if layout.by_cost else None,
+        engine=layout.engine if several else "",
     )
+
+
+def _rows_of(
+    layout: PlanLayout, left: Sequence[Share]
+) -> tuple[dict[Share, int], dict[Share, int]]:
+    """The rows of each share that is left, and of each of its passes: by the devices' curves where
+    the plan has them, else in proportion to the shares.
+    """
+    walls = tuple(_largest_pass(share) for share in left)
+    rows = None if layout.by_cost else _solve(layout, left, walls)
+    if rows is None:
+        rows = apportion(layout.global_batch, [share.ratio for share in left])
+    by_share = dict(zip(left, rows, strict=True))
+    return by_share, dict(zip(left, pass_rows(rows, walls), strict=True))
+
+
+def _largest_pass(share: Share) -> int:
+    """The most rows that a device surely holds at once; 0 where the plan doesn't say."""
+    if share.most:
+        return share.most
+    return share.micro if share.micro < share.batch else 0
+
+
+def _solve(
+    layout: PlanLayout, left: Sequence[Share], walls: tuple[int, ...]
+) -> Sequence[int] | None:
+    """The fastest rows by the devices' curves, in passes where the plan has them or it doesn't fit
+    otherwise; None where no rows fit.
+    """
+    curves = read_curves(left)
+    in_passes = any(share.micro < share.batch for share in layout.active)
+    if not in_passes:
+        rows = solve_shares(curves, layout.global_batch, walls, False)
+        if rows:
+            return rows
+    return solve_shares(curves, layout.global_batch, walls, True) or None

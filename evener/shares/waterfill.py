@@ -57,9 +57,8 @@ class Allocation(msgspec.Struct, frozen=True):
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
-Costs = Sequence[
-    float
-]  # [k]: seconds of k devices' gradient exchange that aren't hidden behind computation
+# [k]: seconds of k devices' gradient exchange that aren't hidden behind computation
+Costs = Sequence[float]
 
 
 def split_fixed(
@@ -70,39 +69,38 @@ def split_fixed(
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
-    if (
-        most < fewest
-        or sum(sorted((device.limit for device in devices), reverse=True)[:most]) < batch
-    ):
+    largest = heapq.nlargest(most, (device.limit for device in devices))
+    if most < fewest or sum(largest) < batch:
         return None
     natural = _fixed_count(devices, most, batch, quantum, 0.0, 0)
     if natural is None:
         return None
     least, shares = natural
-    if (
-        len(shares) < fewest
-    ):  # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
+    if len(shares) < fewest:
+        # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
         forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
-        return (
-            _allocation(devices, forced[1], _slowest(devices, forced[1]) + costs[fewest])
-            if forced
-            else None
-        )
+        if forced is None:
+            return None
+        _, shares = forced
+        return _allocation(devices, shares, _slowest(devices, shares) + costs[fewest])
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
     while ranges:
         low, high = ranges.pop()
-        if (
-            low > high
-            or _reach(devices, high, best.seconds - min(costs[low : high + 1]), quantum) < batch
-        ):
+        if low > high:
+            continue
+        seconds_left = best.seconds - min(costs[low : high + 1])
+        if _reach(devices, high, seconds_left, quantum) < batch:
             continue  # fewer devices never do more by then
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
-        if found := _fixed_count(devices, middle, batch, quantum, least, 0):
-            seconds = _slowest(devices, found[1]) + costs[len(found[1])]
-            if len(found[1]) >= fewest and seconds < best.seconds:
-                best = _allocation(devices, found[1], seconds)
+        found = _fixed_count(devices, middle, batch, quantum, least, 0)
+        if found is None:
+            continue
+        _, shares = found
+        seconds = _slowest(devices, shares) + costs[len(shares)]
+        if len(shares) >= fewest and seconds < best.seconds:
+            best = _allocation(devices, shares, seconds)
     return best
 
 
@@ -117,13 +115,15 @@ def split_free(
     if none fits.
     """
     devices = [device for device in devices if device.limit >= quantum]
-    times = finish_times(devices, quantum)
-    found = [
-        one for time in times if (one := _best_count(devices, costs, time, quantum, limit, fewest))
-    ]
+    found = []
+    for time in finish_times(devices, quantum):
+        one = _best_count(devices, costs, time, quantum, limit, fewest)
+        if one:
+            found.append(one)
     if limit is not None and sum(device.limit for device in devices) > limit:
         capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, fewest)
-        found += [capped] if capped else []
+        if capped:
+            found.append(capped)
     best = max(found, key=lambda one: one.samples_per_second, default=None)
     if best is None or len(devices) > EXACT_DEVICES:
         return best
@@ -159,23 +159,16 @@ def single_best(
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
         return None
-    knots = {
-        device.curve.largest(seconds, limit, quantum) for seconds in device.curve.breakpoints(limit)
-    }
-    sizes = {
-        limit,
-        *knots,
-        *(size + quantum for size in knots),
-    }  # a knot may lie between two whole quanta
+    curve = device.curve
+    knots = {curve.largest(seconds, limit, quantum) for seconds in curve.breakpoints(limit)}
+    # a knot may lie between two whole quanta
+    sizes = {limit, *knots, *(size + quantum for size in knots)}
     allocations = [
-        Allocation(((device.position, size),), device.curve.seconds(size))
+        Allocation(((device.position, size),), curve.seconds(size))
         for size in sizes
         if quantum <= size <= limit
     ]
-    return max(
-        allocations,
-        key=lambda allocation: (allocation.samples_per_second, -allocation.global_batch),
-    )
+    return max(allocations, key=lambda one: (one.samples_per_second, -one.global_batch))
 
 
 def single_reaching(

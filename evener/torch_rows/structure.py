@@ -102,17 +102,10 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
     Tensors and arrays are cut, and lists with an item for each row, such as texts. RequestError for
     anything else.
     """
-    if (shape := getattr(data, "shape", None)) is not None:
-        if shape and len(data) != rows:
-            raise RequestError(
-                f"A tensor of shape {tuple(shape)} can't be cut into passes: the batch has "
-                f"{rows} rows.",
-                "Let collate_fn give tensors whose first dimension is the rows.",
-            )
-        return data[start:stop] if shape else data
-    nested = (list, tuple, MutableMapping)
-    items = data if isinstance(data, (list, tuple)) and len(data) == rows else ()
-    if items and not any(hasattr(each, "shape") or isinstance(each, nested) for each in items):
+    shape = getattr(data, "shape", None)
+    if shape is not None:
+        return _cut_tensor(data, shape, start, stop, rows)
+    if _has_an_item_for_each_row(data, rows):
         return data[start:stop]
     cut = each_item(lambda item: cut_rows(item, start, stop, rows), data)
     if cut is data and not isinstance(data, (str, Number, type(None))):
@@ -121,3 +114,24 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
             "Give tensors, or dicts, tuples and lists of them, each with a row for each sample.",
         )
     return cut
+
+
+def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
+    """Some rows of a tensor or array; all of one without dimensions."""
+    if not shape:
+        return data
+    if len(data) != rows:
+        raise RequestError(
+            f"A tensor of shape {tuple(shape)} can't be cut into passes: the batch has "
+            f"{rows} rows.",
+            "Let collate_fn give tensors whose first dimension is the rows.",
+        )
+    return data[start:stop]
+
+
+def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
+    """True of a list or tuple whose items aren't batches themselves, such as texts."""
+    if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
+        return False
+    nested = (list, tuple, MutableMapping)
+    return not any(hasattr(each, "shape") or isinstance(each, nested) for each in data)

@@ -131,31 +131,33 @@ def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
 
     Of a chosen share that is larger, also in how many passes it fits.
     """
-    wall = memory_wall(lane.state, lane.device)
-    belief = lane.state.belief
-    sketch = (
-        next((each for each in belief.curves if each.device == lane.device), None)
-        if belief
-        else None
-    )
-    largest, ran = "", largest_run(lane.state, lane.device)
-    if sketch is not None and sketch.largest_batch is not None and ran:
-        largest = f"{'~' if sketch.largest_batch > ran else ''}{sketch.largest_batch}"
-    forms: list[tuple[Span, ...]] = [
-        (Span(f"{largest} fits") if largest else Span(Mark.NONE, "dim"),)
-    ]
-    if wall is not None:
-        walled = Span(f"{Mark.WALL}{wall}", "bad")
-        forms = [
-            (Span(f"{largest} fits, " if largest else ""), Span(f"{wall} not", "bad")),
-            (Span(largest), walled),
-        ]
-        forms.append((walled,))
+    forms = _memory_forms(_largest_that_fits(lane), memory_wall(lane.state, lane.device))
     chosen = chosen_layout(lane.state)
     if chosen is not None and chosen.passes(lane.device) > 1:
         passes = f"{chosen.shares[lane.device]} in {chosen.passes(lane.device)} passes"
-        forms = [*((*form, Span(f", {passes}")) for form in forms), (Span(passes),), *forms]
+        with_passes = [(*form, Span(f", {passes}")) for form in forms]
+        forms = [*with_passes, (Span(passes),), *forms]
     return next((form for form in forms if span_cells(form) <= width), forms[-1])
+
+
+def _largest_that_fits(lane: Lane) -> str:
+    """The largest batch that fits, with ~ if it is predicted; empty where that isn't known."""
+    ran = largest_run(lane.state, lane.device)
+    curves = lane.state.belief.curves if lane.state.belief else ()
+    sketch = next((each for each in curves if each.device == lane.device), None)
+    if sketch is None or sketch.largest_batch is None or not ran:
+        return ""
+    predicted = "~" if sketch.largest_batch > ran else ""
+    return f"{predicted}{sketch.largest_batch}"
+
+
+def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
+    """Ways to write the largest batch that fits and the smallest that didn't, the longest first."""
+    if wall is None:
+        return [(Span(f"{largest} fits") if largest else Span(Mark.NONE, "dim"),)]
+    walled = Span(f"{Mark.WALL}{wall}", "bad")
+    fits = Span(f"{largest} fits, " if largest else "")
+    return [(fits, Span(f"{wall} not", "bad")), (Span(largest), walled), (walled,)]
 
 
 LANES: Grid[Lane] = Grid(
