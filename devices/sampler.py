@@ -182,9 +182,11 @@ class History:
         return tuple([tick.get((key, metric)) for tick in ticks])
 
 
-def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:
-    """A snapshot whose every value is marked as too old to be current."""
-    note = f"No reading for {age_seconds:.0f} s: the driver does not answer."
+def stale(
+    snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
+) -> Snapshot:
+    """A snapshot whose every value is marked as too old to be current, with the reason."""
+    note = f"No reading for {age_seconds:.0f} s: {why}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
     return msgspec.structs.replace(
         snapshot,

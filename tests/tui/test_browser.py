@@ -4,6 +4,7 @@ alone.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import re
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,80 @@ def test_a_devices_text_can_start_no_other_command() -> None:
         text=True,
     )
     assert shown.stdout.splitlines() == words
+
+
+def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few at once, and not for long, however slowly they send a byte; who has asked for the page
+    stays.
+    """
+    from evener.tui.serve import browser
+
+    monkeypatch.setattr(browser, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(browser, "MOST_SILENT", 8)
+    server = browser.BrowserServer(["true"])
+
+    async def attack(port: int) -> None:
+        slow = await _connect(port)
+        dripping = asyncio.create_task(_drip(slow))
+        idle = [await _connect(port) for _ in range(20)]
+        assert await asyncio.wait_for(_count_closed(idle[:12]), 60) == 12
+        visitor = await _connect(port)
+        assert await _ask_page(visitor, server.token) == b"HTTP/1.1 200 OK\r\n"
+        refused = await _connect(port)
+        assert b"403" in await _ask_page(refused, "x" * 32)
+        await asyncio.wait_for(refused[0].read(), 60)  # to its end
+        assert await asyncio.wait_for(_count_closed(idle), 60) == 20
+        await asyncio.wait_for(dripping, 60)
+        late = await _connect(port)
+        dripping = asyncio.create_task(_drip(late))
+        await asyncio.wait_for(dripping, 60)
+        assert await _ask_page(visitor, server.token) == b"HTTP/1.1 200 OK\r\n"
+        for _, writer in (slow, visitor, refused, late, *idle):
+            writer.close()
+
+    async def serve() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            running = asyncio.create_task(server.run(listening))
+            await asyncio.wait_for(attack(listening.getsockname()[1]), 120)
+            signal.raise_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(running, 60) == 128 + signal.SIGTERM
+
+    asyncio.run(serve())
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _connect(port: int) -> Connection:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def _count_closed(connections: Sequence[Connection]) -> int:
+    """The connections, once the server has closed them."""
+    await asyncio.gather(*(reader.read() for reader, _ in connections))
+    return len(connections)
+
+
+async def _drip(connection: Connection) -> None:
+    """Send the bytes of a request one after the other, until the server has closed the
+    connection.
+    """
+    reader, writer = connection
+    with suppress(ConnectionError):
+        writer.write(b"GET / HTTP/1.1\r\nX-Slow: ")
+        while not reader.at_eof():
+            writer.write(b"x")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.2)
+
+
+async def _ask_page(connection: Connection, token: str) -> bytes:
+    """The first line of the answer, which is read to the end of its headers and its body."""
+    reader, writer = connection
+    port = writer.get_extra_info("peername")[1]
+    writer.write(f"GET /{token}/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"Content-Length: (\d+)", head)
+    assert length is not None
+    await reader.readexactly(int(length[1]))
+    return head.splitlines(keepends=True)[0]

@@ -8,21 +8,27 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
+from evener.devices.simulated import SimulatedSource
 from evener.devices.types import DENIED, LOST, Reading, State
 from evener.errors import RequestError
 from evener.live.files import LiveDevice, LiveRecord, Training
 from evener.tui.cli.main import run
+from evener.tui.cli.monitor import _snapshots
 
 pytest.importorskip("prometheus_client")
 
@@ -32,6 +38,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from evener.devices.network import Address, is_loopback
+from evener.tui.serve import metrics
 from evener.tui.serve.metrics import metric_families, parse_metrics_address, serving_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -318,3 +325,91 @@ def _drain(descriptor: int) -> None:
         while os.read(descriptor, 65536):
             pass
     os.close(descriptor)
+
+
+def _first_port(capsys: pytest.CaptureFixture[str]) -> int:
+    return parse_metrics_address(capsys.readouterr().err.split("/")[2], public=False).port
+
+
+def test_clients_that_ask_for_nothing_keep_nobody_out_and_no_descriptors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each could hold a thread and a descriptor; the oldest go."""
+    monkeypatch.setattr(metrics, "MOST_CLIENTS", 8)
+    with serving_metrics(Address("127.0.0.1", 0), lambda: None), ExitStack() as open_ones:
+        port = _first_port(capsys)
+        clients = []
+        for _ in range(100):
+            clients.append(open_ones.enter_context(_connect(port)))
+            assert len(_connections_to(port)) <= 9  # one of them waits for room
+        assert _ask(port) == (200, "")
+        assert [client.recv(1) for client in clients[:92]] == [b""] * 92
+        assert len(_connections_to(port)) <= 8
+
+
+def test_a_whole_request_has_a_time_however_slowly_it_comes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_SECONDS", 0.5)
+    with (
+        serving_metrics(Address("127.0.0.1", 0), lambda: None),
+        _connect(_first_port(capsys)) as client,
+        suppress(ConnectionError),
+    ):
+        client.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        client.settimeout(0.1)
+        until = time.monotonic() + 60
+        while _is_open(client):
+            assert time.monotonic() < until, "it holds its thread for ever"
+            client.sendall(b"x")
+
+
+def _connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+def _is_open(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) != b""
+    except TimeoutError:
+        return True
+
+
+def _connections_to(port: int) -> list[Any]:
+    """This process's ends of the connections that the server has accepted."""
+    found = psutil.Process().net_connections("tcp")
+    return [each for each in found if each.laddr.port == port and each.status != "LISTEN"]
+
+
+def test_a_reading_that_fails_is_stale_and_not_the_end(script: Any) -> None:
+    """As without a free descriptor for /proc/stat."""
+    sample = script.sample(power_watts=Reading(State.VALUE, 100.0))
+    whole = script.snapshot(devices=(sample,))
+    answers = iter([whole, whole, OSError(24, "Too many open files"), whole])
+
+    class Failing:
+        def devices(self) -> tuple[Any, ...]:
+            return ()
+
+        def sample(self) -> Any:
+            answer = next(answers)
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+    readings = islice(_snapshots(Failing(), 0.0, loops=True), 3)  # type: ignore[arg-type]
+    first, failed, last = (next(readings) for _ in range(3))
+    assert first == last == whole
+    assert failed.devices[0].power_watts.state is State.STALE
+    assert "Too many open files" in failed.notes[-1]
+
+
+def test_a_reading_that_fails_at_once_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(SimulatedSource, "sample", fail)
+    assert run(["monitor", "-d", "sim:gtx1080", "--once"]) == 3
+    assert "can't be read: Too many open files." in capsys.readouterr().err

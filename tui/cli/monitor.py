@@ -20,7 +20,7 @@ import typer
 
 from evener.devices.registry import find_backend, name_maker
 from evener.devices.types import Snapshot, Source
-from evener.errors import RequestError
+from evener.errors import DeviceError, RequestError
 
 from ..text.formatting import json_text, plain
 from ..text.parsing import parse_duration
@@ -143,22 +143,46 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Readings: one that has settled, or one every `pause` seconds."""
-    _settle(source)
-    due = time.monotonic()
+    """Readings: one that has settled, or one every `pause` seconds.
+
+    In place of one that fails, as without a free descriptor, comes the last one, marked as stale;
+    DeviceError where there is none.
+    """
+    from evener.devices.sampler import stale
+
+    last = _settle(source)
+    read_at = due = time.monotonic()
     while True:
-        yield source.sample()
+        try:
+            last, read_at = source.sample(), time.monotonic()
+            reading = last
+        except OSError as error:
+            if not loops:
+                raise _unreadable(error) from None
+            reading = stale(last, time.monotonic() - read_at, error.strerror or str(error))
+        yield reading
         if not loops:
             return
         due = max(due + pause, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def _settle(source: Source) -> None:
-    """Sample once, and wait until the next sample has rates."""
-    source.sample()
+def _settle(source: Source) -> Snapshot:
+    """The first sample, returned when the next one has rates; DeviceError if it can't be taken."""
+    try:
+        first = source.sample()
+    except OSError as error:
+        raise _unreadable(error) from None
     time.sleep(
         max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0)
+    )
+    return first
+
+
+def _unreadable(error: OSError) -> DeviceError:
+    return DeviceError(
+        f"The devices can't be read: {error.strerror or error}.",
+        "Look at the limits of this process (ulimit -a).",
     )
 
 

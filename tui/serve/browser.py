@@ -35,9 +35,38 @@ except ImportError:
 
 HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 5.0  # for the processes of the visitors
+MOST_SILENT = 64  # connections at once that have sent no request of the user's page,
+SILENT_SECONDS = 10.0  # and for how long
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REFUSED = "Open the address that evener printed, in a browser on this machine."
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class SilentConnections:
+    """Connections that haven't sent a request of the user's own page: few at once, and not for
+    long. Anybody on this machine can open them.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first
+
+    def add(self, connection: web.RequestHandler) -> None:
+        """Note a new connection; where there are too many, the oldest is closed."""
+        if len(self._ends) >= MOST_SILENT:
+            self.close(next(iter(self._ends)))
+        loop = asyncio.get_running_loop()
+        self._ends[connection] = loop.call_later(SILENT_SECONDS, self.close, connection)
+
+    def remove(self, connection: web.RequestHandler) -> None:
+        """It has sent such a request."""
+        ends = self._ends.pop(connection, None)
+        if ends is not None:
+            ends.cancel()
+
+    def close(self, connection: web.RequestHandler) -> None:
+        """Close a connection."""
+        self.remove(connection)
+        connection.force_close()
 
 
 class BrowserServer(Server):
@@ -47,6 +76,7 @@ class BrowserServer(Server):
         super().__init__(f"exec {shlex.join(command)}", host=HOST)
         self.token = secrets.token_urlsafe(24)
         self._visits: set[asyncio.Task[object]] = set()
+        self._silent = SilentConnections()
 
     async def _make_app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -70,7 +100,10 @@ class BrowserServer(Server):
         if not (
             own and is_loopback(host) and hmac.compare_digest(token.encode(), self.token.encode())
         ):
-            return web.Response(status=403, text=REFUSED)
+            refused = web.Response(status=403, text=REFUSED)
+            refused.force_close()
+            return refused
+        self._silent.remove(request.protocol)
         response = await handler(request)
         if not response.prepared:
             response.headers.update(_page_headers(host))
@@ -103,8 +136,16 @@ class BrowserServer(Server):
             await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
         )
         await runner.setup()
-        await web.SockSite(runner, listening).start()
+        connect = runner.server
+        assert connect is not None
+
+        def accept() -> web.RequestHandler:
+            connection = connect()
+            self._silent.add(connection)
+            return connection
+
         loop = asyncio.get_running_loop()
+        server = await loop.create_server(accept, sock=listening)
         ended: asyncio.Future[int] = loop.create_future()
         for number in ENDING_SIGNALS:
             loop.add_signal_handler(number, partial(_end, ended, 128 + number))
@@ -117,6 +158,7 @@ class BrowserServer(Server):
         try:
             return await ended
         finally:
+            server.close()
             await runner.cleanup()
 
 

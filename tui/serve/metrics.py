@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -33,6 +33,9 @@ except ImportError:
         "Metrics need prometheus-client.", "Install it: pip install 'evener[metrics]'."
     ) from None
 
+MOST_CLIENTS = 64  # at the same time
+REQUEST_SECONDS = 10.0  # from a connection to the end of its answer
+CUT_SECONDS = 0.1  # between two looks whether a connection that was cut off is closed
 WHAT_IS_SERVED = (
     "this machine's name, its devices and their load, and the names and speed of your trainings"
 )
@@ -50,8 +53,54 @@ class _Reading:
         return () if snapshot is None else metric_families(snapshot)
 
 
+class _Clients:
+    """The connections to the server that are open, the oldest first: at most `MOST_CLIENTS`, each
+    for at most `REQUEST_SECONDS`.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[socket.socket, float] = {}  # monotonic seconds
+        self._cut: set[socket.socket] = set()  # their threads are about to close them
+        self._change = threading.Condition()
+
+    def add(self, client: socket.socket) -> None:
+        """Note a new connection. Where there is no room, the oldest is cut off first: a client that
+        asks is answered within milliseconds, so the oldest is one that only keeps others out.
+        """
+        with self._change:
+            while len(self._since) >= MOST_CLIENTS:
+                oldest = next((each for each in self._since if each not in self._cut), None)
+                if oldest is not None:
+                    self._cut_off(oldest)
+                self._change.wait(CUT_SECONDS)
+            self._since[client] = time.monotonic()
+
+    def close(self, client: socket.socket, close: Callable[[socket.socket], None]) -> None:
+        """Close a connection; nobody cuts it off meanwhile, when its descriptor may be another's
+        already.
+        """
+        with self._change:
+            self._since.pop(client, None)
+            self._cut.discard(client)
+            close(client)
+            self._change.notify_all()
+
+    def cut_off_late(self) -> None:
+        """Cut off those whose time is over, however much they still send or read."""
+        until = time.monotonic() - REQUEST_SECONDS
+        with self._change:
+            for client, since in self._since.items():
+                if since <= until and client not in self._cut:
+                    self._cut_off(client)
+
+    def _cut_off(self, client: socket.socket) -> None:
+        self._cut.add(client)
+        with suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+
+
 class _Handler(WSGIRequestHandler):
-    timeout = 10  # for a client that connects and says nothing
+    timeout = REQUEST_SECONDS  # without a byte
 
     def log_message(self, *_: object) -> None:
         """Log nothing: standard error may be the app's terminal."""
@@ -59,6 +108,23 @@ class _Handler(WSGIRequestHandler):
 
 class _Server4(ThreadingWSGIServer):
     request_queue_size = 16
+
+    def __init__(self, *given: Any) -> None:
+        self._clients = _Clients()
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a client in a thread of its own."""
+        self._clients.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was answered or given up."""
+        self._clients.close(request, super().shutdown_request)
+
+    def service_actions(self) -> None:
+        """Look after the open connections, at least twice a second."""
+        self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that says nothing, or has gone, is no defect of the server's."""
