@@ -20,8 +20,13 @@ from tests.support.torch_start import free_port
 
 PARTS, SECONDS = "tests.support.run_parts", 60
 BY_SHARES, OTHER = (
-    ("tests.support.run_exact", "tests.support.run_exact_loops"),
     (
+        "tests.support.run_exact",
+        "tests.support.run_exact_loops",
+        "tests.support.run_exchanges",
+    ),
+    (
+        "tests.support.run_exchanged",
         "tests.support.run_losses",
         "tests.support.run_other",
         "tests.support.run_unlike",

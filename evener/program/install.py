@@ -12,9 +12,18 @@ from typing import Any
 
 from ..training.launched import PROGRAM, launched_device
 
+# functions that exchange between ranks, as evener.program.exchanges knows them; those that this
+# version of PyTorch hasn't are left out
 _EXCHANGES = (
-    *("all_reduce", "reduce", "all_gather", "all_gather_object", "all_gather_into_tensor"),
-    *("gather", "gather_object", "broadcast", "broadcast_object_list"),
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
+    *("all_gather_single", "_all_gather_base", "gather", "reduce_scatter", "reduce_scatter_tensor"),
+    *("reduce_scatter_single", "all_to_all", "all_to_all_single"),
+    *("all_gather_object", "gather_object", "broadcast_object_list"),
+)
+_EXCHANGED = "program:PROGRAM.exchange_figures"
+_FUNCTIONAL = (
+    *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_tensor_autograd"),
+    *("all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single"),
 )
 _FIT_LOOP = (
     ("_FitLoop.run", "strategies:run"),
@@ -28,16 +37,14 @@ _HOOKS = {
         ("multiprocessing.spawn", "notes:note_spawn"),
         ("nn.utils.clip_grad_norm_", "program:PROGRAM.clip"),
         ("nn.utils.clip_grad_value_", "program:PROGRAM.clip"),
-        *((f"distributed.{name}", "program:PROGRAM.exchange_figures") for name in _EXCHANGES),
+        *((f"distributed.{name}", _EXCHANGED) for name in _EXCHANGES),
     ),
+    "torch.distributed._functional_collectives": tuple((name, _EXCHANGED) for name in _FUNCTIONAL),
     "accelerate.data_loader": (
         ("DataLoaderShard.__iter__", "loops:begin_outer"),
         ("DataLoaderDispatcher.__iter__", "loops:begin_dispatcher"),
     ),
-    "accelerate.accelerator": (
-        ("Accelerator.gather", "loops:gather"),
-        ("Accelerator.reduce", "program:PROGRAM.exchange_figures"),
-    ),
+    "accelerate.accelerator": (("Accelerator.gather", "loops:gather"),),
     "timm.data.loader": (("PrefetchLoader.__iter__", "loops:begin_outer"),),
     "accelerate.commands.launch": (("launch_command", "notes:refuse_accelerate"),),
     "torch.distributed.launcher.api": (("launch_agent", "notes:refuse_torchrun"),),
@@ -87,6 +94,8 @@ def _wrap(module: Any) -> None:
     from wrapt import wrap_function_wrapper
 
     for name, target in _HOOKS[module.__name__]:
+        if target == _EXCHANGED and not _has(module, name):
+            continue
         wrap_function_wrapper(module, name, _later(target))
     if module.__name__ == "torch":
         from torch.optim.optimizer import (
@@ -96,6 +105,14 @@ def _wrap(module: Any) -> None:
 
         register_optimizer_step_pre_hook(_later("program:PROGRAM.begin_update"))
         register_optimizer_step_post_hook(_later("program:PROGRAM.note_update"))
+
+
+def _has(module: Any, name: str) -> bool:
+    try:
+        attrgetter(name)(module)
+    except AttributeError:
+        return False
+    return True
 
 
 def _later(target: str) -> Any:

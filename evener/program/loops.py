@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
@@ -26,6 +25,7 @@ from ..torch_loss.measure import kept_state
 from ..torch_rows.loader import Epoch
 from ..torch_rows.sampler import RowOrder, UnevenBatchSampler
 from ..torch_rows.structure import each_tensor, tensors_in
+from .exchanges import exchange_shapes, pad_rows
 from .program import PROGRAM
 
 DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
@@ -312,18 +312,21 @@ def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Gather rows of which ranks have different numbers."""
-    sizes = PROGRAM.sizes
-    if len(set(sizes)) < 2:
-        return wrapped(*arguments, **keywords)
-    own, most = sizes[dist.get_rank()], max(sizes)
 
     def gather(tensor: torch.Tensor) -> Any:
-        if not tensor.ndim or len(tensor) != max(1, own):
+        if not tensor.ndim:
             PROGRAM.note_exchange()  # of a mean over its own rows, say
             return wrapped(tensor)
-        rows = wrapped(pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, most - len(tensor))))
-        return torch.cat(
-            [rows[rank * most : rank * most + size] for rank, size in enumerate(sizes)]
-        )
+        counts = [shape[0] for shape in exchange_shapes(tensor)]
+        if len(set(counts)) == 1:
+            PROGRAM.note_exchange()
+            return wrapped(tensor)
+        most = max(counts)
+        rows = wrapped(pad_rows(tensor, most))
+        parts = [rows[rank * most : rank * most + count] for rank, count in enumerate(counts)]
+        return torch.cat(parts)
 
-    return each_tensor(gather, arguments[0] if arguments else keywords["tensor"])
+    with PROGRAM.exchanges.knowing_rows():
+        if not PROGRAM.is_uneven:
+            return wrapped(*arguments, **keywords)
+        return each_tensor(gather, arguments[0] if arguments else keywords["tensor"])

@@ -124,6 +124,7 @@ class Notebook:
         self.model = ""  # a digest of what trains by shares
         self.last_words = ""  # why, where nothing else was said by the end
         self.warned: set[str] = set()
+        self.was_uneven = False  # ranks have had different numbers of rows in a step
         self._training: Any = None
         self._first: StepFigures | None = None
         self._steps = 0
@@ -158,6 +159,7 @@ class Notebook:
 
     def _note_step(self, _: Any) -> None:
         self._steps += 1
+        self.was_uneven |= len(set(self._training.ranks.batches)) > 1
         changed = self._steps > 1 and self._training.ranks.batches != self._before
         if self._first is None and (self._steps == FIRST_STEPS or changed):
             self._first = self._figures(self._before if changed else None)

@@ -25,10 +25,11 @@ from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import find_shares, meet, open_plan
 from ..torch_split.wrapped import model_digest
 from . import views
+from .exchanges import Exchanges
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
-LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose exchanges are known
+WATCHED = 1  # more steps with even shares, where ranks exchange figures in the first one
 MEET_SECONDS = 60.0  # in which all ranks have to come to the end of the first step
 
 
@@ -57,6 +58,8 @@ class Program:
         self._look = LOOK_AGAIN  # the step at which the guard looks next
         self._others = 0  # trainers that train, and have hooks of their own
         self._met = 0  # times that ranks have exchanged something
+        self.exchanges = Exchanges(self.note_exchange)
+        self._watched = 0  # steps with exchanges of the program's own, before shares leave even
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -85,10 +88,38 @@ class Program:
         wrapped(*arguments, **keywords)
         self.models[model] = None
 
-    def begin_update(self, *_: Any) -> None:
+    @property
+    def is_uneven(self) -> bool:
+        """True once ranks of a loop have had different numbers of rows."""
+        return self._uneven > 0 or len(set(self.sizes)) > 1
+
+    def begin_update(self, optimizer: Any, *_: Any) -> None:
         """An optimizer steps."""
         if self._guard is not None:
             self._guard.steps = True
+            if self.training is None:
+                self._note_entered(optimizer)
+
+    def _note_entered(self, optimizer: Any) -> None:
+        """Note whether exchanged figures are in the loss, in weights and gradients, or in how an
+        optimizer steps.
+        """
+        exchanges = self.exchanges
+        if not exchanges.origins.seen:
+            return
+        if self._guard is not None:
+            exchanges.note_entered(self._guard.entered, "its loss")
+        weights = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients = [each.grad for each in weights]
+        exchanges.note_entered(exchanges.origins.find(gradients), "its gradients")
+        exchanges.note_entered(exchanges.origins.find(weights), "its weights")
+        numbers = [
+            number
+            for group in optimizer.param_groups
+            for name, number in group.items()
+            if name != "params"
+        ]
+        exchanges.note_entered(exchanges.origins.find(numbers), "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
@@ -118,15 +149,10 @@ class Program:
         return wrapped(*arguments, **keywords)
 
     def exchange_figures(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """The program exchanges something between its ranks, maybe by code of its own while a model
-        trains.
-        """
-        caller = (
-            sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
-        )  # behind what called this
-        if caller not in LIBRARIES:
-            self.note_exchange()
-        return wrapped(*arguments, **keywords)
+        """The program, or a library, exchanges something between its ranks."""
+        guard = self._guard if self.training is None else None
+        is_uneven = self.is_uneven or self.notebook.was_uneven
+        return self.exchanges.see(wrapped, arguments, keywords, guard, is_uneven)
 
     def note_exchange(self) -> None:
         """Warn of figures that are means over different numbers of rows."""
@@ -146,7 +172,10 @@ class Program:
             looks = loop.origin is not None and (first or self._steps == self._look)
         if looks and self._guard is None:
             self._guard = Guard(
-                self.models, loop.batch, repad=loop.repad if self.training is None else None
+                self.models,
+                loop.batch,
+                repad=loop.repad if self.training is None else None,
+                origins=self.exchanges.origins if self.training is None else None,
             )
         if self._heard is not None and loop.origin is not None:
             self._heard.begin(loop.origin, loop.sizes, loop.batch)
@@ -270,6 +299,9 @@ class Program:
         if fault := fault or views.DIFFERENCES.get(views.find_difference(every), ""):
             self.stay(fault)
             return
+        if self._watched < WATCHED and any(each.exchanges for each in every):
+            self._watched += 1  # what was exchanged may be used in the next step
+            return
         try:
             models = [each for each in self.models if each.training]
             training = self.plan(models, loop.sampler.global_batch)
@@ -334,7 +366,7 @@ class Program:
             (words for each in self.models if each.training and (words := views.find_fault(each))),
             "",
         )
-        fault = fault or loop.dealer.fault or self._fault
+        fault = fault or loop.dealer.fault or self._fault or self.exchanges.fault
         if guard is not None:
             fault = fault or guard.fault or ("" if guard.exchanges else views.LOCAL)
         if loop.sampler is None:
@@ -348,7 +380,8 @@ class Program:
             if guard and guard.padded
             else ""
         )
-        return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning)
+        exchanges = self.exchanges.origins.seen
+        return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning, exchanges)
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:

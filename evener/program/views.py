@@ -62,6 +62,7 @@ class RankView(msgspec.Struct, frozen=True):
     numbers: tuple[float, ...] | None = None  # in its loss, where the guard has looked
     uses: tuple[float, ...] = ()  # numbers beside weights and gradients, after the backward pass
     warning: str = ""  # of what may be otherwise by shares
+    exchanges: bool = False  # ranks exchange figures by code of the program's own
 
 
 def find_difference(every: list[RankView]) -> str:

@@ -23,6 +23,7 @@ from ..errors import RequestError
 from ..torch_rows.structure import address, cut_rows, tensors_in
 from .check import CheckBatch, LossCheck
 from .measure import LossMeasure, RandomState, kept_state
+from .origins import Origins
 
 _SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
 _READS = {
@@ -49,6 +50,7 @@ _NUMBERS = {
     "lerp",
 }  # or in place
 HALF_AGAIN = 3e-2
+LATER_CALLS = 100  # after the backward pass, that are written down
 LOOK_AGAIN = 4  # times as many steps until a guard looks once more
 LOOP_REMEDY = (
     "Write a mean over tokens or class weights as split.loss(total, count), or take "
@@ -113,6 +115,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         batch: Any,
         repad: Callable[[int], list[Any]] | None = None,
         rows: int = 0,
+        origins: Origins | None = None,
     ) -> None:
         super().__init__()
         self.fault, self.done = "no backward pass was seen in its first step", False
@@ -125,7 +128,12 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._from_model: set[int] = set()  # tensors that a model's output led to
         # the entry before which a figure was first read: only entries after it can depend on it
         self._first_read: int | None = None
-        self._inside = False
+        self._most = -1  # entries of the tape, once the backward pass is over
+        self._replays = False  # something is computed again
+        self._origins = origins
+        self.entered = ""  # the call by which ranks exchanged something that is in the loss
+        self._inside = self._with_gradients = False
+        self._before: dict[int, torch.Tensor] = {}  # figures, by address, that were overwritten
         self.measured = False  # the fault: parts don't add up
         # that the loss is computed with, beside the batch and the models
         self.numbers: tuple[float, ...] | None = None
@@ -159,29 +167,98 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         given = keywords or {}
-        if self.done or self._inside:
-            if self._handles and not (self._inside or self.steps):
-                self._note_use(function, (arguments, given))
+        if self._passes_through():
             return function(*arguments, **given)
         if function is torch.Tensor.backward:
-            self.done = True
-            self.fault = self.judge(arguments[0])
-            return function(*arguments, **given)
+            return self._run_backward(function, arguments, given)
+        if self.done:
+            self._note_use(function, (arguments, given))
         draw = _find_draw(given)
         result = function(*arguments, **given)
+        if self._origins is not None:
+            result = self._origins.follow(function, arguments, given, result)
         if function in _SIZES:
             return self._mark(arguments[0], result)
-        self._write(function, arguments, given, result, draw=draw)
+        if not self.done or len(self._tape) < self._most:
+            self._write(function, arguments, given, result, draw=draw)
         return result
 
+    def _passes_through(self) -> bool:
+        """True where nothing is noted: in a model, in an optimizer, and once this is closed."""
+        over = self.done and (self.steps or not self._handles)
+        return over or self._inside or self._replays
+
+    def _run_backward(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """Run a backward pass; the first one's loss is judged before."""
+        loss = arguments[0]
+        if self._origins is not None and not self.entered:
+            self.entered = self._origins.find_made(loss)
+        if not self.done:
+            self.done = True
+            self.fault = self.judge(loss)
+            self._most = len(self._tape) + LATER_CALLS
+        return function(*arguments, **keywords)
+
+    @property
+    def is_inside(self) -> bool:
+        """True while a model that trains computes, with gradients."""
+        return self._inside and self._with_gradients and not self._replays
+
+    @property
+    def is_replaying(self) -> bool:
+        """True while something of the program's is computed again."""
+        return self._replays
+
+    def keep_figure(self, tensor: torch.Tensor) -> None:
+        """Note a figure that ranks are about to overwrite with one that they exchange."""
+        if tensor.numel() == 1:
+            self._before.setdefault(address(tensor), tensor.detach().clone())
+
+    def forget_making(self, tensor: torch.Tensor) -> None:
+        """Take a tensor as given from now on: ranks have exchanged what is in it."""
+        if tensor.grad_fn is None:
+            self._made.pop(id(tensor), None)
+
+    def comes_from_batch(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor was computed from the batch, as far as is known."""
+        return self._trace(tensor)[1]
+
+    def goes_by_rows(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor has another size where the batch has fewer rows; or if that can't be
+        found out though the tensor was computed from the batch.
+        """
+        if not self._rows or not tensor.ndim or len(tensor) % self._rows:
+            return False
+        places, reached, _ = self._trace(tensor)
+        if not reached:
+            return False
+        if any(tensor is each for each in self._batch):
+            return True
+        rows = max(1, self._rows * 3 // 4)
+        entries = [self._tape[place] for place in sorted(places)]
+        model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
+        self._replays = True
+        try:
+            with kept_state([model]), torch.no_grad():
+                batch = cut_rows(self._batch, 0, rows, self._rows)
+                known = dict(zip(map(id, self._batch), batch, strict=True))
+                made = _replay(entries, known, rows, id(tensor))
+            return bool(made.shape != tensor.shape)
+        except Exception:  # of functions that don't take fewer rows
+            return True
+        finally:
+            self._replays = False
+
     def _enter(self, model: Any, *_: Any) -> None:
-        self._inside = True
+        self._inside, self._with_gradients = True, torch.is_grad_enabled()
         self.exchanges |= torch.is_grad_enabled() and getattr(
             model, "require_backward_grad_sync", True
         )
 
     def _leave(self, model: Any, arguments: Any, keywords: Any, result: Any) -> None:
         self._inside = False
+        if self._origins is not None:
+            self._origins.follow(model, arguments, keywords, result)
         if not self.done and torch.is_grad_enabled():
             self._write(
                 getattr(model, "module", model), arguments, keywords, result, from_model=True
@@ -259,6 +336,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             return "each rank has a single row at a time, which can't be divided to compare losses"
         if {len(each) for each in self._batch} != {self._rows}:
             return "not every tensor of its batch has a row for each sample"
+        self._replays = True
         try:
             needed = self._find_needed(loss)
             return needed if isinstance(needed, str) else self._compare(loss, needed)
@@ -269,27 +347,14 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             return (
                 f"its loss can't be computed again to compare it ({type(error).__name__}: {error})"
             ).split("\n")[0]
+        finally:
+            self._replays = False
 
     def _find_needed(self, loss: torch.Tensor) -> list[WrittenCall] | str:
         """What led to the loss, in its order; or why that isn't known."""
-        places: set[int] = set()
-        queue: list[tuple[Any, int]] = [(loss, len(self._tape))]  # and the entry that takes it
-        known = {id(each) for each in self._batch}
-        reached = False
-        while queue:
-            tensor, taken = queue.pop()
-            reached |= id(tensor) in known
-            makers = self._made.get(id(tensor), ())
-            if not makers and id(tensor) not in known:
-                rows = tensor.ndim and len(tensor) == self._rows
-                if tensor.grad_fn is not None or (rows and self._is_after_read(taken)):
-                    return "its loss is computed in a way that can't be followed"
-            for place in makers:
-                if place not in places:
-                    places.add(place)
-                    entry = self._tape[place]
-                    given = _tensors((entry.arguments, entry.keywords))
-                    queue += [(each, place) for each in given]
+        places, reached, is_known = self._trace(loss)
+        if not is_known:
+            return "its loss is computed in a way that can't be followed"
         if id(loss) not in self._from_model:
             return "its loss isn't computed from the output of a wrapped model"
         if not reached:  # the loop fetches its batches ahead of their turn
@@ -297,6 +362,31 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if any(self._may_use_read(place) for place in places):
             return "its loss is computed with a figure that the program has read from a tensor"
         return [self._tape[place] for place in sorted(places)]
+
+    def _trace(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
+        """The entries that led to a tensor, whether they begin with the batch, and whether nothing
+        between is missing.
+        """
+        places: set[int] = set()
+        # each with the entry that takes it
+        queue: list[tuple[Any, int]] = [(wanted, len(self._tape))]
+        batch = {id(each) for each in self._batch}
+        reached, is_known = False, True
+        while queue:
+            tensor, taken = queue.pop()
+            reached |= id(tensor) in batch
+            makers = self._made.get(id(tensor), ())
+            if not makers and id(tensor) not in batch:
+                rows = tensor.ndim and len(tensor) == self._rows
+                lost = tensor.grad_fn is not None or (rows and self._is_after_read(taken))
+                is_known = is_known and not lost
+            for place in makers:
+                if place not in places:
+                    places.add(place)
+                    entry = self._tape[place]
+                    given = _tensors((entry.arguments, entry.keywords))
+                    queue += [(each, place) for each in given]
+        return places, reached, is_known
 
     def _is_after_read(self, place: int) -> bool:
         """True if a figure had been read from what a model computed, before this entry."""
@@ -327,7 +417,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         with kept_state([model]):
             same = LossMeasure(model, randomness=nullcontext()).call(compute_as_it_was, self._batch)
             again = float(same.detach().double().sum())
-        first = float(loss.detach().double().sum())
+        first = float(self._before.get(address(loss), loss).detach().double().sum())
         kinds = {
             each.dtype
             for entry in needed

@@ -24,11 +24,26 @@ EXACT = [
     ("exact_loops", "steps counted"),
     ("unlike", "larger batches later"),
     ("unlike", "padding masked"),
+    ("exchanges", "four sums over rows"),
+    ("exchanges", "an epochs outputs gathered"),
+    ("exchanges", "a drawn number from the first rank"),
+    ("exchanges", "rows gathered for metrics"),
 ]
 OTHER = [
     ("losses", "a sum", "it is a sum, not a mean over rows"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
-    ("losses", "negatives of all ranks", "another when it is computed again"),
+    ("losses", "negatives of all ranks", "exchange rows by all_gather"),
+    ("exchanged", "rows gathered", "exchange rows by all_gather (run_exchanged.py:26)"),
+    ("exchanged", "rows gathered by a function", "exchange rows by all_gather_tensor"),
+    (
+        "exchanged",
+        "a center as a number",
+        "by all_reduce (run_exchanged.py:124) goes into its loss",
+    ),
+    ("exchanged", "a center from the first rank", "by broadcast (run_exchanged.py:137)"),
+    ("exchanged", "a rate by exchanged losses", "goes into the rate of its optimizer"),
+    ("exchanged", "gradients by exchanged losses", "goes into its gradients"),
+    ("exchanged", "a codebook in the model", "goes into its model"),
     ("other", "own sharding", "aren't shared out by a DistributedSampler"),
     ("other", "local steps", "gradients that they haven't exchanged"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
@@ -106,6 +121,17 @@ def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(
     kind, words = run(server, tmp_path, "unlike", name)
     assert kind == "ended"
     assert "its ranks step at different rates" in words
+
+
+def test_rows_that_are_added_up_once_shares_are_uneven_end_the_program(
+    server: RankServer, tmp_path: Path
+) -> None:
+    """On every rank, where the process group itself would abort the process."""
+    kind, words = run(server, tmp_path, "exchanged", "rows added up later")
+    assert kind == "ended"
+    assert "different sizes to exchange by all_reduce (run_exchanged.py:" in words
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text())[1] for rank in (0, 1)]
+    assert all(each["broke"] == ranks[0]["broke"] for each in ranks)
 
 
 def test_nothing_is_imported_for_hooks_until_a_library_is() -> None:

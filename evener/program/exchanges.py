@@ -1,0 +1,343 @@
+"""What a program exchanges between its ranks by code of its own: rows, or figures, and where they
+go.
+"""
+
+from __future__ import annotations
+
+import inspect
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from ..errors import RequestError
+from ..torch_loss.guard import Guard
+from ..torch_loss.origins import Origins, each_tensor_in, mark_number
+
+# functions that exchange -> their arguments that are given, and those that are filled; "" is the
+# result
+ARGUMENTS = {
+    "all_reduce": ("tensor", "tensor"),
+    "reduce": ("tensor", "tensor"),
+    "broadcast": ("tensor", "tensor"),
+    "all_gather": ("tensor", "tensor_list"),
+    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
+    "all_gather_single": ("input_tensor", "output_tensor"),
+    "_all_gather_base": ("input_tensor", "output_tensor"),
+    "gather": ("tensor", "gather_list"),
+    "reduce_scatter": ("input_list", "output"),
+    "reduce_scatter_tensor": ("input", "output"),
+    "reduce_scatter_single": ("input", "output"),
+    "all_to_all": ("input_tensor_list", "output_tensor_list"),
+    "all_to_all_single": ("input", "output"),
+    "all_gather_object": ("obj", "object_list"),
+    "gather_object": ("obj", "object_gather_list"),
+    "broadcast_object_list": ("object_list", "object_list"),
+}
+FUNCTIONAL = {
+    "all_reduce": ("self", ""),
+    "broadcast": ("self", ""),
+    "all_gather_tensor": ("self", ""),
+    "all_gather_tensor_autograd": ("self", ""),
+    "all_gather_single": ("self", ""),
+    "reduce_scatter_tensor": ("self", ""),
+    "reduce_scatter_single": ("self", ""),
+    "all_to_all_single": ("self", ""),
+}
+# they give what one rank has, whatever the others' rows
+_FROM_ONE = {"broadcast", "broadcast_object_list"}
+# they take tensors of any size, and so do those of objects
+_ANY_SIZE = {"all_to_all", "all_to_all_single"}
+_MOST_AXES = 8
+LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose exchanges are known
+# modules through which a program calls what exchanges
+_BETWEEN = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.nn",
+    "torch.distributed._functional_collectives",
+    "torch.autograd.function",
+    "torch.overrides",
+    "torch.utils._contextlib",
+    "accelerate.utils.operations",
+    "accelerate.accelerator",
+    "evener.program",
+    "evener.torch_loss",
+    "wrapt",
+    "contextlib",
+    "functools",
+)
+
+
+class ExchangeCall(msgspec.Struct, frozen=True):
+    """A call that exchanges something between ranks."""
+
+    name: str
+    place: str  # in the program's own code, such as train.py:12
+    function: Callable[..., Any]
+    bound: inspect.BoundArguments
+    given: Any
+    filled: Any  # None where that is the result
+
+    @property
+    def words(self) -> str:
+        """The call as a sentence names it."""
+        return f"{self.name} ({self.place})"
+
+    def run(self, **other: Any) -> Any:
+        """Call the function, with other arguments for some."""
+        self.bound.arguments.update(other)
+        return self.function(*self.bound.args, **self.bound.kwargs)
+
+
+class Exchanges:
+    """Looks at what the program exchanges itself.
+
+    `fault` says why shares can't be uneven, as far as was seen; `origins` knows what was made of
+    exchanged figures. `note` is called as something is exchanged.
+    """
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self.fault = ""
+        self._note = note
+        self.origins = Origins()
+        self._nested = False  # within a call that exchanges
+        self._knows_rows = False  # within a call that takes different numbers of rows
+
+    def see(
+        self,
+        wrapped: Callable[..., Any],
+        arguments: Any,
+        keywords: Any,
+        guard: Guard | None,
+        is_uneven: bool,
+    ) -> Any:
+        """Call a function that exchanges something; with `guard`, look at what it is."""
+        place = "" if self._nested else find_caller(sys._getframe(1))
+        if not place or (guard is not None and guard.is_replaying):
+            return wrapped(*arguments, **keywords)
+        self._note()
+        call = make_call(wrapped, arguments, keywords, place)
+        if guard is not None:
+            self._look(call, guard)
+            for each in each_tensor_in(call.filled):
+                guard.keep_figure(each)
+        counts = guard is not None and _depends_on_rows(call, guard)
+        with self._within():
+            compares = is_uneven and not self._knows_rows
+            result = run_compared(call) if compares else wrapped(*arguments, **keywords)
+        if counts:
+            self._mark(call, result)
+        elif guard is not None:
+            for each in each_tensor_in(call.filled):
+                guard.forget_making(each)
+        return result
+
+    def note_entered(self, words: str, what: str) -> None:
+        """Note that what a call has exchanged goes into what is learned."""
+        if words and not self.fault:
+            self.fault = (
+                f"what its ranks exchange by {words} goes into {what}, and uneven shares would "
+                f"change it"
+            )
+
+    @contextmanager
+    def knowing_rows(self) -> Iterator[None]:
+        """A context of a function that takes different numbers of rows itself."""
+        before, self._knows_rows = self._knows_rows, True
+        try:
+            yield
+        finally:
+            self._knows_rows = before
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._nested = True
+        try:
+            yield
+        finally:
+            self._nested = False
+
+    def _look(self, call: ExchangeCall, guard: Guard) -> None:
+        if guard.is_inside and call.name not in _FROM_ONE:
+            self.note_entered(call.words, "its model")
+        if self._knows_rows or self.fault or not any(map(guard.goes_by_rows, _tensors(call))):
+            return
+        self.fault = (
+            f"its ranks exchange rows by {call.words}, and with uneven shares they would have "
+            f"different numbers of them"
+        )
+
+    def _mark(self, call: ExchangeCall, result: Any) -> None:
+        filled = result if call.filled is None else call.filled
+        self.origins.write(filled, call.words)
+        if isinstance(call.filled, list):  # of objects
+            call.filled[:] = [mark_number(each, call.words) for each in call.filled]
+
+
+def make_call(
+    wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
+) -> ExchangeCall:
+    """The call of a function of ARGUMENTS or FUNCTIONAL."""
+    bound = _signature(wrapped).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    name = wrapped.__name__
+    given, filled = (FUNCTIONAL if "self" in bound.arguments else ARGUMENTS)[name]
+    # one that is named by its newer name inside
+    found = bound.arguments.get(filled) if filled else None
+    return ExchangeCall(name, place, wrapped, bound, bound.arguments.get(given), found)
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
+    """True if what it exchanges may be made of a rank's rows."""
+    return call.name not in _FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
+
+
+def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
+    return list(each_tensor_in(call.given))
+
+
+def find_caller(frame: FrameType | None) -> str:
+    """The file and line in the program's own code that exchanges something; empty for a library's
+    own exchange, which is known.
+    """
+    while frame is not None and _is_between(frame):
+        frame = frame.f_back
+    if frame is None or _module(frame).partition(".")[0] in LIBRARIES:
+        return ""
+    own: FrameType | None = frame
+    while own is not None and _is_installed(own.f_code.co_filename):
+        own = own.f_back
+    chosen = own or frame
+    return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno}"
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_between(frame: FrameType) -> bool:
+    name = _module(frame)
+    return any(name == each or name.startswith(f"{each}.") for each in _BETWEEN)
+
+
+@cache
+def _is_installed(path: str) -> bool:
+    """True for a file of Python's own or of an installed library."""
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return path.startswith("<frozen") or any(path.startswith(f"{each}/") for each in folders)
+
+
+# ---------------------------------------------------------------------- once shares are uneven
+
+
+def run_compared(call: ExchangeCall) -> Any:
+    """Call it; where ranks give different numbers of rows, gather as many as each has.
+
+    RequestError on every rank where their tensors can't be exchanged.
+    """
+    group, own = call.bound.arguments.get("group"), call.given
+    single = isinstance(own, torch.Tensor) and own.ndim > 0 and call.name not in _ANY_SIZE
+    if not single or not _is_member(group):
+        return call.run()
+    shapes = exchange_shapes(own, group)
+    if len(set(shapes)) == 1:
+        return call.run()
+    gathers = {
+        "all_gather": _gather_to_list,
+        "gather": _gather_to_one,
+        "all_gather_into_tensor": _gather_to_tensor,
+        "all_gather_single": _gather_to_tensor,
+        "_all_gather_base": _gather_to_tensor,
+    }
+    same_rows = len({shape[1:] for shape in shapes}) == 1 and own.ndim == len(shapes[0])
+    whole = all(each._base is None for each in each_tensor_in(call.filled))
+    if call.name not in gathers or not same_rows or not whole:
+        raise RequestError(
+            f"Since shares have left even, ranks have tensors of different sizes to exchange by "
+            f"{call.words}: {', '.join(map(str, shapes))}.",
+            "Start it with its own launcher.",
+        )
+    gathers[call.name](call, [shape[0] for shape in shapes])
+    return _Complete() if call.bound.arguments.get("async_op") else None
+
+
+class _Complete:
+    """The work of a call that is complete, in place of one that isn't."""
+
+    def wait(self, *_: Any) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+def _is_member(group: Any) -> bool:
+    """True if this rank is in a group, the default one or another."""
+    known = group is None or isinstance(group, dist.ProcessGroup)
+    return known and dist.get_rank(group) >= 0
+
+
+def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, ...]]:
+    """The shapes of all ranks' tensors, up to eight axes of each."""
+    axes = list(tensor.shape)[:_MOST_AXES]
+    numbers = [len(axes), *axes, *[0] * (_MOST_AXES - len(axes))]
+    own = torch.tensor(numbers, device=tensor.device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    found = (each.tolist() for each in every)
+    return [tuple(sizes[:count]) for count, *sizes in found]
+
+
+def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The tensor with zeros after its rows, so that it has as many."""
+    return pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, rows - len(tensor))).contiguous()
+
+
+def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
+    """The rows of each rank."""
+    padded = pad_rows(call.given.detach(), max(counts))
+    every = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(every, padded, group=call.bound.arguments.get("group"))
+    return [each[:count].clone() for each, count in zip(every, counts, strict=True)]
+
+
+def _gather_to_list(call: ExchangeCall, counts: list[int]) -> None:
+    for place, rows in zip(call.filled, _gather_all(call, counts), strict=True):
+        _fill(place, rows)
+
+
+def _gather_to_one(call: ExchangeCall, counts: list[int]) -> None:
+    every = _gather_all(call, counts)
+    if call.filled:
+        for place, rows in zip(call.filled, every, strict=True):
+            _fill(place, rows)
+
+
+def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
+    rows = torch.cat(_gather_all(call, counts))
+    flat = call.filled.ndim == 1
+    _fill(call.filled, rows.flatten() if flat else rows)
+
+
+def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
+    """Give a tensor, in place, another size and other data."""
+    with torch.no_grad():
+        place.set_(rows)

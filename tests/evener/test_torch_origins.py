@@ -1,0 +1,95 @@
+"""Where exchanged figures go: through tensors, parts of them, and the numbers read from them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from evener.torch_loss.origins import Origins, mark_number
+
+PLACE = "all_reduce (train.py:3)"
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "computed": lambda own: own * 2 + 1,
+    "a part": lambda own: own[1:],
+    "in place": lambda own: torch.zeros(3).add_(own),
+    "in place, by a view": lambda own: _fill(torch.zeros(6), lambda all_: all_[:3].copy_(own)),
+    "an item set": lambda own: _fill(torch.zeros(3), lambda each: each.__setitem__(0, own[0])),
+    "divided in place": lambda own: torch.ones(3).__itruediv__(own),
+    "an output": lambda own: _fill(torch.zeros(3), lambda each: torch.add(own, own, out=each)),
+    "a list in place": lambda own: _fill(
+        torch.ones(3), lambda each: torch._foreach_mul_([each], own[0])
+    ),
+    "a number": lambda own: torch.ones(3) * own.mean().item(),
+    "of a number": lambda own: torch.ones(3) * (0.9 * 0.0 + own.mean().item() / 2),
+    "numbers": lambda own: torch.ones(3) * sum(own.tolist()),
+    "stacked": lambda own: torch.stack([torch.ones(3), own]),
+}
+
+
+def _fill(made: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
+    function(made)
+    return made
+
+
+class Follower(TorchFunctionMode):
+    """Has every function followed."""
+
+    def __init__(self, origins: Origins) -> None:
+        super().__init__()
+        self.origins = origins
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        given = keywords or {}
+        return self.origins.follow(function, arguments, given, function(*arguments, **given))
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_what_is_made_of_exchanged_figures_is_known(name: str, exchanged: bool) -> None:
+    origins, own = Origins(), torch.rand(3)
+    origins.write(own if exchanged else torch.rand(3), PLACE)
+    with Follower(origins):
+        made = WAYS[name](own)
+    assert origins.find([made]) == (PLACE if exchanged else "")
+
+
+def test_what_was_computed_before_is_not_made_of_them() -> None:
+    origins, own = Origins(), torch.rand(3)
+    with Follower(origins):
+        loss = own.detach().square().mean()
+        origins.write(own, PLACE)
+        later = own.detach().square().mean()
+    assert (origins.find_made(loss), origins.find_made(later)) == ("", PLACE)
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_in_it() -> None:
+    origins = Origins()
+    for _ in range(3000):
+        origins.write(torch.rand(3), PLACE)
+        assert origins.find(torch.rand(3)) == ""
+
+
+def test_a_marked_number_is_a_number_everywhere_else() -> None:
+    number = mark_number(2.5, PLACE)
+    assert (number, f"{number:.2f}", json.dumps(number), math.sqrt(number * 2.5)) == (
+        2.5,
+        "2.50",
+        "2.5",
+        2.5,
+    )
+    copies = pickle.loads(pickle.dumps(number)), copy.deepcopy(number)
+    assert [type(each) for each in copies] == [float, float]
+    assert mark_number(3, PLACE) + 1 == 4
+    assert mark_number(True, PLACE) is True
+    assert mark_number("2", PLACE) == "2"
