@@ -17,8 +17,9 @@ import msgspec
 
 from ..errors import RequestError
 from ..training.launched import PROGRAM, launched_device, launched_run
+from ..training.step_record import StepFigures, StepRecord
 
-FIRST_STEPS = 20  # whose medians are those of the beginning
+READ_STEPS = 10  # after which the timer, which keeps 25, is read
 SECONDS = 30.0  # in which the first rank's end stops the others
 
 
@@ -40,14 +41,6 @@ class ProgramSettings(msgspec.Struct, frozen=True):
     origin: SharesOrigin | None = None  # of the plan's shares, if an earlier training left them
 
 
-class StepFigures(msgspec.Struct, frozen=True):
-    """A rank's share of a full batch, and medians of its steps; 0 for what isn't known."""
-
-    shares: tuple[int, ...]  # of every rank
-    own_work_s: float
-    step_s: float
-
-
 class RankNote(msgspec.Struct):
     """A rank's training, as it leaves it at its end."""
 
@@ -60,6 +53,7 @@ class RankNote(msgspec.Struct):
     last: StepFigures | None = None
     retreats: int = 0  # passes that ran out of memory and were computed again
     noise: str = ""  # a sentence of the noise scale
+    changes: int = 0  # of shares that steps really had
     model: str = ""  # a digest of the shapes and types of its parameters and buffers
 
 
@@ -126,16 +120,17 @@ class Notebook:
         self.warned: set[str] = set()
         self.was_uneven = False  # ranks have had different numbers of rows in a step
         self._training: Any = None
-        self._first: StepFigures | None = None
+        self._record = StepRecord()
         self._steps = 0
-        self._before: tuple[int, ...] = ()  # shares of the last step
+        self._read = 0  # the newest step in the record
         atexit.register(self.leave)
 
     def watch(self, training: Any, hooks: str) -> None:
         """Note the figures of this PlannedTraining, which these hooks made, and say how it
         starts.
         """
-        self.hooks, self._training, self._first, self._steps = hooks, training, None, 0
+        self.hooks, self._training = hooks, training
+        self._record, self._steps, self._read = StepRecord(), 0, 0
         training.listeners.insert(0, self._note_step)
         shares = training.ranks
         names = ", ".join(each.name or each.device for each in shares.shares)
@@ -160,14 +155,17 @@ class Notebook:
     def _note_step(self, _: Any) -> None:
         self._steps += 1
         self.was_uneven |= len(set(self._training.ranks.batches)) > 1
-        changed = self._steps > 1 and self._training.ranks.batches != self._before
-        if self._first is None and (self._steps == FIRST_STEPS or changed):
-            self._first = self._figures(self._before if changed else None)
-        self._before = self._training.ranks.batches
+        if self._steps % READ_STEPS == 0:
+            self._read_steps()
 
-    def _figures(self, shares: tuple[int, ...] | None = None) -> StepFigures:
-        work, step = self._training.timer.medians()
-        return StepFigures(shares or self._training.ranks.batches, work.own_work_s, step.step_s)
+    def _read_steps(self) -> None:
+        """Record the steps that the device has computed since the last time."""
+        for step in self._training.timer.last():
+            if step.number <= self._read:
+                continue
+            self._read = step.number
+            if sum(step.sizes) == self._training.ranks.global_batch:
+                self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
         """Write the note."""
@@ -183,8 +181,9 @@ class Notebook:
             self.why,
         )
         if self._training is not None:
-            note.last = self._figures()
-            note.first = self._first or note.last
+            self._read_steps()
+            note.first, note.last = self._record.first, self._record.last
+            note.changes = self._record.changes
             note.noise = self._training.noise.describe() if self._training.noise else ""
             note.retreats = self._training.reporter.retreats
             note.model = self.model

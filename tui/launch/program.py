@@ -28,6 +28,7 @@ from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
 from evener.program.notes import ProgramSettings, RankNote, SharesOrigin
 from evener.system.files import runs_folder, write_atomically
 from evener.training.launched import PROGRAM, PROGRAM_COMMAND
+from evener.training.step_record import StepFigures, compare
 from evener.workloads.user_code import script_framework
 
 from ..text.formatting import Table
@@ -309,39 +310,53 @@ def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
     """A table of each device's share and own work, first and last, then samples/s and what else
     happened.
     """
-    if not notes or notes[0].first is None or notes[0].last is None:
+    known = [note for note in notes if note.first is not None and note.last is not None]
+    first = [note.first for note in known if note.first is not None]
+    last = [note.last for note in known if note.last is not None]
+    if not known or known[0].rank:
         return []
     labels = {share.device: f"{share.name} ({share.device})" for share in plan.layout.active}
     rows = [("device", "share", "own work", "share at the end", "own work at the end")]
-    for note in notes:
-        if note.first is not None and note.last is not None:
-            cells = [
-                _cells(each.shares[note.rank], each.own_work_s) for each in (note.first, note.last)
-            ]
-            rows.append((labels.get(note.device, note.device), *cells[0], *cells[1]))
+    for note, *figures in zip(known, first, last, strict=True):
+        cells = [_cells(each.shares[note.rank], each.own_work_s) for each in figures]
+        rows.append((labels.get(note.device, note.device), *cells[0], *cells[1]))
     lines = Table("", rows, 1).lines()
-    before, after = (
-        sum(each.shares) / each.step_s if each.step_s else 0.0
-        for each in (notes[0].first, notes[0].last)
-    )
-    if before and after:
-        shares = notes[0].first.shares
-        was = (
-            ""
-            if len(shares) == 1
-            else " (even)"
-            if len(set(shares)) == 1
-            else f" ({'+'.join(map(str, shares))})"
-        )
-        moved = shares != notes[0].last.shares
-        gain = f", {percent(after / before - 1)} more" if moved and after > before else ""
-        lines.append(f"{rate(after)} samples/s at the end, {rate(before)} at first{was}{gain}")
+    lines.append(_describe_rates(first, last, known[0].changes))
     retreats = sum(note.retreats for note in notes)
     if retreats:
         lines.append(
             f"passes that ran out of memory and were computed again in smaller ones: {retreats}"
         )
     return [line for line in (*lines, notes[0].noise) if line]
+
+
+def _describe_rates(first: Sequence[StepFigures], last: Sequence[StepFigures], changes: int) -> str:
+    """Samples/s at the end and at first, and a gain where it is clear; empty where they aren't
+    known.
+    """
+    if not (first[0].step_s and last[0].step_s):
+        return ""
+    before, after = (rate(sum(each[0].shares) / each[0].step_s) for each in (first, last))
+    found = compare(first, last)
+    shares = first[0].shares
+    was = "even" if len(set(shares)) == 1 else "+".join(map(str, shares))
+    times = "once" if changes == 1 else f"{changes} times"
+    moved = f" (shares changed {times})" if changes else ""
+    match found.outcome:
+        case "same shares":
+            return f"{after} samples/s at the end{moved}"
+        case "not comparable":
+            return (
+                f"{after} samples/s at the end, not comparable with the {before} at first: the "
+                f"devices' speed changed{moved}"
+            )
+        case "faster" | "slower":
+            error = percent((found.high - found.low) / 2)
+            word = "more" if found.gain > 0 else "fewer"
+            gain = f"{percent(abs(found.gain))} {word} (± {error})"
+        case _:
+            gain = "no clear difference"
+    return f"{after} samples/s at the end, {before} at first ({was}): {gain}"
 
 
 def _cells(share: int, own_work_s: float) -> tuple[str, str]:

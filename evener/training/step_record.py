@@ -1,0 +1,161 @@
+"""What a training's steps took by its first shares and by its last ones, and what that shows. Pure.
+
+Only undisturbed steps count: not the first ones with new shares, in which kernels are chosen and
+the allocator fills, nor those in which evener looks at the loss or memory runs out. A gain is clear
+where the intervals of both medians lie apart. Devices may have become faster or slower meanwhile:
+own work at the end says what the first shares would take then. If that isn't what they took, the
+two can't be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median, quantiles
+from typing import Literal
+
+import msgspec
+
+WARM_STEPS = 3  # with new shares
+FEWEST_STEPS = 5  # undisturbed, for shares to count
+KEPT_STEPS = 200  # of the first shares, and of the last ones
+TOGETHER = 4  # steps in a row that are slow or fast together
+ERRORS = 2.0  # standard errors on each side of an interval
+LEAST_ERROR = 1e-3  # relative: clocks, and what no two trainings have in common
+LEAST_GAIN = 0.02
+SAME_SPEED = 0.1  # relative: own work explains a step so far
+
+Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"]
+
+
+class StepFigures(msgspec.Struct, frozen=True):
+    """Medians of a rank's steps by shares that they really had; 0 for what isn't known."""
+
+    shares: tuple[int, ...]  # of every rank
+    own_work_s: float
+    step_s: float
+    error_s: float = 0.0  # standard error of step_s
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The steps by the last shares, beside those by the first."""
+
+    outcome: Outcome
+    gain: float = 0.0  # 0.12: 12 % more steps a second
+    low: float = 0.0  # its interval
+    high: float = 0.0
+
+
+class _Stretch:
+    """Steps in a row with the same shares."""
+
+    def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
+        self.shares, self.steps = shares, steps
+        self.all: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # own work, and a step
+        self.clear: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # undisturbed ones
+
+    def summarize(self) -> StepFigures:
+        enough = len(self.clear) >= FEWEST_STEPS
+        steps = list(self.clear if enough else self.all)
+        own = [each for each, _ in steps if not math.isnan(each)]
+        whole = [each for _, each in steps if not math.isnan(each)]
+        return StepFigures(
+            self.shares,
+            median(own) if own else 0.0,
+            median(whole) if whole else 0.0,
+            _error(whole) if enough else 0.0,
+        )
+
+
+class StepRecord:
+    """The steps of one rank by its first shares and by its last ones."""
+
+    def __init__(self) -> None:
+        self.changes = 0  # of shares that steps really had
+        self._first: _Stretch | None = None
+        self._last: _Stretch | None = None
+        self._now: _Stretch | None = None
+
+    def add(
+        self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
+    ) -> None:
+        """Add a step with whole shares; NaN for what isn't known."""
+        if self._now is None or shares != self._now.shares:
+            self.changes += self._now is not None
+            self._now = _Stretch(shares)
+        now = self._now
+        now.steps += 1
+        now.all.append((own_work_s, step_s))
+        if disturbed or now.steps <= WARM_STEPS:
+            return
+        now.clear.append((own_work_s, step_s))
+        if len(now.clear) < FEWEST_STEPS:
+            return
+        self._last = now
+        if self._first is None:
+            self._first = now
+        elif now is self._first and len(now.clear) == KEPT_STEPS:
+            self._now = _Stretch(shares, now.steps)  # the first steps stay as they are
+
+    @property
+    def first(self) -> StepFigures | None:
+        """The figures by the first shares with enough steps; None without any step."""
+        stretch = self._first or self._now
+        return None if stretch is None else stretch.summarize()
+
+    @property
+    def last(self) -> StepFigures | None:
+        """The figures by the last shares with enough steps; None without any step."""
+        stretch = self._last or self._now
+        return None if stretch is None else stretch.summarize()
+
+
+def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Comparison:
+    """Compare what every rank saw by the first and by the last shares; the first rank's steps
+    count.
+    """
+    before, after = first[0], last[0]
+    expected = _gain_at_present_speed(first, last)
+    if expected is None or not (before.error_s and after.error_s):
+        return Comparison("same shares" if before.shares == after.shares else "unclear")
+    gain = before.step_s / after.step_s - 1
+    error = math.hypot(before.error_s / before.step_s, after.error_s / after.step_s)
+    low, high = gain - ERRORS * error * (1 + gain), gain + ERRORS * error * (1 + gain)
+    if abs(math.log((1 + gain) / (1 + expected))) > SAME_SPEED + ERRORS * error:
+        return Comparison("not comparable")
+    if before.shares == after.shares:
+        return Comparison("same shares")
+    if low >= LEAST_GAIN:
+        return Comparison("faster", gain, low, high)
+    return Comparison("slower" if high <= -LEAST_GAIN else "unclear", gain, low, high)
+
+
+def _gain_at_present_speed(
+    first: Sequence[StepFigures], last: Sequence[StepFigures]
+) -> float | None:
+    """The gain of the last shares over the first ones if both were trained at the speed that
+    devices had last.
+
+    None where a rank's own work isn't known. What a step takes beside own work stays as it is.
+    """
+    now, then = [], []
+    for rank, figures in enumerate(last):
+        if figures.own_work_s <= 0:
+            return None
+        now.append(figures.own_work_s)
+        then.append(figures.own_work_s * first[0].shares[rank] / figures.shares[rank])
+    rest = max(0.0, last[0].step_s - max(now))
+    return (max(then) + rest) / (max(now) + rest) - 1
+
+
+def _error(steps: Sequence[float]) -> float:
+    """The standard error of the median of steps, of which some in a row are slow together; 0 where
+    that can't be known.
+    """
+    if len(steps) < FEWEST_STEPS:
+        return 0.0
+    low, _, high = quantiles(steps)
+    deviation = (high - low) / 1.349
+    error = 1.253 * deviation / math.sqrt(len(steps) / TOGETHER)
+    return max(error, LEAST_ERROR * median(steps))
