@@ -41,6 +41,7 @@ try:
     _DataLoaderIterDataFetcher = import_module(
         f"{LIGHTNING}.loops.fetchers"
     )._DataLoaderIterDataFetcher
+    _LRCallback: Any = import_module(f"{LIGHTNING}.tuner.lr_finder")._LRCallback
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'
@@ -96,7 +97,6 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Train by these shares; for a strategy that was made before it was of this class."""
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
-        self.trains = False
         self._rows = 0  # of the current global batch
         self._parts: list[Part] = []  # of this rank's share of it
         self._arguments: tuple[Any, ...] = ()  # of its training_step
@@ -107,6 +107,18 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._retry = planned.passes
         self._exchanges: list[Exchange] = []  # of the model's gradients; none where others sum them
         self._figures: PassFigures
+        self._has_figures = False  # `setup` made them
+
+    @property
+    def trains(self) -> bool:
+        """True while a trainer fits a module by this strategy, hooks before the first step
+        included.
+        """
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is None or trainer.strategy is not self:
+            return False
+        return bool(trainer.state.fn == "fit" and trainer.state.status == "running")
 
     @property
     def planned(self) -> PlannedTraining:
@@ -130,13 +142,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def setup(self, trainer: Any) -> None:
         """Refuse what would share rows out again, or step within a pass."""
-        trains = trainer.state.fn == "fit"
-        if trains:
+        if self.trains:
             self._check(trainer)
         super().setup(trainer)
-        self.trains = trains
         self.prepare_figures()
-        if trains:  # layers are those that train only now
+        if self.trains:  # layers are those that train only now
             self.sum_by_shares()
 
     def prepare_figures(self) -> None:
@@ -144,6 +154,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._figures = PassFigures(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
+        self._has_figures = True
         self._retry.check = lambda part, rows: check_module_part(
             self, self._planned.weights, part, rows
         )
@@ -198,7 +209,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def teardown(self) -> None:
         """The training is over."""
-        self.trains, self._exchanges, self._turns, self._part = False, [], iter(()), None
+        self._exchanges, self._turns, self._part = [], iter(()), None
         vars(self._trainer.fit_loop.epoch_loop).pop(_ASKS, None)
         self.model = self.lightning_module
         super().teardown()
@@ -236,10 +247,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 "Write training_step(batch, batch_idx).",
             )
         if self._passes > 1 and self._searches:
+            who = "LBFGS" if self._has_lbfgs else "The search for a learning rate"
+            other = "another optimizer" if self._has_lbfgs else "search on one device alone"
             raise RequestError(
-                "LBFGS goes by the loss of the whole batch, and a plan with passes has only a "
-                "pass's at a time.",
-                "Use a plan without passes (evener balance --micro off), or another optimizer.",
+                f"{who} goes by the loss of the whole batch, and a plan with passes has only a "
+                f"pass's at a time.",
+                f"Use a plan without passes (evener balance --micro off), or {other}.",
             )
         alone = self._planned.world * self._passes == 1
         if self._checks and not alone and self.lightning_module.automatic_optimization:
@@ -258,9 +271,16 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self.lightning_module.trainer
 
     @property
-    def _searches(self) -> bool:
-        """True if an optimizer uses the loss's figure, not only its gradients."""
+    def _has_lbfgs(self) -> bool:
         return any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
+
+    @property
+    def _searches(self) -> bool:
+        """True if the loss's figure decides what comes next, not only its gradients: all ranks
+        must then see the same.
+        """
+        finds_rate = any(isinstance(each, _LRCallback) for each in self._trainer.callbacks)
+        return finds_rate or self._has_lbfgs
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device as Lightning does; with several passes, each is moved when its
@@ -413,8 +433,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as DDPStrategy does; in a pass, the global batch's figure over the passes so
-        far.
+        far. Before `setup` there are no passes.
         """
+        if not self._has_figures:
+            return super().reduce(tensor, group, reduce_op)
         return self._figures.reduce(tensor, group, reduce_op)
 
 

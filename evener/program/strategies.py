@@ -90,7 +90,6 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
         strategy.check_loss(made)
         strategy.sum_by_shares()
         _forget_figures(strategy)
-        strategy.trains = True
         _give(loop, made)
         PROGRAM.notebook.watch(planned, "lightning.Trainer")
 
