@@ -27,7 +27,7 @@ from evener.workloads import registry
 from .families import FAMILIES, Family, PackMode, Placement, find_families
 from .journal import Header
 from .objectives import OBJECTIVES, find_objective
-from .probes.launch_plan import ONE_PROCESS
+from .probes.launch_plan import ONE_PROCESS, OPEN_SERVERS, choose_group_engine
 from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
 from .result.words import refuse
 from .search.layouts import Knob, LayoutOptions
@@ -123,9 +123,21 @@ def _find_notes(job: Job) -> tuple[str, ...]:
     on its own.
     """
     if job.machine is None:
-        return (*job.notes, *check_hosts(group_by_host(job.devices), job.framework))
+        hosts = check_hosts(group_by_host(job.devices), job.framework)
+        return (*job.notes, *hosts, *_find_open_servers(job))
     own = (f"{job.workload} was not run: {NOT_RUN}",) if ":" in job.workload else ()
     return (*own, *job.notes, SIMULATED)
+
+
+def _find_open_servers(job: Job) -> tuple[str, ...]:
+    """A note where a split on one host is measured with TensorFlow's servers, which have no
+    password.
+    """
+    if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
+        return ()
+    if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:
+        return ()
+    return (OPEN_SERVERS,)
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:

@@ -27,6 +27,13 @@ MOST_CALLERS = 4096  # hosts that connect once each
 Place = tuple[str, int]  # a host's address, and a port
 
 
+def loopback_interface() -> dict[str, str]:
+    """The variables by which gloo and NCCL keep to this machine, whatever is set for other
+    trainings.
+    """
+    return dict.fromkeys(VARIABLES, "lo")
+
+
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
     """The variables by which gloo and NCCL use the interface towards the other hosts, unless they
     are set already.
@@ -42,15 +49,35 @@ def find_interface(host: str) -> str:
     """The name of the interface whose address packets to `host` bear; empty if there is no way to
     it.
     """
+    own = find_source(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        if own and own in {each.address for each in addresses}:
+            return name
+    return ""
+
+
+def find_source(host: str) -> str:
+    """This machine's address that packets to `host` bear; empty if there is no way to it."""
     for family, kind, protocol, _, address in resolve(host, port=9):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.connect(address)  # of UDP: chooses the way, sends nothing
-            own = door.getsockname()[0]
-            for name, addresses in interfaces.items():
-                if own in {each.address for each in addresses}:
-                    return name
+            return str(door.getsockname()[0])
     return ""
+
+
+def find_own_address(host: str, hosts: Iterable[str]) -> str:
+    """The address at which the other hosts reach this one, which they know as `host`.
+
+    A machine's own name often leads to its loopback (127.0.1.1 on Debian); then it is the address
+    that packets to the others bear.
+    """
+    named = [str(address[0]) for *_, address in resolve(host)]
+    others = [find_source(other) for other in hosts if other != host]
+    outward = [source for source in others if source and not is_loopback(source)]
+    if outward and (not named or is_loopback(named[0])):
+        return outward[0]
+    return named[0] if named else host
 
 
 class Listener:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """Let the kernel send this process SIGTERM when the thread that started it ends; for a child
+    before its program.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager

@@ -39,7 +39,9 @@ class Place(msgspec.Struct, frozen=True):
         int | None, ...
     ] = ()  # the framework's cap for each, where it can set one
     rank: int = 0
-    peers: tuple[str, ...] = ()  # "127.0.0.1:port" of every rank, this one's too; empty: no group
+    # where each rank is met, this one too: "127.0.0.1:port"; of PyTorch on one host the path of a
+    # file that all have in common; empty: no group
+    peers: tuple[str, ...] = ()
     trainings: int = 1  # of their own side by side: a pack
     threads: int | None = None  # compute threads; None: the framework's own choice
     precision: Precision = "float32"

@@ -25,6 +25,7 @@ from evener.devices.cpu import available_memory_bytes
 from evener.devices.network import choose_interface
 from evener.devices.registry import all_backends, child_environment
 from evener.devices.types import Device, group_by_host
+from evener.system.memory_files import make_memory_file
 from evener.workloads.registry import find_imports
 
 from .children import Child, Inbox, RunningChild
@@ -45,6 +46,7 @@ class LocalHost:
     """This machine, which is `name` in a cluster: its children, drivers and free ports."""
 
     find_ports = staticmethod(find_free_ports)
+    make_file = staticmethod(make_memory_file)
     available_memory_bytes = staticmethod(available_memory_bytes)
 
     def __init__(
@@ -313,7 +315,7 @@ class Hosts:
     """All hosts of these devices; DeviceError if one of them can't be reached."""
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
-        self._devices = devices
+        self._devices, self._framework = devices, framework
         self._by_name: dict[str, LocalHost | RemoteHost] = {}
         for name in group_by_host(devices):
             self._by_name[name] = (
@@ -327,12 +329,15 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """The addresses where a group's ranks can meet, each on its device's host; on loopback if
-        there is one host.
+        """The addresses where a group's ranks can meet, each on its device's host.
 
-        Their ports are free at this moment.
+        Their ports are free at this moment. On one host they are on loopback, but PyTorch's ranks
+        meet in a file there: whoever reaches the port of its store could write to it.
         """
         places = Counter(device.host for device in devices)
+        if len(places) == 1 and self._framework == "torch":
+            path: str = self._by_name[devices[0].host].ask("make_file")
+            return (path,) * len(devices)
         free = {}
         for host, count in places.items():
             address = host if len(places) > 1 else LOOPBACK

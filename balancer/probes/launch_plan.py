@@ -27,6 +27,10 @@ from .protocol import Build
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
 LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
+OPEN_SERVERS = (
+    "TensorFlow's engine multiworker listens on every address of this machine, and whoever reaches "
+    "its ports can run code as you: docs/security.md."
+)
 MOST_HELD = 256  # ports that were found
 
 
@@ -34,14 +38,18 @@ def choose_engine(resolved: Job, key: Layout) -> str:
     """The engine that keeps a split over these devices in step; empty for a layout without a
     choice.
     """
-    engine = resolved.request.engine
     if not key.traits.together:
         return ""
+    return choose_group_engine(resolved, [resolved.devices[i] for i in key.active])
+
+
+def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
+    """The engine of a group of devices that train together."""
+    engine = resolved.request.engine
     if resolved.framework == "torch":
         return "ddp"
     if resolved.framework == "none" or engine != "auto":
         return engine
-    devices = [resolved.devices[i] for i in key.active]
     unlimited_gpus = all(
         find_backend(device.kind).own_memory and not device.limit for device in devices
     )

@@ -94,7 +94,7 @@ def find_loss(
         return _TrainerCheck(trainer, batch, shares.world, in_passes).find()
 
     with gathering.alone():
-        found = find_together(find, strict)
+        found = find_together(find, TrainerLoss, strict)
     if gathering.calls > calls and len(set(shares.passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(

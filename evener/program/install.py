@@ -1,5 +1,7 @@
-"""The hooks of a program that `evener run` started: functions of the libraries that it trains with,
-and ours.
+"""The hooks of a process that `evener run` or `evener launch` started.
+
+Both let PyTorch's processes meet without a port. Those of `evener run` are also functions of the
+libraries that a program trains with, and ours in their place.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _LIBRARIES = {name.partition(".")[0] for name in _HOOKS}
 
 def install() -> None:
     """Have the hooks registered, in a process that trains on a device of its own."""
-    if not (os.environ.get(PROGRAM) and launched_device()):
+    if not launched_device():
         return
     if _LIBRARIES & sys.modules.keys():
         _register()
@@ -83,11 +85,19 @@ class _First:
 def _register() -> None:
     from wrapt import register_post_import_hook
 
+    register_post_import_hook(_replace_rendezvous, "torch")
+    if not os.environ.get(PROGRAM):
+        return
     alone = (
         os.environ.get("WORLD_SIZE") == "1"
     )  # without shares: only a Trainer can then survive out-of-memory
     for module in ["transformers.trainer"] if alone else _HOOKS:
         register_post_import_hook(_wrap, module)
+
+
+def _replace_rendezvous(torch: Any) -> None:
+    if torch.distributed.is_available():
+        import_module("evener.torch_stores").replace_rendezvous()
 
 
 def _wrap(module: Any) -> None:

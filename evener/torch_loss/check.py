@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
+from ..torch_messages import gather_messages
 from ..torch_rows.sampler import UnevenBatchSampler
 from ..torch_rows.structure import cut_rows, tensors_in
 from ..training.loss_check import LossFigures, LossMeaning, describe, judge
@@ -186,28 +187,38 @@ class LossCheck:
         raise RequestError(describe(figures), self._remedy)
 
 
-def find_together(find: Callable[[], Found | None], strict: bool = False) -> Found | None:
-    """The result of `find` on the first rank where it isn't None; every rank calls this.
+class _Finding(msgspec.Struct):
+    """What a rank has found, or why it can't train."""
+
+    found: Any = None
+    message: str = ""
+    remedy: str = ""
+
+
+def find_together(
+    find: Callable[[], Found | None], kind: type[Found], strict: bool = False
+) -> Found | None:
+    """The result of `find`, a `kind`, on the first rank where it isn't None; every rank calls this.
 
     RequestError on every rank if it raises one on any. Any other error is the user's code's, or out
     of memory: a warning says that the loss wasn't checked, and the training says the rest; with
     `strict` it is raised.
     """
-    found: tuple[Any, str, str] = (None, "", "")
+    own = _Finding()
     try:
-        found = (find(), "", "")
+        own.found = find()
     except RequestError as error:
-        found = (None, error.message, error.remedy)
+        own = _Finding(message=error.message, remedy=error.remedy)
     except Exception as error:
         if strict:
             raise
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         warnings.warn(f"The loss wasn't checked before the first step: {reason}.", stacklevel=4)
-    every: list[Any] = [found]
+    every = [own]
     if dist.is_available() and dist.is_initialized():
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, found)
-    for _, message, remedy in every:
-        if message:
-            raise RequestError(message, remedy)
-    return next((each for each, _, _ in every if each is not None), None)
+        every = gather_messages(own, _Finding)
+    for each in every:
+        if each.message:
+            raise RequestError(each.message, each.remedy)
+    found = next((each.found for each in every if each.found is not None), None)
+    return None if found is None else msgspec.convert(found, kind)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..system.files import write_atomically
+from ..torch_messages import tell_all
 from ..torch_split.collectives import own_collectives
 from .flat import Flat
 from .make import find
@@ -288,10 +289,8 @@ Value = TypeVar("Value")
 
 def _from_first(own: Value) -> Value:
     """The value that rank 0 has."""
-    agreed = [own]
     with own_collectives():
-        dist.broadcast_object_list(agreed, 0)
-    return agreed[0]
+        return tell_all(own)
 
 
 def _agree(fault: str, remedy: str) -> None:
@@ -416,10 +415,15 @@ class _Reader:
 
     def read_buffers(self, model: Any) -> None:
         """Fill the model's buffers."""
-        found = {name: self._get(name) for name in _buffers(model) if name in self._maps}
-        for name, tensor in _from_first(found).items():
-            if tensor is not None:
-                model.get_buffer(name).copy_(tensor)
+        names = [name for name in _buffers(model) if name in self._maps]
+        for name in _from_first(names):
+            buffer = model.get_buffer(name)
+            found = self._get(name) if self._reads else None
+            values = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+            values.copy_(buffer if found is None else found)
+            with own_collectives():
+                dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
+            buffer.copy_(values)
 
     def _get(self, name: str) -> Any:
         """A tensor of the checkpoint; None where it can't be read, which is kept for `fault`: other

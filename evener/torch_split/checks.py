@@ -72,7 +72,7 @@ def check_part_loss(
         for model in wrapped:
             if hasattr(model, "no_sync"):
                 stack.enter_context(model.no_sync())
-        return find_together(find)
+        return find_together(find, LossMeaning)
     return None
 
 

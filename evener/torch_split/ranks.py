@@ -27,6 +27,7 @@ from ..plan.check import check_fit, describe
 from ..plan.file import Plan, Share, load_plan
 from ..shares.whole_rows import count_passes, even
 from ..system.cores import allowed_cpus, core_groups, slice_cores
+from ..torch_messages import gather_messages
 from ..training.launched import abort_on_device_error, find_host, launched_device, launched_plan
 from ..training.share_order import RankInfo, check_agreement, divide_by_ratios, order_shares
 
@@ -183,9 +184,7 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
     if stand.world == 1:
         return [own]
     if dist.is_initialized():
-        gathered: list[Any] = [None] * stand.world
-        dist.all_gather_object(gathered, own)
-        return gathered
+        return gather_messages(own, RankInfo)
     store = _open_store()
     kept = (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -19,6 +19,10 @@ PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener ru
 # JSON of its words, where evener run --balance measures its trainer
 PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"
 
+# HOST:PORT of PyTorch's MASTER_ADDR and MASTER_PORT, and the file that is their store in its place
+MEETING = "EVENER_MEETING"
+GROUPS = "EVENER_GROUPS"  # process groups that met in it before, in this process and its parents
+
 # set where one process trains on all devices, and there may be one for each
 ONE_PROCESS = "EVENER_ONE_PROCESS"
 WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
@@ -55,6 +59,14 @@ def launched_device() -> str:
     return os.environ.get(DEVICE, "")
 
 
+def meeting_file(address: str) -> str | None:
+    """The file in which the processes of this host meet in place of HOST:PORT; None where there is
+    a port.
+    """
+    named, _, path = os.environ.get(MEETING, "").partition(" ")
+    return path if path and named == address.replace("localhost", "127.0.0.1") else None
+
+
 def launched_run() -> str:
     """The name that evener launch has given to this training; empty if that didn't start it."""
     return os.environ.get(RUN, "")
@@ -75,11 +87,11 @@ def find_host(hosts: Iterable[str]) -> str:
     if not names or HOST in os.environ:
         return os.environ.get(HOST, "") if names else ""
     own = socket.gethostname()
-    found = names & {own, own.partition(".")[0]} or set(filter(_is_here, names))
+    found = names & {own, own.partition(".")[0]} or set(filter(is_here, names))
     return found.pop() if len(found) == 1 else ""
 
 
-def _is_here(name: str) -> bool:
+def is_here(name: str) -> bool:
     """True if a name or an address leads to this machine: only then can a socket have it as its
     own.
     """

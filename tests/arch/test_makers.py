@@ -26,6 +26,7 @@ FRAMEWORKS = (
     "evener/torch_split/",
     "evener/huggingface/",
     "evener/keras_split/",
+    "evener/torch_messages.py",
     "evener/ray.py",
     "workloads/torch_backend/",
     "workloads/keras_backend/",

@@ -282,9 +282,17 @@ BANNED_CALLS = {
 }
 
 
+# functions that unpickle what other ranks, or whoever reaches a process's port, have sent
+BANNED_METHODS = {
+    *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    *("send_object_list", "recv_object_list", "broadcast_object", "all_gather_objects"),
+    *("rpc_sync", "rpc_async"),
+}
+
+
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    """No module that can run what it reads, no call that evaluates text, no shell; read from the
-    syntax tree.
+    """No module that can run what it reads, no call that evaluates text, no shell, no collective of
+    PyTorch that unpickles; read from the syntax tree.
 
     The user's own workload is run by importlib's loader, in one place, and by nothing else.
     """
@@ -303,11 +311,14 @@ def test_what_is_unpickled_or_evaluated_would_be_found() -> None:
         "torch.load(path)",
         "loader.exec_module(one)",
         "run(words, shell=True)",
+        "dist.all_gather_object(every, own)",
+        "broadcast_object_list(every, 0)",
+        "torch.load(path, weights_only=False)",
     )
     assert [
         sum(_runs(node, HOME / "evener/example.py") for node in nodes(ast.parse(line)))
         for line in found
-    ] == [1] * 6
+    ] == [1] * 9
     for line in ("torch.load(path, weights_only=True)", "run(words, shell=False)", "import json"):
         assert not any(_runs(node, HOME / "evener/example.py") for node in nodes(ast.parse(line)))
 
@@ -322,7 +333,7 @@ def _runs(node: ast.AST, path: Path) -> bool:
         case ast.Call(func=called, keywords=words):
             return (
                 any(word.arg == "shell" and _true(word.value) for word in words)
-                or (isinstance(called, ast.Name) and called.id in BANNED_NAMES)
+                or (isinstance(called, ast.Name) and called.id in BANNED_NAMES | BANNED_METHODS)
                 or (isinstance(called, ast.Attribute) and _is_banned(node, called, path))
             )
     return False
@@ -331,6 +342,8 @@ def _runs(node: ast.AST, path: Path) -> bool:
 def _is_banned(call: ast.Call, called: ast.Attribute, path: Path) -> bool:
     if called.attr == "exec_module":
         return path.relative_to(HOME) != Path("workloads/user_code.py")
+    if called.attr in BANNED_METHODS:
+        return True
     banned = isinstance(called.value, ast.Name) and (called.value.id, called.attr) in BANNED_CALLS
     return banned and not _only_weights(call)
 

@@ -37,7 +37,7 @@ class ForkedEvener:
         self._thread.start()
         while not (pid := self._read("pid")) and self._thread.is_alive():
             time.sleep(0.01)
-        self._pid = int(pid)
+        self.pid = int(pid)
 
     def _run(self, run: partial[None]) -> None:
         with suppress(AssertionError):  # it was killed
@@ -54,7 +54,7 @@ class ForkedEvener:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal."""
-        os.kill(self._pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> None:
         """Wait for its end; TimeoutExpired."""

@@ -16,6 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
+from evener.tui.launch.guard import start_guard
 from evener.tui.launch.job import make_job
 from evener.tui.launch.restarts import run_job
 from tests.support.launched_plan import plan
@@ -48,7 +51,9 @@ def launch(folder: Path) -> None:
     for stream in (1, 2):  # who reads what is printed here doesn't wait for ranks that are left
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:
-        run_job(make_job(folder / "plan.toml", [str(folder / "train.py")], None, None), 0)
+        job = make_job(folder / "plan.toml", [str(folder / "train.py")], None, None)
+        with start_guard("evener-launch-") as guard:
+            run_job(msgspec.structs.replace(job, run=guard.run, folder=guard.folder), 0)
     finally:
         os._exit(0)
 

@@ -258,6 +258,17 @@ def test_a_script_for_tensorflow_alone_is_refused(tmp_path: Path) -> None:
     assert read_command([str(script)]).name == "train.py"
 
 
+def test_a_python_that_ignores_the_hooks_is_refused(tmp_path: Path) -> None:
+    """Its ranks would train evenly, and meet at a port that is open to all."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    for options in (["-I"], ["-u", "-sE"], ["-W", "ignore::ImportWarning", "-S"]):
+        with pytest.raises(RequestError, match="ignores PYTHONPATH or sitecustomize"):
+            read_command(["python", *options, str(script)])
+    for options in (["-W", "ignore::ImportWarning"], ["-Xutf8"], ["-u", "-s", "-O"]):
+        assert read_command(["python", *options, str(script), "-I"]).name == "train.py"
+
+
 def test_a_module_for_tensorflow_alone_is_refused_as_a_script_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -291,12 +302,14 @@ def test_a_plan_is_measured_by_build_else_by_the_trainer(
         ("", "evener.program.trainers:build"),
     ):
         script.write_text(text)
-        measured = measure_plan(read_command([str(script), "-x"]), "cpu/2", tmp_path / "plan.toml")
+        measured = measure_plan(
+            read_command([str(script), "-x"]), "cpu/2", tmp_path / "plan.toml", ""
+        )
         assert measured is not None
         assert load_plan(measured).layout.batches == (3, 1)
         assert entry in started[-1]
     plan = UNEVEN.partition('[[layout.share]]\ndevice = "cpu-1')[0]
-    assert measure_plan(read_command([str(script)]), "cpu/2", tmp_path / "plan.toml") is None
+    assert measure_plan(read_command([str(script)]), "cpu/2", tmp_path / "plan.toml", "") is None
 
 
 @two_cores

@@ -5,7 +5,6 @@ speed.
 from __future__ import annotations
 
 import shlex
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,7 @@ from evener.errors import RequestError
 from evener.plan.file import Plan
 from evener.program.notes import ProgramSettings
 
+from ..launch.guard import GuardedTraining, start_guard
 from ..launch.job import HostJob, make_job
 from ..launch.program import (
     choose_plan,
@@ -89,10 +89,11 @@ def launch(
     job = make_job(plan, script, host, rendezvous, wait_seconds)
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
-    return _train(job, _name(job), f"starts: {_list_shares(job)}", max_restarts)
+    with start_guard("evener-launch-") as guard:
+        return _train(job, guard, _name(job), f"starts: {_list_shares(job)}", max_restarts)
 
 
-def _train(job: HostJob, name: str, starts: str, max_restarts: int) -> int:
+def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
     """Train in all processes of this host, and say when they start and end; returns the exit
     code.
     """
@@ -101,8 +102,10 @@ def _train(job: HostJob, name: str, starts: str, max_restarts: int) -> int:
 
     say(f"{name} {starts}")
     began = time.monotonic()
+    job = msgspec.structs.replace(job, run=guard.run, folder=guard.folder)
     with named_output(job.names) as output:
         code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
+    guard.well = not code
     if not code:
         say(f"{name} has ended, after {duration(time.monotonic() - began)}")
     return code
@@ -183,15 +186,15 @@ def run(
     read = read_command(command or [])
     if balance and plan is not None:
         raise RequestError("--balance measures a plan, and --plan gives one.", "Give one of them.")
-    with tempfile.TemporaryDirectory(prefix="evener-run-") as folder:
+    with start_guard("evener-run-") as guard:
         if balance:
-            plan = measure_plan(read, devices, Path(folder, "measured.toml"))
+            plan = measure_plan(read, devices, guard.folder / "measured.toml", guard.run)
         chosen = choose_plan(plan, devices, read)
         if noise:
             _check_several(chosen.plan)
-        path = Path(folder, "plan.toml")
+        path = guard.folder / "plan.toml"
         chosen.plan.save(path)
-        notes = Path(folder, "notes")
+        notes = guard.folder / "notes"
         notes.mkdir()
         settings = ProgramSettings(
             str(notes), read.name, strict, not chosen.given, noise, chosen.origin
@@ -200,7 +203,7 @@ def run(
         job = make_job(path, read.words, None, None, executable=read.executable)
         labels = ", ".join(device.label for process in job.processes for device in process)
         alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
-        code = _train(job, read.name, f"starts on {labels}{alone}", max_restarts)
+        code = _train(job, guard, read.name, f"starts on {labels}{alone}", max_restarts)
         left = read_notes(notes)
         say(*summarize(chosen.plan, left))
         keeps = not (code or alone or (chosen.given and not balance))

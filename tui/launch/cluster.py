@@ -7,7 +7,6 @@ left.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import queue
@@ -31,7 +30,7 @@ from evener.plan.file import load_plan, to_toml
 from evener.plan.solver import leave_out
 from evener.training.launched import REPLACED_PLAN
 
-from ..signals import caught_signals
+from ..signals import caught_signals, end_with_parent
 from ..text.formatting import plain, say
 from .job import check_plan
 from .restarts import compare_rows
@@ -188,8 +187,6 @@ def _look_at_head(answered: float) -> float:
 
 READ_SECONDS = 1.0
 END_SECONDS = 35.0  # after SIGTERM: a little more than launch gives its own processes
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 class HostTraining:
@@ -267,7 +264,7 @@ class HostTraining:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         except OSError as error:
             self._lines.put(f"evener: {error}\n".encode())
@@ -280,7 +277,3 @@ class HostTraining:
             self._code = process.wait()
         self._started.set()
         self._lines.put(None)
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
+import evener.program
 from evener.devices.discover import discover
-from evener.devices.network import RENDEZVOUS_PORT, choose_interface
+from evener.devices.network import RENDEZVOUS_PORT, choose_interface, loopback_interface
 from evener.devices.registry import BACKENDS, child_environment, find_backend, import_path, kind_of
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError, RequestError
@@ -33,6 +34,7 @@ from evener.training.launched import (
 from evener.training.start_rank import STARTS
 from evener.workloads.user_code import script_framework
 
+HOOKS = Path(evener.program.__file__).parent / "site"
 WAIT_SECONDS = 60.0
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
@@ -95,16 +97,21 @@ class HostJob(msgspec.Struct, frozen=True):
         """The processes' environment: what all share, and for `start_rank` what each has for
         itself, with `more`.
         """
+        hooks = str(HOOKS) if self.framework == "torch" else ""
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        others = import_path(os.pathsep.join(each for each in inherited if each != hooks))
         variables = {
             **os.environ,
             PLAN: str(self.path),
-            "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
+            "PYTHONPATH": os.pathsep.join(filter(None, (hooks, others))),
         }
         variables |= {REPLACED_PLAN: str(self.replaced or ""), RUN: self.run, RESTART: self.reason}
         alone = not self.plan.layout.engine and len(self.processes) < len(self.own)
         variables |= {ONE_PROCESS: "1" if alone else ""}
         if self.host:
             variables |= {HOST: self.host, **choose_interface(self.host, self.hosts)}
+        if len(self.hosts) == 1:
+            variables |= loopback_interface()
         starts = [self._start(devices) for devices in self.processes]
         for start, own in zip(starts, more, strict=False):
             start["variables"].update(own)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -18,15 +17,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
-from typing import Any
 
 import msgspec
 
-from evener.balancer.probes.launch_plan import find_free_ports
+from evener.balancer.probes.launch_plan import OPEN_SERVERS, find_free_ports
 from evener.errors import DeviceError, RequestError
+from evener.system.memory_files import make_memory_file
+from evener.training.launched import MEETING
 from evener.training.start_rank import STARTS
 
 from ..signals import caught_signals, restored_signals
+from ..text.formatting import say
 from .job import HostJob
 
 
@@ -166,7 +167,8 @@ def _rank(job: HostJob) -> dict[str, str]:
     """The variables of the only rank of a program, as PyTorch's agent sets them, which takes two
     seconds to import.
     """
-    port, attempt = find_free_ports(1)[0], str(job.attempt)
+    address, attempt = _find_address(), str(job.attempt)
+    host, _, port = address.partition(":")
     numbers = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -176,10 +178,21 @@ def _rank(job: HostJob) -> dict[str, str]:
     }
     return {
         **numbers,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        MEETING: _describe_meeting(address),
         "TORCHELASTIC_RESTART_COUNT": attempt,
     }
+
+
+def _find_address() -> str:
+    """HOST:PORT for PyTorch's variables on one host; nobody listens there."""
+    return f"127.0.0.1:{find_free_ports(1)[0]}"
+
+
+def _describe_meeting(address: str) -> str:
+    """The variable by which processes meet in a file that is new, in place of this address."""
+    return f"{address} {make_memory_file()}"
 
 
 def _cluster(job: HostJob) -> list[dict[str, str]]:
@@ -190,6 +203,8 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
         return []
     if len(job.hosts) == 1:
+        if not job.attempt:
+            say(OPEN_SERVERS)
         peers = [f"127.0.0.1:{port}" for port in find_free_ports(len(active))]
     else:
         peers = [f"{share.host}:{job.meeting[1] + i}" for i, share in enumerate(active)]
@@ -243,6 +258,9 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
     themselves.
     """
     more = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
+    address = _find_address()
+    if len(job.hosts) == 1:
+        more[MEETING] = _describe_meeting(address)
     environment = job.environment([more] * len(job.processes))
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "FATAL"
@@ -252,6 +270,8 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+        from .rendezvous import choose_way
     except ImportError as error:
         raise RequestError(
             f"PyTorch can't be imported ({error}).", 'Install it: pip install "evener[torch]".'
@@ -268,7 +288,7 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
             max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(job.folder)),
-            **_meet(job),
+            **choose_way(job, address),
         )
         try:
             elastic_launch(config, sys.executable)("-m", "evener.training.start_rank", *job.command)
@@ -296,29 +316,3 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
                 ),
             ) from None
     return Ending()
-
-
-def _meet(job: HostJob) -> dict[str, Any]:
-    """The address where the agents of all hosts find each other; alone, at any free port."""
-    if len(job.hosts) == 1:
-        place: dict[str, Any] = {
-            "rdzv_endpoint": "localhost:0",
-            "local_addr": "127.0.0.1",
-            "run_id": job.identity,
-        }
-    else:
-        host, port = job.meeting
-        seconds = math.ceil(job.wait_seconds)
-        times = {"timeout": seconds, "join_timeout": seconds, "read_timeout": seconds}
-        place = {
-            "rdzv_endpoint": f"{host}:{port}",
-            "run_id": job.identity,
-            "local_addr": job.host,
-            "rdzv_configs": {**times, "is_host": host == job.host},
-        }
-    return {
-        "rdzv_backend": "c10d",
-        "min_nodes": len(job.hosts),
-        "max_nodes": len(job.hosts),
-        **place,
-    }

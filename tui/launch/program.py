@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-import evener.program
 from evener.balancer.number_format import milliseconds, percent, rate
 from evener.devices.discover import discover
 from evener.devices.registry import find_backend, import_path
@@ -27,16 +26,16 @@ from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
 from evener.program.notes import ProgramSettings, RankNote, SharesOrigin
 from evener.system.files import runs_folder, write_atomically
-from evener.training.launched import PROGRAM, PROGRAM_COMMAND
+from evener.training.launched import PROGRAM, PROGRAM_COMMAND, RUN
 from evener.training.step_record import StepFigures, compare
 from evener.workloads.user_code import script_framework
 
+from ..signals import end_with_parent
 from ..text.formatting import Table
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 PLAN_FILE = "plan.toml"  # beside the journal of a program's training
 SAVED_FILE = "saved_shares.json"  # beside that plan
-HOOKS = Path(evener.program.__file__).parent / "site"
 
 
 class SavedShares(msgspec.Struct, frozen=True):
@@ -93,6 +92,7 @@ def read_command(words: Sequence[str]) -> ProgramCommand:
 
 def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
     options = _skip_options(rest)
+    _refuse_isolation(rest[: len(rest) - len(options)])
     script = options[0] if options else ""
     if script == "-m" and len(options) > 1:
         if options[1] in (
@@ -121,6 +121,19 @@ def _refuse_tensorflow(script: Path) -> None:
                 "Build its model by Split().build(build), and start it by evener launch with a "
                 "plan (docs/training.md)."
             ),
+        )
+
+
+def _refuse_isolation(options: Sequence[str]) -> None:
+    """RequestError for options by which Python runs without what evener adds to it."""
+    flags = [
+        word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
+    ]
+    found = sorted(set("".join(flags)) & set("IES"))
+    if found:
+        raise RequestError(
+            f"python -{found[0]} ignores PYTHONPATH or sitecustomize, by which evener run works.",
+            "Leave it out.",
         )
 
 
@@ -177,11 +190,12 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
     return _find_last_plan(even, command) or ChosenPlan(even)
 
 
-def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | None:
+def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a split into a file, by the program's build() or its trainer; RequestError where that
     gives none.
 
     None for a plan that leaves a device out: the program's global batch is that of all of them.
+    What is started has the name `run` in its environment, by which a guard finds it.
     """
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable
@@ -199,6 +213,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | No
     environment = {
         **os.environ,
         PROGRAM_COMMAND: json.dumps(words),
+        RUN: run,
         "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
     }
     options = (
@@ -215,6 +230,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | No
         [python, "-m", "evener", "compare", "--layouts", "split", *options],
         env=environment,
         check=False,
+        preexec_fn=end_with_parent,
     ).returncode
     if code or not path.exists():
         raise RequestError(
@@ -268,10 +284,8 @@ def _digest_command(command: ProgramCommand, plan: Plan) -> str:
 
 
 def set_environment(settings: ProgramSettings) -> None:
-    """Let the processes that are started from now on have the hooks, and know these settings."""
+    """Let the processes that are started from now on know these settings."""
     os.environ[PROGRAM] = msgspec.json.encode(settings).decode()
-    inherited = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOOKS), import_path(inherited))))
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 

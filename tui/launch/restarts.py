@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, count
-from pathlib import Path
 
 import msgspec
 
@@ -24,13 +21,11 @@ from evener.errors import DeviceError, PlanError
 from evener.plan.check import describe
 from evener.plan.file import Plan, load_plan
 from evener.plan.solver import leave_out
-from evener.system.files import new_run_id
-from evener.training.launched import DEVICE, RUN, WANTS_PROCESSES
+from evener.training.launched import DEVICE, WANTS_PROCESSES
 from evener.training.start_rank import STARTS
 
 from ..signals import caught_signals
 from ..text.formatting import say
-from . import watcher
 from .job import HostJob, arrange
 from .processes import Ending, named_output, run_children
 
@@ -39,33 +34,9 @@ def run_job(first: HostJob, max_restarts: int) -> int:
     """Train until all processes have ended well, one fails by its own fault, or there were too many
     restarts.
 
-    The exit code. Unless it is 0, nothing that the training has started is left, however this
-    process ends.
-    """
-    run = new_run_id()
-    folder = Path(tempfile.gettempdir(), f"evener-launch-{run}-{secrets.token_hex(4)}")
-    words = [sys.executable, "-I", watcher.__file__, run, str(folder)]
-    own = {name: value for name, value in os.environ.items() if name != RUN}
-    quiet = subprocess.DEVNULL
-    watching = subprocess.Popen(
-        words, env=own, start_new_session=True, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet
-    )
-    last_words = b""
-    try:
-        folder.mkdir(mode=0o700)  # now that somebody would remove it
-        code = _run(msgspec.structs.replace(first, run=run, folder=folder), max_restarts)
-        last_words = b"" if code else watcher.WELL
-    finally:
-        with caught_signals():
-            watching.communicate(last_words)
-    return code
-
-
-def _run(first: HostJob, max_restarts: int) -> int:
-    """Run the training; after a loss every device is tried, also one that was left out before.
-
-    On several hosts nobody sees all failures: there, each is taken for a loss, and a device that is
-    lost ends the training. The exit code.
+    After a loss every device is tried, also one that was left out before. On several hosts nobody
+    sees all failures: there, each is taken for a loss, and a device that is lost ends the training.
+    The exit code.
     """
     job = first
     several = len(first.hosts) > 1

@@ -1,8 +1,9 @@
-"""The process that outlives a launcher: `python watcher.py RUN FOLDER`, with a pipe from the
+"""The process that outlives a launcher: `python watcher.py RUN PREFIX`, with a pipe from the
 launcher as its input.
 
-Unless the launcher says that all is well, what is left of its training ends with it, however that
-ended. It imports nothing of evener, so that it is there at once.
+It makes the folder of the training, and prints its name. Unless the launcher says that all is well,
+what is left of the training ends with it, however that ended; so does the folder. It imports
+nothing of evener, so that it is there at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, suppress
 
@@ -23,7 +25,16 @@ MARK = "EVENER_RUN"  # as in evener.training.launched; all that a rank starts in
 
 def main() -> None:
     """Wait for the end of the launcher, then end its training, and remove its folder."""
-    run, folder = sys.argv[1:]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its pipe tells when to end
+    run, prefix = sys.argv[1:]
+    try:
+        folder = tempfile.mkdtemp(prefix=prefix)
+    except OSError as error:
+        sys.exit(str(error))
+    with suppress(OSError):  # of a launcher that has ended already
+        os.write(1, os.fsencode(folder))
+        os.close(1)
     if sys.stdin.buffer.read() != WELL:
         began = time.monotonic()
         while (age := time.monotonic() - began) < LONGEST_SECONDS and find_and_signal(

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, cast
 
 import msgspec
@@ -33,12 +34,14 @@ from evener.torch_split.own_work import GpuClock
 from evener.torch_split.ranks import fetching_threads
 from evener.torch_split.retry import Passes
 from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, wrap_module
+from evener.torch_stores import open_file_store, open_tcp_store
 from evener.training.dealing import Dealer
 
 from ..protocol import MemoryMeter, Place, Workload
 from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .shards import RecipeShards
 
+MEETING_TIME = timedelta(seconds=300)  # in which the ranks of a group come
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
@@ -414,15 +417,19 @@ def torch_device(name: str) -> torch.device:
 
 
 def join(place: Place, device: torch.device) -> bool:
-    """Meet the other ranks at the first one's address; False where there are none."""
+    """Meet the other ranks in their file, or at the first one's address; False where there are
+    none.
+    """
     if place.world == 1:
         return False
-    host = place.peers[0].rpartition(":")[0]
-    if host.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of a host may lead elsewhere
+    if place.peers[0].startswith("/"):
+        store = open_file_store(place.peers[0])
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    else:
+        host, _, port = place.peers[0].rpartition(":")
+        store = open_tcp_store(host, int(port), place.rank == 0, MEETING_TIME)
     backend = "nccl" if _on_gpu(device) else "gloo"
-    meeting = f"tcp://{place.peers[0]}"
-    dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.world)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world)
     return True
 
 

@@ -1,0 +1,225 @@
+"""What others on the machine or in the network can reach while evener works: loopback alone, and no
+store.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.cores import two_cores
+from tests.support.forked_evener import ForkedEvener
+from tests.support.frameworks import skip_without
+from tests.support.listeners import Listener, ListenerLog, list_listeners, list_tree
+from tests.support.python_path import python_path
+from tests.support.quick_probes import QUICK_EVENER
+from tests.support.rank_server import RankServer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = str(ROOT / "tests/support/meeting_program.py")
+PLAN = """
+[[layout.share]]
+device = "cpu-0-of-2"
+batch = 3
+[[layout.share]]
+device = "cpu-1-of-2"
+batch = 1
+"""
+NOBODY = 65534
+LISTED, READ = ("fd", "map_files", "cwd"), ("environ", "mem")  # of a process's folder in /proc
+SECONDS = 240.0
+WAYS = {
+    "launch": ("launch", "plan.toml", PROGRAM),
+    "run": ("run", "--plan", "plan.toml", "--", sys.executable, PROGRAM),
+}
+
+
+@contextmanager
+def stopped_at(folder: Path, stage: str) -> Iterator[list[int]]:
+    """A context while the program waits at a stage: the processes of its ranks."""
+    files = [folder / f"{stage}-{rank}" for rank in (0, 1)]
+    end = time.monotonic() + SECONDS
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end, f"never came to {stage}"
+        time.sleep(0.01)
+    yield [int(file.read_text()) for file in files]
+    (folder / f"{stage}-seen").touch()
+
+
+@two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_on_one_host_has_no_store_that_others_reach(
+    way: str, tmp_path: Path, rank_server: Callable[[str], RankServer]
+) -> None:
+    """Ranks that have met listen nowhere; those that train listen on loopback, as gloo does; the
+    launcher never does, and another user who knows all names gets nothing.
+    """
+    skip_without("torch")
+    (tmp_path / "plan.toml").write_text(PLAN)
+    variables = {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
+    server = rank_server("tests.support.torch_imports")
+    words = (*WAYS[way], f"{tmp_path}/")
+    evener = ForkedEvener(server, tmp_path, tmp_path / "evener", words, variables)
+    with ListenerLog(evener.pid) as log:
+        with stopped_at(tmp_path, "met") as ranks:
+            assert list_listeners(evener.pid) == set()
+            stolen = run_as_nobody(evener.pid, _find_meeting(ranks[0]), ())
+        with stopped_at(tmp_path, "trains") as ranks:
+            trains = list_listeners(evener.pid)
+            stolen += run_as_nobody(evener.pid, _find_meeting(ranks[0]), tuple(trains))
+        with stopped_at(tmp_path, "insists"):
+            insists = list_listeners(evener.pid)
+            answers = [listener for listener in insists if _is_store(listener)]
+        _, errors = evener.communicate(SECONDS)
+    assert not evener.returncode, errors
+    assert {each.pid for each in trains} == set(ranks)  # gloo's; none of the launcher's
+    assert {each.pid for each in log.seen} == set(ranks)
+    assert {each.address for each in log.seen} == {"127.0.0.1"}
+    assert len(answers) == 1  # the store that the program itself has asked for
+    assert log.looks > 20
+    assert stolen == []
+
+
+def _find_meeting(rank: int) -> str:
+    """The path of the file in which ranks meet, from a rank's environment."""
+    variables = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
+    found = next(each for each in variables if each.startswith(b"EVENER_MEETING="))
+    return found.decode().partition(" ")[2]
+
+
+def run_as_nobody(root: int, meeting: str, listeners: Sequence[Listener]) -> list[str]:
+    """What another user of this machine could read or write of a training; empty where this process
+    can't become one.
+    """
+    assert Path(meeting).read_bytes()  # this user reads it
+    if os.getuid():
+        return []
+    "".encode("idna")  # which connecting imports: another user may not read this Python's files
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            found = _steal(root, meeting, listeners)
+        except BaseException as error:
+            found = [f"ended by {error!r}"]
+        os.write(write, msgspec.json.encode(found))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        found = msgspec.json.decode(answer.read(), type=list[str])
+    os.waitpid(child, 0)
+    return found
+
+
+def _steal(root: int, meeting: str, listeners: Sequence[Listener]) -> list[str]:
+    """Each door that is open to this process; but for sockets that refuse what isn't theirs."""
+    tried: list[tuple[str, Callable[[], Any]]] = [
+        ("reads the store", lambda: Path(meeting).read_bytes()),
+        ("writes the store", lambda: os.close(os.open(meeting, os.O_RDWR))),
+    ]
+    folders = Path(tempfile.gettempdir()).glob("evener-*")
+    tried += [(f"lists {folder}", partial(os.listdir, folder)) for folder in folders]
+    for pid in list_tree(root):
+        own = Path(f"/proc/{pid}")
+        tried += [(f"lists {own / name}", partial(os.listdir, own / name)) for name in LISTED]
+        tried += [(f"reads {own / name}", (own / name).read_bytes) for name in READ]
+    tried += [(f"is answered by {each}", partial(_ask_store, each)) for each in listeners]
+    found = []
+    for name, action in tried:
+        with suppress(OSError):
+            action()
+            found.append(name)
+    return found
+
+
+def _is_store(listener: Listener) -> bool:
+    with suppress(OSError):
+        _ask_store(listener)
+        return True
+    return False
+
+
+def _ask_store(listener: Listener) -> None:
+    """Ask as a client of PyTorch's TCPStore does first; OSError where no store answers."""
+    validate, magic, ping = b"\0", 0x3C85F7CE, b"\x0d"
+    question = validate + magic.to_bytes(4, sys.byteorder) + ping + (7).to_bytes(4, sys.byteorder)
+    with socket.create_connection((listener.address, listener.port), 5) as line:
+        line.settimeout(1)
+        line.sendall(question)
+        if line.recv(4) != (7).to_bytes(4, sys.byteorder):
+            raise ConnectionRefusedError
+
+
+SEARCHES = {
+    "compare": ("compare", "--layouts", "even"),
+    "balance": ("balance", "--global-batch", "64"),
+}
+SLICES = ("--devices", "cpu/2", "--workload", "torch_mnist", "--framework", "torch")
+
+
+@two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SEARCHES)
+def test_a_group_that_is_measured_listens_on_loopback_alone(
+    way: str, cores_of_one_user: None, own_folder: Path
+) -> None:
+    """Until a group of two ranks was there, and then to the search's end."""
+    skip_without("torch")
+    words = [*QUICK_EVENER, *SEARCHES[way], *SLICES]
+    evener = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with evener, ListenerLog(evener.pid) as log:
+        end = time.monotonic() + SECONDS
+        while len({each.pid for each in tuple(log.seen)}) < 2 and evener.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        stores = [listener for listener in tuple(log.seen) if _is_store(listener)]
+        evener.send_signal(signal.SIGINT)
+        evener.wait(SECONDS)
+    assert stores == []
+    assert {each.address for each in log.seen} == {"127.0.0.1"}
+    assert evener.pid not in {each.pid for each in log.seen}
+
+
+SERVERS = {
+    "monitor": ("monitor", "--interval", "0.5"),
+    "metrics": ("monitor", "--interval", "0.5", "--metrics", "127.0.0.1:0"),
+    "web": ("--web",),
+}
+
+
+@pytest.mark.parametrize("way", SERVERS)
+def test_a_server_listens_on_loopback_alone(way: str, own_folder: Path) -> None:
+    """The monitor itself, without an option, listens nowhere."""
+    if way == "web":
+        pytest.importorskip("textual_serve")
+    words = [sys.executable, "-m", "evener", *SERVERS[way], "--devices", "sim:gtx1080"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as evener:
+        assert evener.stdout is not None
+        with ListenerLog(evener.pid) as log:
+            evener.stdout.readline()
+            end = time.monotonic() + 60
+            while not log.seen and way != "monitor":
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            evener.send_signal(signal.SIGTERM)
+            evener.communicate(timeout=60)
+    wanted = set() if way == "monitor" else {"127.0.0.1"}
+    assert {each.address for each in log.seen} == wanted
+    assert log.looks

@@ -1,0 +1,61 @@
+"""The guard of a training: a process that removes what is left of it, however its launcher ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evener.errors import RequestError
+from evener.system.files import new_run_id
+from evener.training.launched import RUN
+
+from ..signals import caught_signals
+from . import watcher
+
+
+class GuardedTraining:
+    """A training's name, which all its processes have in their environment, and its folder.
+
+    The folder ends with the training. `well`: what still runs then may go on.
+    """
+
+    def __init__(self, run: str, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self.well = False
+
+
+@contextmanager
+def start_guard(prefix: str) -> Iterator[GuardedTraining]:
+    """A context at whose end nothing of a training is left, unless that has ended well.
+
+    The folder is private, and has a name that nobody knew before. RequestError if none can be made.
+    """
+    run = new_run_id()
+    own = {name: value for name, value in os.environ.items() if name != RUN}
+    watching = subprocess.Popen(
+        [sys.executable, "-I", watcher.__file__, run, prefix],
+        env=own,
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert watching.stdout is not None
+    guard = GuardedTraining(run, Path())
+    try:
+        guard.folder = Path(os.fsdecode(watching.stdout.read()))
+        if not guard.folder.is_absolute():
+            _, reason = watching.communicate()
+            raise RequestError(
+                f"No temporary folder can be made: {reason.decode().strip()}.",
+                "Free some space, or set TMPDIR to another folder.",
+            )
+        yield guard
+    finally:
+        with caught_signals():
+            if watching.poll() is None:
+                watching.communicate(watcher.WELL if guard.well else b"")
