@@ -1,0 +1,282 @@
+"""`evener run` on GPUs of unequal speed, without a plan: `python -m benchmarks.gpu_unequal --out
+FOLDER`.
+
+Four GPUs of one host, which MPS holds to 100, 60, 40 and 25 % (`--parts`), train a DDP loop over a
+decoder of 34 million parameters and a transformers.Trainer over a Llama of 106 million, in TF32:
+each by torchrun, by `evener run`, and by `evener run --plan` with the shares that each device's own
+work asks for. Then, on equal GPUs for 1,000 steps, in which shares must not change: the loop, a
+host-bound model and one that waits for its input. Each result is printed as it comes and kept in
+FOLDER/gpu_unequal.json; what doesn't begin within `--seconds` is left out.
+
+`--kind cpu` tries it at tiny sizes on CPU slices (`--parts 100,50`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.gpu_bench import mps_daemon
+from evener.plan.solver import solve_shares
+from evener.shares.curves import Curve
+
+HERE = Path(__file__).parent
+JOBS = HERE / "unequal_jobs"
+NEEDED = ("msgspec", "tomli_w", "typer", "rich", "psutil", "platformdirs", "wrapt", "torch")
+LOOP = {"WIDTH": 512, "LAYERS": 8, "LENGTH": 256, "ROWS": 128, "WORDS": 8192}
+LLAMA = {"WIDTH": 768, "LAYERS": 8, "LENGTH": 256, "ROWS": 48, "WORDS": 32000}
+TINY = {"WIDTH": 64, "LAYERS": 8, "LENGTH": 32, "ROWS": 8, "WORDS": 512}
+CPU = {"WIDTH": 64, "LAYERS": 1, "LENGTH": 16, "ROWS": 16, "WORDS": 256}
+LAST = 40  # steps of a rate
+NEAR_FROM = 60  # the step from which shares should be near the best
+LONGEST_SECONDS = 110.0  # of one training
+
+
+class Case(NamedTuple):
+    """A training: its program, who starts it, its sizes, and the steps."""
+
+    name: str
+    program: str
+    way: str  # own, run or plan
+    sizes: dict[str, int]
+    steps: int
+    unequal: bool
+    input_seconds: float = 0.0  # that a row takes a worker
+
+
+def list_cases(kind: str) -> list[Case]:
+    """The trainings, in the order of their value."""
+    loop, llama, tiny = (LOOP, LLAMA, TINY) if kind == "gpu" else (CPU, CPU, CPU)
+    few, many, calm = (80, 160, 1000) if kind == "gpu" else (40, 320, 320)
+    equal = {**loop, "ROWS": 48} if kind == "gpu" else loop
+    return [
+        Case("loop", "loop", "run", loop, many, True),
+        Case("loop", "loop", "own", loop, few, True),
+        Case("loop", "loop", "plan", loop, few, True),
+        Case("equal", "loop", "run", equal, calm, False),
+        Case("host-bound", "loop", "run", tiny, calm, False),
+        Case("trainer", "trainer", "run", llama, many, True),
+        Case("trainer", "trainer", "own", llama, few, True),
+        Case("trainer", "trainer", "plan", llama, few, True),
+        Case("host-bound", "loop", "own", tiny, calm, False),
+        Case("input-bound", "loop", "run", tiny, calm, False, 0.005),
+        Case("equal", "loop", "own", equal, few, False),
+    ]
+
+
+def main() -> None:
+    """Run the cases that fit in the time."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kind", default="gpu", choices=("gpu", "cpu"))
+    parser.add_argument("--parts", default="100,60,40,25", help="of each GPU, in percent")
+    parser.add_argument("--seconds", type=float, default=450.0, help="for all of it")
+    parser.add_argument("--cases", default="", help="names, or name:way; all unless given")
+    options = parser.parse_args()
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"This Python has no {', '.join(missing)}: put them on PYTHONPATH.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the daemon, too
+    limits: Any = contextlib.nullcontext({})
+    if options.kind == "gpu":
+        limits = mps_daemon(options.out / "mps")
+    with limits as variables:
+        Bench(options, variables).run()
+
+
+class Bench:
+    """The results so far."""
+
+    def __init__(self, options: argparse.Namespace, variables: dict[str, str]) -> None:
+        self._options, self._variables = options, variables
+        self._parts = options.parts.split(",")
+        self._world = len(self._parts)
+        self._ends = time.monotonic() + options.seconds
+        self._found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def run(self) -> None:
+        """Train what was asked for, and print each result."""
+        wanted = set(filter(None, self._options.cases.split(",")))
+        for case in list_cases(self._options.kind):
+            if wanted and not {case.name, f"{case.name}:{case.way}"} & wanted:
+                continue
+            left = self._ends - time.monotonic()
+            if left < 20:
+                print(f"{case.name} by {case.way}: no time left", flush=True)
+                continue
+            found = self._train(case, min(left, LONGEST_SECONDS))
+            self._found[case.name, case.way] = found
+            print(json.dumps({"case": case.name, "way": case.way, **_short(found)}), flush=True)
+            kept = [{"case": key[0], "way": key[1], **each} for key, each in self._found.items()]
+            (self._options.out / "gpu_unequal.json").write_text(json.dumps(kept, indent=1))
+            self._compare(case.name)
+
+    def _compare(self, name: str) -> None:
+        """Print the ratios that are known by now."""
+        run, own, plan = (self._found.get((name, way), {}) for way in ("run", "own", "plan"))
+        words = []
+        if run.get("last") and own.get("last"):
+            words.append(f"{run['last'] / own['last'] - 1:+.1%} over its own launcher")
+        if run.get("near") and plan.get("last"):
+            words.append(f"{run['near'] / plan['last']:.3f} of the plan from step {NEAR_FROM}")
+            words.append(f"{run['last'] / plan['last']:.3f} at the end")
+        if plan.get("last") and own.get("last"):
+            words.append(f"the plan {plan['last'] / own['last'] - 1:+.1%}")
+        if words:
+            print(f"== {name}: {', '.join(words)}", flush=True)
+
+    def _train(self, case: Case, seconds: float) -> dict[str, Any]:
+        """Start a training, wait for its end, and read what it left."""
+        folder = self._options.out / f"{case.name}-{case.way}"
+        folder.mkdir(exist_ok=True)
+        script = str(JOBS / f"{case.program}.py")
+        words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._world)]
+        if case.way != "own":
+            kind = self._options.kind
+            devices = ",".join(f"gpu:{each}" for each in range(self._world))
+            shares = ["--devices", devices if kind == "gpu" else f"cpu/{self._world}"]
+            if case.way == "plan":
+                plan = self._make_plan(self._found.get((case.name, "run"), {}).get("table", []))
+                if not plan:
+                    return {"failed": "no own work is known to make a plan of"}
+                (folder / "plan.toml").write_text(plan)
+                shares = ["--plan", str(folder / "plan.toml")]
+            words = ["evener", "run", *shares, "--", sys.executable]
+        began = time.monotonic()
+        log = folder / "log.txt"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words, script],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=self._environment(case, folder),
+            )
+            try:
+                code = process.wait(seconds)
+            except BaseException as error:
+                process.terminate()
+                process.wait(30)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                code = -1
+        found = {"code": code, "took_s": round(time.monotonic() - began, 1)}
+        return {**found, **self._read(case, folder, log.read_text())}
+
+    def _environment(self, case: Case, folder: Path) -> dict[str, str]:
+        parts = self._parts if case.unequal else ["100"] * self._world
+        paths = (str(HERE.parent), os.environ.get("PYTHONPATH", ""))
+        own = {
+            **{name: str(size) for name, size in case.sizes.items()},
+            "COUNT": str(case.steps),
+            "PARTS": ",".join(parts),
+            "FOLDER": str(folder),
+            "INPUT_SECONDS": str(case.input_seconds),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return {**os.environ, **self._variables, **own}
+
+    def _read(self, case: Case, folder: Path, log: str) -> dict[str, Any]:
+        """The rates, changes of shares, memory and words of a training that has ended."""
+        ranks = []
+        for rank in range(self._world):
+            with contextlib.suppress(OSError, ValueError):
+                ranks.append(json.loads((folder / f"{rank}.json").read_text()))
+        said = [line for line in log.splitlines() if "evener" in line or "->" in line]
+        table = _read_table(log)
+        found: dict[str, Any] = {"table": table, "said": said[-12:]}
+        if not ranks or len(ranks[0]["ends"]) <= LAST // 2:
+            return {**found, "failed": log[-1500:]}
+        steps = [after - before for before, after in pairwise(ranks[0]["ends"])]
+        rows = case.sizes["ROWS"] * self._world
+        near = steps[NEAR_FROM : NEAR_FROM + LAST]
+        found |= {
+            "first": round(rows / median(steps[2:10]), 1),
+            "near": round(rows / median(near), 1) if len(near) > LAST // 2 else None,
+            "last": round(rows / median(steps[-LAST:]), 1),
+            "changes": list(_read_changes(folder / "state")),
+            "rates_of_tens": [
+                round(rows / median(steps[at : at + 10])) for at in range(0, len(steps) - 9, 10)
+            ][:20],
+        }
+        if "total" in ranks[0]:
+            found["memory"] = [
+                f"{each['allocated'] / 2**30:.1f} GiB taken, {each['reserved'] / 2**30:.1f} kept: "
+                f"{each['reserved'] / each['total']:.1%}"
+                for each in ranks
+            ]
+        return found
+
+    def _make_plan(self, table: list[dict[str, Any]]) -> str:
+        """A plan of the shares that are done first by own work, as seen at two sizes of a share."""
+        if len(table) != self._world:
+            return ""
+        curves = [_draw_line(each) for each in table]
+        batch = sum(each["first"] for each in table)
+        found = solve_shares(curves, batch, (0,) * len(curves), False)
+        assert found is not None
+        share = '[[layout.share]]\ndevice = "{}"\nbatch = {}\n'
+        return "".join(
+            share.format(each["device"], rows) for each, rows in zip(table, found, strict=True)
+        )
+
+
+def _draw_line(seen: dict[str, Any]) -> Curve:
+    """Seconds by rows: through what was seen at two sizes of a share, or in proportion to rows."""
+    rows, more = seen["first"], seen["last"]
+    seconds, after = seen["first_ms"] / 1e3, seen["last_ms"] / 1e3
+    if abs(more - rows) < 0.1 * rows:
+        return Curve((0.0,), (0.0,), after / more)
+    slope = min(max((after - seconds) / (more - rows), 0.0), after / more)
+    return Curve((0.0,), (after - slope * more,), max(slope, 1e-9))
+
+
+def _read_table(log: str) -> list[dict[str, Any]]:
+    """The devices, shares and own work in the table at the end."""
+    line = re.compile(r"\(((?:GPU|cpu)-[^)\s]+)\)\s+(\d+)\s+([\d. ]+) ms\s+(\d+)\s+([\d. ]+) ms")
+    return [
+        {
+            "device": device,
+            "first": int(first),
+            "first_ms": float(first_ms.replace(" ", "")),
+            "last": int(last),
+            "last_ms": float(last_ms.replace(" ", "")),
+        }
+        for device, first, first_ms, last, last_ms in line.findall(log)
+    ]
+
+
+def _read_changes(state: Path) -> Iterator[str]:
+    """Each change of shares in the training's journal, with its first step."""
+    for path in sorted(state.glob("evener/runs/*/training.jsonl")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            if entry.get("entry") == "changed":
+                change = entry["change"]
+                yield f"step {change['step']}: {'+'.join(map(str, change['after']))}"
+
+
+def _short(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in found.items() if name not in ("table",)}
+
+
+if __name__ == "__main__":
+    main()

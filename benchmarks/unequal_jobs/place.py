@@ -1,0 +1,54 @@
+"""The part of a GPU that a rank may use, set before CUDA starts, and what is measured of its steps.
+
+PARTS are the percentages of all ranks, which MPS holds them to; on a CPU, a rank computes for so
+much longer. FOLDER is where each rank leaves the times of its optimizer's steps and its memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from pathlib import Path
+
+PART = float(os.environ["PARTS"].split(",")[int(os.environ["LOCAL_RANK"])])
+if PART < 100:
+    os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{PART:g}"
+
+import torch  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+ROW_SECONDS = 1e-3  # on a CPU: of a whole device, beside the model's own
+SIZES = {
+    name: int(os.environ[name]) for name in ("WIDTH", "LAYERS", "LENGTH", "ROWS", "COUNT", "WORDS")
+}
+torch.set_float32_matmul_precision("high")  # TF32
+_ends: list[float] = []
+
+
+def slow_down(rows: int) -> None:
+    """Compute for as long as this device would take longer than a whole one, on a CPU."""
+    if not CUDA and PART < 100:
+        until = time.perf_counter() + rows * ROW_SECONDS * (100 / PART - 1)
+        while time.perf_counter() < until:
+            pass
+
+
+def _leave() -> None:
+    found: dict[str, object] = {"ends": _ends, "part": PART}
+    if CUDA:
+        torch.cuda.synchronize()
+        _, total = torch.cuda.mem_get_info()
+        found |= {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "total": total,
+        }
+    path = Path(os.environ["FOLDER"], f"{os.environ['RANK']}.json")
+    path.write_text(json.dumps(found))
+
+
+register_optimizer_step_post_hook(lambda *_: _ends.append(time.monotonic()))
+atexit.register(_leave)

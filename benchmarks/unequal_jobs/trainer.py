@@ -1,0 +1,70 @@
+"""A transformers.Trainer over a Llama and rows of tokens, as torchrun starts it."""
+
+from __future__ import annotations
+
+import os
+
+# beside this script; first, as it chooses the part of the GPU
+from place import CUDA, SIZES, slow_down  # type: ignore[import-not-found]  # isort: skip
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+KEPT = 4096
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):  # type: ignore[misc]
+    """Random tokens."""
+
+    def __init__(self) -> None:
+        drawn = torch.Generator().manual_seed(1)
+        size = (KEPT, SIZES["LENGTH"])
+        self.tokens = torch.randint(0, SIZES["WORDS"], size, generator=drawn)
+
+    def __len__(self) -> int:
+        return int(SIZES["COUNT"] * SIZES["ROWS"]) * int(os.environ["WORLD_SIZE"])
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[row % KEPT]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class SlowLlama(LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama that a CPU of a smaller part takes longer for."""
+
+    def forward(self, *arguments: object, **named: object) -> object:
+        """The Llama's own."""
+        made = super().forward(*arguments, **named)
+        slow_down(made.logits.shape[0])
+        return made
+
+
+def main() -> None:
+    """Train COUNT steps."""
+    torch.manual_seed(0)
+    width = SIZES["WIDTH"]
+    heads = max(1, width // 64)
+    config = LlamaConfig(
+        vocab_size=SIZES["WORDS"],
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=SIZES["LAYERS"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
+    arguments = TrainingArguments(
+        os.path.join(os.environ["FOLDER"], "trained"),
+        per_device_train_batch_size=SIZES["ROWS"],
+        max_steps=SIZES["COUNT"],
+        use_cpu=not CUDA,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=50,
+        disable_tqdm=True,
+    )
+    model = LlamaForCausalLM(config) if CUDA else SlowLlama(config)
+    Trainer(model=model, args=arguments, train_dataset=Rows()).train()
+
+
+if __name__ == "__main__":
+    main()
