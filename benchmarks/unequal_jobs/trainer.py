@@ -32,11 +32,16 @@ class Rows(Dataset[dict[str, torch.Tensor]]):  # type: ignore[misc]
 class SlowLlama(LlamaForCausalLM):  # type: ignore[misc]
     """A Llama that a CPU of a smaller part takes longer for."""
 
-    def forward(self, *arguments: object, **named: object) -> object:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **named: object,
+    ) -> object:
         """The Llama's own."""
-        made = super().forward(*arguments, **named)
-        slow_down(made.logits.shape[0])
-        return made
+        slow_down(len(input_ids))
+        return super().forward(input_ids, attention_mask, labels=labels, **named)
 
 
 def main() -> None:

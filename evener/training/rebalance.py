@@ -117,7 +117,7 @@ class Rebalancer:
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)
-        self._drift: float | None = None  # relative, of windows; None: not seen yet
+        self._drifts: list[float] = []  # of each rank's windows, relative; none seen yet
         self._patience = FEWEST_WINDOWS  # the fewest windows that a change needs
         self._last: tuple[int, ...] = ()  # shares before the last change
         self._reversed = False  # the last change undid the one before
@@ -319,8 +319,8 @@ class Rebalancer:
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
-        needed = self._needed_gain(span)
-        if max(self._counts) == 1 and self._most_gain(factors, rest_s) < needed:
+        least = self._needed_gain(span, factors, self._planned)
+        if max(self._counts) == 1 and self._most_gain(factors, rest_s) < least:
             return None  # passes come and go by leaps
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras, batch = list(map(mul, factors, self._list_extras())), sum(self.shares)
@@ -334,31 +334,38 @@ class Rebalancer:
         seconds = self._predict(shares)
         gain = self._gain(recent, seconds)
         gaining = [self._gain([each], seconds) > 0 for each in recent]
-        if gain < needed or not all(gaining[-2:]) or sum(gaining) < AGREEING * span:
+        if not all(gaining[-2:]) or sum(gaining) < AGREEING * span:
+            return None
+        if gain < self._needed_gain(span, factors, seconds):
             return None
         return shares, factors, gain
 
-    def _needed_gain(self, span: int) -> float:
+    def _needed_gain(self, span: int, factors: Sequence[float], seconds: Sequence[float]) -> float:
         """The gain that this number of windows has to show, by how much windows vary: from one to
         the next, and slowly.
-        """
-        needed = LEAST_SHIFT if self._last else FIRST_SHIFT
-        needed += NOISE_ERRORS * max(self._noise) / math.sqrt(span)
-        drift = self._find_drift(len(self._windows))
-        if drift is not None:
-            needed = max(needed, NOISE_ERRORS * drift / math.sqrt(max(1, span / DRIFT_WINDOWS)))
-        elif not self._last:
-            needed = max(needed, FIRST_SURE / math.sqrt(span))
-        return needed
 
-    def _find_drift(self, count: int) -> float | None:
-        """How far the first windows with these shares lie from their median, where they are enough;
-        else as seen with earlier shares.
+        A rank's variation counts as far as these seconds, times its factor, come near the slowest
+        rank's.
+        """
+        own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
+        weights = [each / max(own) for each in own]
+        noise: float = max(map(mul, self._noise, weights))
+        needed: float = LEAST_SHIFT if self._last else FIRST_SHIFT
+        needed += NOISE_ERRORS * noise / math.sqrt(span)
+        drifts = self._find_drifts(len(self._windows))
+        if drifts:
+            drift: float = max(map(mul, drifts, weights))
+            return max(needed, NOISE_ERRORS * drift / math.sqrt(max(1, span / DRIFT_WINDOWS)))
+        return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
+
+    def _find_drifts(self, count: int) -> list[float]:
+        """How far each rank's first windows with these shares lie from their median, where they are
+        enough; else as seen with earlier shares.
         """
         if count < FEWEST_DRIFT:
-            return self._drift
+            return self._drifts
         factors = [each.factors for each in list(self._windows)[:count]]
-        return max(map(_deviation, zip(*factors, strict=True)))
+        return list(map(_deviation, zip(*factors, strict=True)))
 
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
         """About the most that any shares gain in a step, by slopes at those in force; solving takes
@@ -403,7 +410,7 @@ class Rebalancer:
         elif not soon and not self._reversed:
             self._patience = FEWEST_WINDOWS
         reason = self._explain(factors, span)
-        self._drift = self._find_drift(len(self._windows) - span)
+        self._drifts = self._find_drifts(len(self._windows) - span)
         self._reversed, self._last, self._usual = back, self.shares, factors
         self._begin(shares)
         return Change(shares, pass_rows(shares, self._walls), reason, gain)
@@ -492,12 +499,12 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(median, zip(*windows, strict=True)))
 
 
-def _deviation(factors: Sequence[float]) -> float:
+def _deviation(ratios: Sequence[float]) -> float:
     """The standard deviation of logarithms, by the median of their distances: few outliers don't
     count.
     """
-    middle = median(factors)
-    return 1.483 * median(abs(math.log(each / middle)) for each in factors)
+    middle = median(ratios)
+    return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
