@@ -12,7 +12,8 @@ import msgspec
 
 from evener.plan.file import Plan
 
-from .types import Belief, Observation, Probe, Result, Said
+from .types import Belief, Observation, Probe, Result
+from .verdict import Verdict
 
 CLOSE_SECONDS = 5.0
 
@@ -78,13 +79,11 @@ class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
 
     plan: Plan
     results: tuple[Result, ...]  # every layout measured in the race, best first
-    verdict: str  # one sentence: what to do and why
+    verdict: str  # what to do and what it gains, then remarks, a line each
     interrupted: bool  # by the user, with the best plan so far
     at_seconds: float
     budget_seconds: float | None = None  # if it isn't that of the request any more
-    findings: Said = (
-        Said()
-    )  # what the verdict and the plan say, as data; empty in journals up to 0.1
+    found: Verdict | None = None  # the verdict's fields; None in journals up to 0.2
 
 
 Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished

@@ -15,12 +15,11 @@ from evener.errors import RequestError
 from evener.plan.layout import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, KINDS, Traits
 from evener.shares.whole_rows import even
 
+from .number_format import join_shares
 from .types import Layout
 
 PackMode = Literal["", "logical", "mps"]
-# behind a layout's name: knobs, and its samples where the name isn't enough
-NAMED = "{knobs:also}{shares:apart}"
-MOST_NAMED = 8  # devices in an advice; the table beside it has the shares of more
+MOST_NAMED = 8  # devices in an answer; the table beside it has the shares of more
 MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 
 
@@ -97,12 +96,7 @@ class Family(ABC):
     in_balance = False  # `evener balance` looks at its layouts too
     explored = False  # exploration measures its layouts, and costs that only they show
     equal_shares = False  # what frameworks do by default: gains are said against it
-    # templates of `result.words`: a layout's name in tables, the beginning of the verdict,
-    titled: str
-    advice: str
-    # and a layout as a subject, for families that aren't one training by its shares;
-    subjected = ""
-    plural = ""  # all of them
+    plural = ""  # the name of several layouts, for families that don't train by shares
 
     @property
     def traits(self) -> Traits:
@@ -113,26 +107,36 @@ class Family(ABC):
     def layouts(self, view: View) -> Sequence[Layout]:
         """The family's layouts for the race, the best first."""
 
-    def code(self, layout: Layout, devices: int) -> str:
-        """The code of the finding that names a layout; `devices` is how many there are."""
-        return f"layout.{self.name}"
-
-    def sentences(self) -> dict[str, str]:
-        """Templates of `result.words` by code: a layout's name, what to do, and what a layout loses
-        as a rival.
+    @abstractmethod
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        """A layout's name in tables, of `another` than the family's first; `devices` is how many
+        there are.
         """
-        found = {
-            f"layout.{self.name}": self.titled + NAMED,
-            f"advice.{self.name}": self.advice + "{knobs:with}",
-        }
-        if self.subjected:
-            found[f"{self.name}.faster"] = (
-                self.subjected + "{batch:at} {trainings:be} {gain:gain} faster{paired:in_turn}"
-            )
-            found[f"{self.name}.loses"] = (
-                self.subjected + "{batch:at} {trainings:lose} {loss:loss}{paired:in_turn}"
-            )
-        return found
+
+    @abstractmethod
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        """What to do, as the first words of a verdict: 826 + 571 on GPU:0 + GPU:1.
+
+        `labels` are of all devices, `ratios` of the parts of each batch's work.
+        """
+
+
+def write_rows(layout: Layout) -> str:
+    """The samples of each device of a layout: 826 + 571; of many devices, their sum."""
+    shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
+    return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
+
+
+def write_devices(layout: Layout, labels: Sequence[str]) -> str:
+    """The devices of a layout: GPU:0 + GPU:1; many are counted."""
+    names = [labels[i] for i in layout.active]
+    return " + ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} devices"
+
+
+def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
+    """The parts of the devices of a layout: 0.591 : 0.409; nothing for many."""
+    parts = [ratios[i] for i in layout.active]
+    return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
 
 
 class SoloFamily(Family):
@@ -140,12 +144,19 @@ class SoloFamily(Family):
 
     name = kind = "solo"
     in_balance = True
-    titled = "{another:best}" + BEST_SINGLE.removeprefix("best ")
-    advice = "Use {devices:and}{alone:alone}, {shares:shares} samples a step"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """The best device, and others that the race favours."""
         return view.singles
+
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        """Best single device, or another one."""
+        return "another single device" if another else BEST_SINGLE
+
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        """1024 on GPU:0 alone."""
+        alone = " alone" if len(labels) > 1 else ""
+        return f"{write_rows(layout)} on {write_devices(layout, labels)}{alone}"
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
@@ -184,23 +195,20 @@ class EvenFamily(Family):
     start_cost = 1.5  # its processes have to meet
     equal_shares = True
     in_balance = True
-    titled = "{another:another}" + EVEN_SPLIT
-    advice = "Split evenly over {devices:devices} ({shares:shares} samples)"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """Over all devices and fewer, once it is clear what batch splits take."""
         return view.even_splits
 
-    def code(self, layout: Layout, devices: int) -> str:
-        """A code of its own where the split isn't over all devices."""
-        return super().code(layout, devices) + ("" if len(layout.active) == devices else "_over")
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        """The even split, or how many of the devices it is over."""
+        count = len(layout.active)
+        name = EVEN_SPLIT if count == devices else f"even over {count}"
+        return f"another {name}" if another else name
 
-    def sentences(self) -> dict[str, str]:
-        """The family's sentences, with a name for splits over some of the devices."""
-        return {
-            **super().sentences(),
-            f"layout.{self.name}_over": "{another:another}even over {count}" + NAMED,
-        }
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        """128 + 128 on GPU:0 + GPU:1, split evenly."""
+        return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
 
 
 class SplitFamily(Family):
@@ -212,22 +220,23 @@ class SplitFamily(Family):
     start_cost = 1.5  # its processes have to meet
     explored = True
     in_balance = True
-    titled = "{another:best}" + BEST_SPLIT.removeprefix("best ")
-    advice = "Split {ratios:ratios}over {devices:devices} ({shares:shares} samples)"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """The preferred split, and others that may beat it; one of them may be one device."""
         return view.splits
 
-    def sentences(self) -> dict[str, str]:
-        """The family's sentences, with another advice for rows that are assigned by cost: there the
-        cost is split.
-        """
-        by_cost = (
-            "Split the cost of each batch {ratios:ratios}over {devices:devices} ({samples} "
-            "samples){knobs:with}"
-        )
-        return {**super().sentences(), "advice.cost": by_cost}
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        """Best split, or another one."""
+        return "another split" if another else BEST_SPLIT
+
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        """826 + 571 on GPU:0 + GPU:1; where rows are assigned by cost, the parts of that."""
+        where = write_devices(layout, labels)
+        if not layout.costs:
+            return f"{write_rows(layout)} on {where}"
+        parts = write_ratios(layout, ratios)
+        split = f", their cost split {parts}" if parts else ", split by their cost"
+        return f"{layout.global_batch} rows on {where}{split}"
 
 
 class ShardFamily(Family):
@@ -240,39 +249,20 @@ class ShardFamily(Family):
     simplicity = 5
     start_cost = 1.5  # its processes have to meet
     in_balance = True
-    titled = "{another:another}shards of the model"
-    advice = (
-        "Shard the model {states:ratios}and each batch {ratios:ratios}over "
-        "{devices:devices} ({shares:shares} samples)"
-    )
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """Rows by speed, state by the memory that is left beside them."""
         return view.shards
 
-    def sentences(self) -> dict[str, str]:
-        """The family's sentences, with those of models that no device holds."""
-        return {
-            **super().sentences(),
-            "failure.shards": "in shards its state of {state_bytes:size} doesn't fit either: "
-            "the devices have"
-            " {memory_bytes:size} in all, for that and, on each, {gathered_bytes:size} of "
-            "gathered units and the"
-            " activations of a row",
-            "failure.shards_row": (
-                "in shards {devices:and} ran out of memory too, without the state"
-            ),
-            "failure.shards_failed": "in shards it failed: {why}",
-            "remedy.shards": "Free some of its memory, or run evener balance, which also tries "
-            "the model in "
-            "shards over"
-            " all of the devices.",
-            "outlook.largest_model": "AdamW in float32 trains at most {whole:millions} "
-            "parameters where each device"
-            " holds the model, and {sharded:millions} in shards (split.shard), by memory "
-            "alone: gathered units and"
-            " activations take some",
-        }
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        """Shards of the model."""
+        return "another shards of the model" if another else "shards of the model"
+
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        """820 + 568 on GPU:0 + GPU:1, the model in shards 0.600 : 0.400."""
+        parts = write_ratios(layout, layout.state) if layout.state else ""
+        where = write_devices(layout, labels)
+        return f"{write_rows(layout)} on {where}, the model in shards {parts}".rstrip()
 
 
 def pack_on(
@@ -292,16 +282,21 @@ class PackFamily(Family):
     simplicity = 4
     start_cost = 0.8  # of each training
     more_children = True
-    titled = "{another:another}pack of {trainings}{mode:mode}"
-    advice = (
-        "Run {trainings} trainings side by side on {devices:and}{mode:mode}, {samples} samples each"
-    )
-    subjected = "{trainings} trainings side by side"
     plural = "packs"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """The best number of trainings in each mode, or the fewest."""
         return view.packs
+
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        """Pack of 5 under MPS."""
+        name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
+        return f"another {name}" if another else name
+
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        """5 trainings of 256 side by side on GPU:0."""
+        where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
+        return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
@@ -320,9 +315,6 @@ class PlaceFamily(Family):
     fewest_devices = 2
     simplicity = 3
     more_children = True
-    titled = "{another:another}place {placement}"
-    advice = "Place the model's parts as {placement} over {devices:and}, {samples} samples"
-    subjected = "the placement {placement}"
     plural = "placements"
 
     def layouts(self, view: View) -> Sequence[Layout]:
@@ -331,6 +323,16 @@ class PlaceFamily(Family):
             return []
         found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
         return [layout for layout in found if layout is not None]
+
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        """Place towers."""
+        name = f"place {layout.placement}"
+        return f"another {name}" if another else name
+
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        """256 on GPU:0 + GPU:1, the model's parts placed as towers."""
+        where = write_devices(layout, labels)
+        return f"{layout.global_batch} on {where}, the model's parts placed as {layout.placement}"
 
 
 SOLO, EVEN, SPLIT, SHARD, PACK, PLACE = (

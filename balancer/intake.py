@@ -9,9 +9,8 @@ others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import chain
 from typing import cast
 
 import msgspec
@@ -20,18 +19,19 @@ from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover, find_others
 from evener.devices.machine import Machine
 from evener.devices.registry import child_environment, find_backend
+from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.workloads import registry
 
 from .families import FAMILIES, Family, PackMode, Placement, find_families
 from .journal import Header
+from .number_format import join_words
 from .objectives import OBJECTIVES, find_objective
 from .probes.launch_plan import ONE_PROCESS, OPEN_SERVERS, choose_group_engine
 from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
-from .result.words import refuse
 from .search.layouts import Knob, LayoutOptions
-from .types import Finding, Problem
+from .types import Problem
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
 NOT_RUN = "simulated devices have the speeds of a model of their own."
@@ -58,8 +58,8 @@ def take_in(request: Request) -> Job:
         found.machine,
         found.driver,
     )
-    for fault in chain(_find_wrong_sizes(job.problem), _find_misfits(job, settings)):
-        raise refuse(fault)
+    check_problem(job.problem)
+    _check_fit(job, settings)
     return msgspec.structs.replace(job, notes=_find_notes(job))
 
 
@@ -72,50 +72,69 @@ def read_job(header: Header) -> Job:
     return header.job
 
 
-def _find_misfits(job: Job, settings: object) -> Iterator[Finding]:
-    """Options and settings that the devices or the framework can't follow."""
+def _check_fit(job: Job, settings: object) -> None:
+    """RequestError for an option or a setting that the devices or the framework can't follow."""
     request, devices = job.request, job.devices
     if job.machine is not None:
         for name, option in REAL_ALONE.items():
             if getattr(request, name) != getattr(Request(), name):
-                yield Finding("request.simulated", {"option": option})
+                raise RequestError(
+                    f"{option} has no effect on simulated devices, whose speeds are written down.",
+                    f"Leave {option} out.",
+                )
     if request.engine != "auto":
-        yield from _find_engine_misfits(request.engine, job.framework, devices)
+        _check_engine(request.engine, job.framework, devices)
     if find_objective(request.objective).needs_energy:
-        yield from _find_silent_meters(devices, job.machine)
-    yield from _find_unwritable(settings)
+        _check_meters(devices, job.machine)
+    _check_writable(settings)
 
 
-def _find_engine_misfits(
-    engine: str, framework: str, devices: Sequence[Device]
-) -> Iterator[Finding]:
-    """What keeps the engine from training in this framework on these devices."""
+def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> None:
+    """RequestError if the engine can't train in this framework on these devices."""
     if framework != "tensorflow":
-        yield Finding("request.engine_framework", {"engine": engine, "framework": framework})
-    if engine in ONE_PROCESS and len({device.host for device in devices}) > 1:
-        yield Finding("request.engine_hosts", {"engine": engine})
-    if engine in ONE_PROCESS:
-        for device in devices:
-            if device.limit and (device.limit.percent or device.on_cpu):
-                limit = {"device": device.label, "limit": msgspec.to_builtins(device.limit)}
-                yield Finding("request.engine_limit", {"engine": engine, **limit})
+        raise RequestError(
+            f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out."
+        )
+    if engine not in ONE_PROCESS:
+        return
+    if len({device.host for device in devices}) > 1:
+        raise RequestError(
+            f"--engine {engine} has one process for all devices.",
+            "Use multiworker on several hosts.",
+        )
+    for device in devices:
+        if device.limit and (device.limit.percent or device.on_cpu):
+            raise RequestError(
+                f"{device.label} is limited to {write_limit(device.limit)}, which needs its own "
+                f"process; --engine {engine} has one process for all devices.",
+                "Use --engine multiworker, or leave the limit out.",
+            )
 
 
-def _find_unwritable(settings: object) -> Iterator[Finding]:
-    """Settings that a journal can't hold."""
+def _check_writable(settings: object) -> None:
+    """RequestError for settings that a journal can't hold."""
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
-        yield Finding("request.setting", {"why": str(error)})
+        raise RequestError(
+            f"A setting can't be written to the journal: {error}.", "Use numbers, text and lists."
+        ) from None
 
 
-def _find_silent_meters(devices: Sequence[Device], machine: Machine | None) -> Iterator[Finding]:
-    """Devices that can't report their energy."""
+def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
+    """RequestError if a device can't report its energy."""
     for position, device in enumerate(devices):
         if device.on_cpu:
-            yield Finding("request.no_energy")
+            raise RequestError(
+                "CPU slices report no energy, so samples per joule can't be compared.",
+                "Leave --objective out, or choose GPUs.",
+            )
         if machine is not None and machine.devices[position].power_watts is None:
-            yield Finding("request.no_watts", {"device": device.label})
+            raise RequestError(
+                f"The power of {device.label} isn't written down, so samples per joule can't be "
+                f"compared.",
+                "Leave --objective out, or give `power_watts` in a machine file.",
+            )
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
@@ -166,7 +185,9 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
     DeviceError if others hold the memory of all of them.
     """
     if framework != "none" and find_spec(framework) is None:
-        raise refuse(Finding("request.not_installed", {"framework": framework}))
+        raise RequestError(
+            f"{framework} is not installed.", f"Install it: pip install 'evener[{framework}]'."
+        )
     for device in devices:
         child_environment([device], framework)
     full, busy = find_others(devices)
@@ -179,33 +200,8 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
 def check_request(request: Request) -> None:
     """Raise RequestError for the first number or word that is out of range."""
-    for fault in _find_wrong_words(request):
-        raise refuse(fault)
-
-
-def _find_wrong_words(request: Request) -> Iterator[Finding]:
-    unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
-    sizes = {"--multiple-of": unit, "--global-batch": batch, "--max-global-batch": largest}
-    for option, number in (sizes | {"--own-batch": request.own_batch}).items():
-        if number is not None and not 1 <= number <= LARGEST_BATCH:
-            yield Finding(
-                "request.number", {"option": option, "number": number, "largest": LARGEST_BATCH}
-            )
-    if largest is not None and largest < unit:
-        yield Finding("request.below_a_share", {"largest": largest, "unit": unit})
-    if batch is not None and batch % unit:
-        yield Finding("request.no_multiple", {"batch": batch, "unit": unit})
-    if batch is not None and largest is not None and batch > largest:
-        yield Finding("request.above_largest", {"batch": batch, "largest": largest})
-    budget = request.budget_seconds
-    if budget is not None and not (math.isfinite(budget) and budget > 0):
-        yield Finding("request.budget", {"seconds": budget})
-    if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
-        yield Finding("request.tolerance", {"tolerance": request.tolerance})
-    if not 0 <= request.max_slowdown < 1:
-        yield Finding("request.max_slowdown", {"percent": 100 * request.max_slowdown})
-    if not (math.isfinite(request.pace) and request.pace >= 0):
-        yield Finding("request.pace", {"pace": request.pace})
+    _check_batches(request)
+    _check_numbers(request)
     for option, word, words in (
         ("--objective", request.objective, tuple(OBJECTIVES)),
         ("--precision", request.precision, PRECISIONS),
@@ -214,27 +210,79 @@ def _find_wrong_words(request: Request) -> Iterator[Finding]:
         ("--micro", request.micro, MICROS),
     ):
         if word not in words:
-            yield Finding("request.word", {"option": option, "word": word, "words": words})
+            raise RequestError(
+                f"{option} {word!r} is not known.", f"Choose {join_words(words, 'or')}."
+            )
+
+
+def _check_batches(request: Request) -> None:
+    unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
+    sizes = {
+        "--multiple-of": unit,
+        "--global-batch": batch,
+        "--max-global-batch": largest,
+        "--own-batch": request.own_batch,
+    }
+    for option, number in sizes.items():
+        if number is not None and not 1 <= number <= LARGEST_BATCH:
+            raise RequestError(
+                f"{option} is {number}.", f"Give a whole number from 1 to {LARGEST_BATCH}."
+            )
+    if largest is not None and largest < unit:
+        raise RequestError(
+            f"--max-global-batch {largest} is below one share of {unit} samples.",
+            "Raise it, or lower --multiple-of.",
+        )
+    if batch is not None and batch % unit:
+        raise RequestError(
+            f"--global-batch {batch} is not a multiple of {unit}.", "Change it, or --multiple-of."
+        )
+    if batch is not None and largest is not None and batch > largest:
+        raise RequestError(
+            f"--global-batch {batch} is above --max-global-batch {largest}.", "Give one of them."
+        )
+
+
+def _check_numbers(request: Request) -> None:
+    budget = request.budget_seconds
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise RequestError(
+            f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m."
+        )
+    if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
+        raise RequestError(
+            f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1."
+        )
+    if not 0 <= request.max_slowdown < 1:
+        raise RequestError(
+            f"--max-slowdown is {100 * request.max_slowdown:g}%.", "Give 0% or more and below 100%."
+        )
+    if not (math.isfinite(request.pace) and request.pace >= 0):
+        raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
 
 
 def check_problem(problem: Problem) -> None:
     """Raise RequestError for a problem that has no answer."""
-    for fault in _find_wrong_sizes(problem):
-        raise refuse(fault)
-
-
-def _find_wrong_sizes(problem: Problem) -> Iterator[Finding]:
     quantum, batch, largest = problem.multiple_of, problem.global_batch, problem.largest_share
     if not 1 <= problem.devices <= MOST_DEVICES:
-        yield Finding("request.devices", {"devices": problem.devices, "most": MOST_DEVICES})
+        raise RequestError(
+            f"{problem.devices} devices can't be balanced.",
+            f"Name between 1 and {MOST_DEVICES} devices.",
+        )
     for position, size in enumerate(problem.memory_bytes):
         if size is not None and size <= 0:
-            yield Finding("request.memory", {"position": position, "size_bytes": size})
+            raise RequestError(
+                f"Device {position} has {size} bytes of memory.", "Give a size above 0, or none."
+            )
     if largest is not None and largest < quantum:
-        yield Finding("request.largest_share", {"largest": largest, "unit": quantum})
+        raise RequestError(
+            f"A largest share of {largest} is below {quantum}.", f"Give {quantum} samples or more."
+        )
     if batch is not None and batch < problem.devices * quantum:
-        yield Finding(
-            "request.too_few_samples", {"batch": batch, "devices": problem.devices, "unit": quantum}
+        raise RequestError(
+            f"A global batch of {batch} can't give each of {problem.devices} devices {quantum} or "
+            f"more.",
+            "Make it larger, or name fewer devices.",
         )
 
 

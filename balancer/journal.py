@@ -24,7 +24,6 @@ from .request import Job, Request
 from .types import (
     Facts,
     Failed,
-    Finding,
     Layout,
     Observation,
     Probe,
@@ -96,7 +95,6 @@ class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
 
     message: str  # why, in a sentence
     at_seconds: float
-    findings: tuple[Finding, ...] = ()  # the same as data
 
 
 LaterEntry = AskedEntry | ObservationEntry | FactsEntry | Finished | FailedEntry

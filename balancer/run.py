@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import msgspec
 
 from evener import __version__
+from evener.errors import RequestError
 from evener.system.files import new_run_id, runs_folder
 
 from . import journal
@@ -17,10 +18,9 @@ from .events import Finished
 from .intake import take_in
 from .journal import Header, Journal, LaterEntry, Record
 from .request import Job, Request
-from .result.words import refuse
 from .store import runs
 from .store.locks import lock_job, lock_run
-from .types import Failed, Finding, Timed
+from .types import Failed, Timed
 
 CHANGEABLE = (
     "budget_seconds",
@@ -172,7 +172,10 @@ def _check_request(header: Header, request: Request) -> None:
         given = getattr(request, field)
         if field not in CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):
             option = "--set" if field == "settings" else f"--{field.replace('_', '-')}"
-            raise refuse(Finding("request.differs", {"option": option}))
+            raise RequestError(
+                f"--resume continues the run's own request, and {option} differs from it.",
+                f"Leave {option} out, or start a new run.",
+            )
 
 
 def _check_hope(record: Record) -> None:
@@ -182,8 +185,11 @@ def _check_hope(record: Record) -> None:
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
     if wrong is not None and not any(isinstance(one, Timed) for one in seen):
-        fault = {"run": record.header.run, "cause": wrong.cause, "why": wrong.detail.rstrip(".")}
-        raise refuse(Finding("request.failed_run", fault))
+        why = wrong.detail.rstrip(".")
+        raise RequestError(
+            f"The run {record.header.run} failed, and nothing was measured: {why}.",
+            "Correct that and start a new run.",
+        )
 
 
 def _check_devices(header: Header, found: Job) -> None:
@@ -197,5 +203,7 @@ def _check_devices(header: Header, found: Job) -> None:
             for each in (then, now)
         )
         where = "the cluster" if found.devices[0].host else "this machine"
-        places = {"run": header.run, "before": before, "where": where, "here": here}
-        raise refuse(Finding("request.other_devices", places))
+        raise RequestError(
+            f"The run {header.run} was measured on {before}; {where} has {here}.",
+            "Resume it where it began, or start a new run.",
+        )

@@ -18,13 +18,14 @@ from .journal import AskedEntry, FactsEntry, FailedEntry, ObservationEntry, Unwr
 from .objectives import find_objective
 from .probes.child_prober import make_prober
 from .result.explain_failure import explain_no_plan, find_unfinished
-from .result.outcome import RunEnd, build_outcome
-from .result.words import make_fault
+from .result.judge import RunEnd
+from .result.outcome import build_outcome
 from .run import Run
+from .search.report import SearchReport
 from .search.search import Search
 from .store import runs
 from .store.runs import make_search
-from .types import Facts, Failed, Finding, Observation, OutOfMemory, Probe, Stop, Timed
+from .types import End, Facts, Failed, Observation, OutOfMemory, Probe, Stop, Timed
 
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
 GRACE_SHARE = 0.1  # of the budget, if that is more and one of them makes steps
@@ -73,6 +74,12 @@ class Session(EventThread):
     def search(self) -> Search:
         """The search that decided on the probes; read it once the session has ended."""
         return self._search
+
+    def report(self) -> SearchReport:
+        """What the search has come to; read it once the session has ended with a plan."""
+        report = self._search.report(self._job.request.own_batch)
+        assert report is not None, "a session without a plan raises"
+        return report
 
     def stop(self) -> None:
         """End with the best plan so far; Finished says that it was interrupted. From any thread or
@@ -197,9 +204,11 @@ class Session(EventThread):
             own = [one.watts for one in timed if position in one.probe.layout.active]
             if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
                 continue
-            device = {"device": self._job.devices[position].label}
+            label = self._job.devices[position].label
             raise self._fail(
-                at, Finding("fault.no_energy", device), Finding("remedy.other_devices")
+                at,
+                f"{label} reports no energy, so samples per joule can't be compared.",
+                "Leave --objective out, or choose other devices.",
             )
 
     def _learn(self, facts: Facts, at: float) -> None:
@@ -210,14 +219,17 @@ class Session(EventThread):
         self._facts = facts
         self._search.learn_data(facts)
         if find_objective(self._job.request.objective).needs_lengths and not facts.lengths:
-            workload = {"workload": self._job.workload}
-            raise self._fail(at, Finding("fault.no_lengths", workload), Finding("remedy.lengths"))
+            raise self._fail(
+                at,
+                f"{self._job.workload} gives no lengths of its rows, or all are equal, so tokens "
+                f"can't be counted.",
+                "Leave --objective out, or see evener help workload.",
+            )
 
-    def _fail(self, at: float, what: Finding, remedy: Finding) -> RequestError:
-        """The fault of a request that can't be met after all, journalled."""
-        fault = make_fault(RequestError, what, remedy=remedy)
-        self._run.write(FailedEntry(fault.message, at, fault.findings))
-        return fault
+    def _fail(self, at: float, message: str, remedy: str) -> RequestError:
+        """The error of a request that can't be met after all, journalled."""
+        self._run.write(FailedEntry(message, at))
+        return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
         """Set alarms that end running probes after the budget and its grace; a simulated prober
@@ -269,21 +281,23 @@ class Session(EventThread):
         )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
         run, at = self._run, self._prober.now()
-        end = RunEnd(self._why_stopped(), self._seconds(), self._interrupted, unfinished)
-        record = run.record
-        found = build_outcome(record, self._search, end)
-        if found is None and self._unwritten is not None:
+        end = RunEnd(self._find_end(), self._seconds(), self._interrupted, unfinished)
+        record, report = run.record, self._search.report(self._job.request.own_batch)
+        if report is None and self._unwritten is not None:
             raise self._unwritten
-        if found is None:
+        if report is None:
             fault = explain_no_plan(record, self._search.belief(), end)
             if not self._interrupted:
                 with suppress(UnwrittenError):  # the fault says more
-                    run.write(FailedEntry(fault.message, at, fault.findings))
+                    run.write(FailedEntry(fault.message, at))
             raise fault
         cut = self._interrupted or self._unwritten is not None
-        interrupted = cut and self._search.why_stopped() is None
+        interrupted = cut and self._search.ended() is None
         ended = msgspec.structs.replace(
-            found, interrupted=interrupted, at_seconds=at, budget_seconds=run.raised_budget
+            build_outcome(record, report, end),
+            interrupted=interrupted,
+            at_seconds=at,
+            budget_seconds=run.raised_budget,
         )
         if self._unwritten is None and ended != record.ended:
             try:
@@ -300,11 +314,10 @@ class Session(EventThread):
             return self._run.record.clock_seconds
         return max(0.0, self._prober.now() - self._paused_seconds)
 
-    def _why_stopped(self) -> str:
-        done = self._search.why_stopped()
-        if done is not None:
-            return done
-        return (Stop.LATE if self._late and not self._interrupted else Stop.INTERRUPTED).value
+    def _find_end(self) -> End:
+        done = self._search.ended()
+        late = self._late and not self._interrupted
+        return done or End(Stop.LATE if late else Stop.INTERRUPTED)
 
 
 def latest_end(budget_seconds: float | None) -> float:

@@ -4,21 +4,13 @@ curves, time left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from evener.devices.types import Device
-from evener.plan.file import (
-    BEST_SINGLE,
-    BEST_SPLIT,
-    EVEN_SPLIT,
-    LARGER_BATCH,
-    SOLO_PREFIX,
-    Plan,
-    Throughput,
-)
+from evener.plan.file import Evidence, EvidenceKind, Plan, PlanLayout, Throughput
 
 from .events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
 from .families import is_even
@@ -27,7 +19,7 @@ from .result.rivals import is_comparable, printed_gain
 from .types import Belief, Interval, Layout, OutOfMemory, Result, Timed, layout_of
 
 KEPT_OBSERVATIONS = 2000
-SUM = "sum of solos"
+RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 
 class SessionState(msgspec.Struct, frozen=True):
@@ -156,12 +148,14 @@ class RivalRate(NamedTuple):
     several.
     """
 
+    kind: RivalKind
     name: str
     figure: Interval
     batches: tuple[int, ...] = ()
     device: str = ""
     tie: bool = False  # with the plan
     paired: float | None = None  # the gain of the plan over it, where that is one measured in turn
+    earlier: float = 0.0  # samples/s of one device at this batch, where they were higher before
 
     def gain_of(self, other: RivalRate) -> float | None:
         """The gain of another layout by the printed rates, or as measured in turn; None if they
@@ -177,17 +171,20 @@ class RivalRate(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The batches, and the device if it is one of several: 820+568, or GPU:0 at 1024."""
-        batches = "+".join(str(batch) for batch in self.batches if batch)
-        return f"{self.device} at {batches}" if self.device else batches
+        """The batches: 820+568."""
+        return "+".join(str(batch) for batch in self.batches if batch)
 
 
 def _rival(
-    name: str, figure: Interval, batches: tuple[int, ...], labels: tuple[str, ...]
+    kind: RivalKind,
+    name: str,
+    figure: Interval,
+    batches: tuple[int, ...],
+    labels: tuple[str, ...],
 ) -> RivalRate:
     active = [label for label, batch in zip(labels, batches, strict=False) if batch]
     device = active[0] if len(active) == 1 < len(labels) else ""
-    return RivalRate(name, figure, batches, device)
+    return RivalRate(kind, name, figure, batches, device)
 
 
 def rivals(state: SessionState) -> tuple[RivalRate, ...]:
@@ -195,11 +192,12 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     labels = state.devices
     if state.finished is not None:
         plan = state.finished.plan
-        compared = [rival for rival in plan_rivals(plan, labels) if rival.name != LARGER_BATCH]
+        compared = [rival for rival in plan_rivals(plan, labels) if rival.kind != "larger_batch"]
         return (plan_rate(plan, labels), *compared)
     found: list[RivalRate] = []
-    if state.best is not None:
-        found.append(_rival("best so far", state.best.throughput, state.best.layout.shares, labels))
+    best = state.best
+    if best is not None:
+        found.append(_rival("plan", "best so far", best.throughput, best.layout.shares, labels))
     evens = [
         each
         for each in timed(state)
@@ -208,11 +206,16 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     solos = [
         each for device in range(len(labels)) if (each := best_solo(state, device)) is not None
     ]
-    for name, each in ((EVEN_SPLIT, _fastest(evens)), (BEST_SINGLE, _fastest(solos))):
-        if each is not None and not (
-            state.best and _same_way(each.probe.layout, state.best.layout)
-        ):
-            found.append(_rival(name, each.throughput, each.probe.layout.shares, labels))
+    others: list[tuple[RivalKind, Timed | None]] = [
+        ("equal_shares", _fastest(evens)),
+        ("best_device", _fastest(solos)),
+    ]
+    for kind, each in others:
+        if each is None or (best and _same_way(each.probe.layout, best.layout)):
+            continue
+        layout = each.probe.layout
+        name = "even split" if kind == "equal_shares" else f"{labels[layout.active[0]]} alone"
+        found.append(_rival(kind, name, each.throughput, layout.shares, labels))
     complete = len(solos) == len(labels)
     return (*found, *(_sum([each.throughput for each in solos]) if complete else ()))
 
@@ -224,42 +227,109 @@ def _same_way(one: Layout, other: Layout) -> bool:
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
     """The plan itself, to be compared."""
-    return _rival("the plan", figure_of(plan.throughput), plan.layout.batches, labels)
+    return _rival("plan", "the plan", figure_of(plan.throughput), plan.layout.batches, labels)
 
 
 def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
-    """The rivals of a plan: even split, best single device, a larger batch, the sum of solos.
+    """The rivals of a plan: a split, one device, a larger batch, the sum of all devices alone.
 
-    One device is compared with the faster of the even and the best split, and not with itself at
-    another batch.
+    A plan of one device is compared with the faster of the even and the best split, and with
+    another device alone.
     """
-    named = {each.name: each for each in reversed(plan.evidence)}
-    shown = [named.get(name) for name in (EVEN_SPLIT, BEST_SINGLE, LARGER_BATCH)]
+    found: dict[EvidenceKind, list[Evidence]] = {}
+    for each in plan.evidence:
+        found.setdefault(each.kind, []).append(each)
+    evens, splits = found.get("equal_shares", []), found.get("other_shares", [])
     if plan.layout.traits.alone:
-        splits = [each for name in (EVEN_SPLIT, BEST_SPLIT) if (each := named.get(name))]
-        shown[0] = max(splits, key=lambda each: each.throughput.samples_per_second, default=None)
-        single = shown[1]
-        if single and list(map(bool, single.layout.batches)) == list(
-            map(bool, plan.layout.batches)
-        ):
-            shown[1] = None
-    found = (
-        _rival(each.name, figure_of(each.throughput), each.layout.batches, labels)._replace(
-            tie=each.tie, paired=each.gain if each.paired else None
-        )
-        for each in shown
-        if each
-    )
+        split = max([*evens, *splits], key=_speed, default=None)
+    else:
+        split = evens[0] if evens else None
+    single = _other_device(plan, found.get("best_device", []))
+    larger = found.get("larger_batch", [None])[0]
+    shown = [each for each in (split, single, larger) if each is not None]
+    solos = best_alone(plan)
     return (
-        *found,
-        *_sum(
-            [
-                figure_of(each.throughput)
-                for each in plan.evidence
-                if each.name.startswith(SOLO_PREFIX)
-            ]
-        ),
+        *(_plan_rival(plan, each, labels) for each in shown),
+        *_sum([figure_of(each.throughput) for each in solos.values()]),
     )
+
+
+def _other_device(plan: Plan, singles: Sequence[Evidence]) -> Evidence | None:
+    """The best single device; of a plan of one device, the fastest other one."""
+    alone = alone_at_batch(plan).values()
+    if not plan.layout.traits.alone:
+        return singles[0] if singles else max(alone, key=_speed, default=None)
+    own = _positions(plan.layout)
+    others = [each for each in alone if _positions(each.layout) != own]
+    raced = [each for each in others if each.kind == "best_device"]
+    return max(raced or others, key=_speed, default=None)
+
+
+def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RivalRate:
+    batches = each.layout.batches
+    rival = _rival(each.kind, each.name, figure_of(each.throughput), batches, labels)
+    if each.kind in ("best_device", "one_device"):
+        (position,) = _positions(each.layout)
+        name = f"{labels[position]} alone"
+        if plan.layout.traits.alone and len(labels) == 2:
+            name = f"the other device alone, {labels[position]}"
+        rival = rival._replace(name=name)
+    elif each.kind == "larger_batch":
+        rival = rival._replace(name=f"larger batch, {sum(batches)} samples")
+    paired = each.gain if each.paired else None
+    return rival._replace(tie=each.tie, paired=paired, earlier=_find_earlier(plan, each))
+
+
+def _find_earlier(plan: Plan, single: Evidence) -> float:
+    """The most samples/s that one device had at the batch of `single`, where that is more than it
+    had when it was raced; 0 if it isn't.
+    """
+    if single.kind != "best_device":
+        return 0.0
+    same = [
+        _speed(each)
+        for each in plan.evidence
+        if each.kind == "one_device"
+        and each.layout.global_batch == single.layout.global_batch
+        and _positions(each.layout) != _positions(plan.layout)
+    ]
+    most = max(same, default=0.0)
+    return most if most > _speed(single) else 0.0
+
+
+def _positions(layout: PlanLayout) -> tuple[int, ...]:
+    """The positions of the devices that compute."""
+    return tuple(i for i, batch in enumerate(layout.batches) if batch)
+
+
+def _speed(each: Evidence) -> float:
+    return each.throughput.samples_per_second
+
+
+def best_alone(plan: Plan) -> dict[int, Evidence]:
+    """Each device alone at its fastest, by position."""
+    return _choose_alone(plan, _speed)
+
+
+def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
+    """Each device alone, at the plan's batch where it ran at that, else at its fastest one."""
+    batch = plan.layout.global_batch
+
+    def prefer(each: Evidence) -> tuple[bool, bool, float]:
+        return each.layout.global_batch == batch, each.kind == "best_device", _speed(each)
+
+    return _choose_alone(plan, prefer)
+
+
+def _choose_alone(plan: Plan, prefer: Callable[[Evidence], Any]) -> dict[int, Evidence]:
+    found: dict[int, Evidence] = {}
+    for each in plan.evidence:
+        if each.kind not in ("best_device", "one_device") or not each.layout.traits.alone:
+            continue
+        (position,) = _positions(each.layout)
+        if position not in found or prefer(each) > prefer(found[position]):
+            found[position] = each
+    return dict(sorted(found.items()))
 
 
 def _fastest(measurements: list[Timed]) -> Timed | None:
@@ -276,7 +346,7 @@ def _sum(solos: list[Interval]) -> tuple[RivalRate, ...]:
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
-    return (RivalRate(SUM, total),)
+    return (RivalRate("sum", "sum of solos", total),)
 
 
 class CurvePoints(NamedTuple):
@@ -284,7 +354,7 @@ class CurvePoints(NamedTuple):
 
     device: int
     believed: tuple[tuple[int, float], ...]
-    measured: tuple[tuple[int, float], ...]
+    measured: tuple[tuple[int, float], ...]  # as the list of measurements has them
     wall: int | None  # the smallest batch that ran out of memory
 
     @property
@@ -304,13 +374,29 @@ def curves(state: SessionState) -> tuple[CurvePoints, ...]:
     for device in range(len(state.devices)):
         sketch = sketches.get(device)
         believed = _speeds(sketch.points) if sketch is not None else ()
-        measured = _speeds(sketch.measured) if sketch is not None else ()
+        measured = _measured_alone(state, device)
         wall = memory_wall(state, device)
         if wall is None and sketch is not None:
             wall = sketch.smallest_failed
         if believed or measured or wall:
             found.append(CurvePoints(device, believed, measured, wall))
     return tuple(found)
+
+
+def _measured_alone(state: SessionState, device: int) -> tuple[tuple[int, float], ...]:
+    """Every measurement of one device alone: its batch and its samples/s, by batch."""
+    alone = [
+        each
+        for each in timed(state)
+        if each.probe.layout.traits.alone and each.probe.layout.active == (device,)
+    ]
+    return tuple(
+        sorted(
+            (each.probe.layout.global_batch, each.samples_per_second)
+            for each in alone
+            if not each.probe.layout.length and not each.probe.layout.knobs
+        )
+    )
 
 
 def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 
+from .number_format import relative_error
 from .types import Interval
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+UNKNOWN = 0.25  # relative error of samples/s, beyond which they aren't compared
 LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
@@ -32,3 +34,8 @@ def student(freedom: int) -> float:
 def relative_half_width(interval: Interval) -> float:
     """Half the interval's width over its value; infinite for a value of 0."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
+
+
+def is_known(*figures: Interval) -> bool:
+    """True if samples/s are certain enough to be compared."""
+    return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)

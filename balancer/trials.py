@@ -21,17 +21,17 @@ from evener.errors import NoLayoutError, RequestError
 from evener.system.files import new_error_file
 
 from .events import ProbeProgress, Report
+from .number_format import duration, join_words, millions, step_time
 from .probes.child_prober import ChildProber, Prober, make_prober
 from .probes.protocol import Learned
 from .request import Job, Request
 from .result.explain_failure import find_unfinished
-from .result.words import make_fault, refuse
+from .result.sentences import write_unfinished
 from .search.model.memory import Memory
 from .store.locks import lock_job
 from .store.runs import make_search
 from .types import (
     Failed,
-    Finding,
     Interval,
     Layout,
     Observation,
@@ -165,16 +165,23 @@ def learn(job: Job, seconds: float) -> Request:
     fails.
     """
     if job.simulated or job.framework != "torch" or ":" not in job.workload:
-        raise refuse(Finding("request.learn", {"workload": job.workload}))
+        raise RequestError(
+            f"--learn trains a PyTorch workload of yours on real devices, and {job.workload} here "
+            f"isn't one.",
+            "Leave --learn out, or give --noise-scale.",
+        )
     with _lent_prober(job, [0]) as prober:
         found = _require(
             cast(ChildProber, prober).learn(seconds, job.request.own_batch), job.devices
         )
     if found.scale is None:
-        raise refuse(
-            Finding(
-                "request.learned" if found.batch else "request.learn_batch", {"seconds": seconds}
+        if not found.batch:
+            raise RequestError(
+                "--learn trains at your script's own batch, which isn't known.", "Add --own-batch."
             )
+        raise RequestError(
+            f"{seconds:g} s were too short for a noise scale, which takes 48 steps.",
+            "Give --learn more time.",
         )
     return msgspec.structs.replace(job.request, own_batch=found.batch, noise_scale=found.scale)
 
@@ -228,12 +235,15 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
 def _require(seen: Found | OutOfMemory | Failed, devices: Sequence[Device]) -> Found:
     """The finding; NoLayoutError if the batch doesn't fit or the training failed."""
     if isinstance(seen, OutOfMemory):
-        values = {"devices": [devices[i].label for i in seen.devices], "why": seen.detail[:200]}
-        remedy = Finding("remedy.smaller_passes")
-        raise make_fault(NoLayoutError, Finding("fault.out_of_memory", values), remedy=remedy)
+        labels = ", ".join(devices[i].label for i in seen.devices)
+        where = f" on {labels}" if labels else ""
+        raise NoLayoutError(
+            f"Out of memory{where}: {seen.detail[:200].rstrip('.')}.",
+            "Use smaller batches or passes (--micro).",
+        )
     if isinstance(seen, Failed):
-        failed = Finding("fault.training", {"cause": seen.cause, "why": seen.detail[:300]})
-        raise make_fault(NoLayoutError, failed, remedy=Finding("remedy.again"))
+        why = seen.detail[:300].rstrip(".")
+        raise NoLayoutError(f"The training failed: {why}.", "Fix that and try again.")
     return seen
 
 
@@ -260,6 +270,21 @@ class DeviceOutlook(msgspec.Struct, frozen=True):
     largest_batch: int | None
 
 
+class LargestModel(msgspec.Struct, frozen=True):
+    """The most parameters that AdamW trains in float32, by the devices' memory alone."""
+
+    whole: int  # each device holds the model
+    sharded: int  # the devices hold parts of it
+
+    def write(self) -> str:
+        """Both figures, and what they leave out."""
+        return (
+            f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
+            f"holds the model, and {millions(self.sharded)} in shards (split.shard), by memory "
+            f"alone: gathered units and activations take some"
+        )
+
+
 class Outlook(msgspec.Struct, frozen=True):
     """The findings of a dry run; `steps` are (batch, seconds) on the first device."""
 
@@ -271,22 +296,26 @@ class Outlook(msgspec.Struct, frozen=True):
     budget_seconds: float | None
     notes: tuple[str, ...] = ()
     simulated: bool = False  # the workload itself was not run
-    largest: tuple[Finding, ...] = ()  # the largest models that the devices could train
+    largest: LargestModel | None = None  # that the devices could train; None: unknown
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The parts of what a dry run says; `result.words` makes sentences of them."""
-        steps = {
-            "workload": self.workload,
-            "framework": self.framework,
-            "device": self.devices[0].label,
-            "start_seconds": self.start_seconds,
-            "steps": self.steps,
-        }
-        limit = Finding("outlook.search", {"budget_seconds": self.budget_seconds})
-        tried = Finding("outlook.simulated" if self.simulated else "outlook.steps", steps)
-        limits = () if self.budget_seconds is None else (limit,)
-        return tried, *limits, *self.largest, Finding("outlook.nothing_kept")
+    def write_tried(self) -> str:
+        """What was built and stepped."""
+        what = "A simulated model" if self.simulated else self.workload
+        if not self.simulated and self.framework != "none":
+            what += f" ({self.framework})"
+        built = f"built in {duration(self.start_seconds)} and " if self.start_seconds else ""
+        steps = [f"{step_time(seconds)} with {batch} samples" for batch, seconds in self.steps]
+        where = self.devices[0].label
+        return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
+
+    def write_rest(self) -> str:
+        """How long a search takes, and the largest model that fits."""
+        sentences = []
+        if self.budget_seconds is not None:
+            sentences.append(f"A search takes at most {duration(self.budget_seconds)}.")
+        if self.largest is not None:
+            sentences.append(f"{self.largest.write()}.")
+        return " ".join([*sentences, "Nothing was kept."])
 
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
@@ -296,7 +325,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
     """
     alone = _keep_first(resolved)
     with _lent_prober(alone) as prober:
-        timed = _step(alone, prober, report, stop, tuple(find_largest_model(resolved)))
+        timed = _step(alone, prober, report, stop, find_largest_model(resolved))
     return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, timed)
 
 
@@ -314,10 +343,14 @@ def _keep_first(job: Job) -> Job:
 
 
 def _step(
-    alone: Job, prober: Prober, report: Report, stop: threading.Event, largest: tuple[Finding, ...]
+    alone: Job,
+    prober: Prober,
+    report: Report,
+    stop: threading.Event,
+    largest: LargestModel | None,
 ) -> list[Timed]:
-    """The first batches of a search on one device, as many as ran until `stop`; `largest` follows
-    where none fits.
+    """The first batches of a search on one device, as many as ran until `stop`; where none fits,
+    the error names the `largest` model.
     """
     search, timed = make_search(alone), list[Timed]()
     running: dict[Probe, ProbeProgress] = {}
@@ -341,25 +374,26 @@ def _step(
             short = tuple(msgspec.structs.replace(probe, seconds=PROBE_SECONDS) for probe in probes)
             for seen in prober.measure(short, watch, stop):
                 if isinstance(seen, Failed):
-                    fails = Finding(
-                        "fault.workload", {"cause": seen.cause, "why": seen.detail.rstrip(".")}
-                    )
-                    raise make_fault(NoLayoutError, fails, remedy=Finding("remedy.again"))
+                    why = seen.detail.rstrip(".")
+                    raise NoLayoutError(f"The workload fails: {why}.", "Fix that and try again.")
                 search.tell(seen)
                 timed += [seen] if isinstance(seen, Timed) else []
     finally:
         alarm.cancel()
     if over.is_set() and not timed:
         late = find_unfinished(alone.workload, alone.devices, tuple(running.values()))
-        parts = late or (Finding("fault.no_step", {"budget_seconds": budget}),)
-        raise make_fault(NoLayoutError, *parts, remedy=Finding("remedy.longer_budget"))
+        what = " ".join(map(write_unfinished, late))
+        raise NoLayoutError(
+            what or f"No step ended within {budget:g} s.", "Give a longer --budget."
+        )
     if not timed and not stop.is_set():
-        none = Finding("fault.no_sample", {"device": alone.devices[0].label})
-        raise make_fault(
-            NoLayoutError,
-            none,
-            *largest,
-            remedy=Finding("remedy.shards" if largest else "remedy.free_memory"),
+        none = f"Not even one sample fits on {alone.devices[0].label}."
+        if largest is None:
+            raise NoLayoutError(none, "Free some of its memory.")
+        raise NoLayoutError(
+            f"{none} {largest.write()}.",
+            "Free some of its memory, or run evener balance, which also tries the model in shards "
+            "over all of the devices.",
         )
     return timed
 
@@ -383,19 +417,19 @@ def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
         budget_seconds=problem.budget_seconds,
         notes=resolved.notes,
         simulated=resolved.machine is not None,
-        largest=tuple(find_largest_model(resolved)),
+        largest=find_largest_model(resolved),
     )
 
 
-def find_largest_model(job: Job) -> Iterator[Finding]:
-    """The most parameters that the devices hold whole and in shards, where the workload can be
-    sharded.
+def find_largest_model(job: Job) -> LargestModel | None:
+    """The most parameters that the devices hold whole and in shards; None where the workload can't
+    be sharded, or the memory isn't known.
     """
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards
     if sharded and job.problem.devices > 1 and len(sizes) == job.problem.devices:
-        whole, shards = min(sizes) // ADAMW_BYTES, sum(sizes) // ADAMW_BYTES
-        yield Finding("outlook.largest_model", {"whole": whole, "sharded": shards})
+        return LargestModel(min(sizes) // ADAMW_BYTES, sum(sizes) // ADAMW_BYTES)
+    return None
 
 
 def _predict_largest(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -334,7 +334,6 @@ class CurveSketch(msgspec.Struct, frozen=True):
     points: tuple[
         tuple[int, float], ...
     ]  # (batch, seconds) believed for plotting, increasing in batch
-    measured: tuple[tuple[int, float], ...]  # (batch, seconds) as observed alone
     largest_batch: int | None  # fits in memory: the largest that ran or is predicted to
     smallest_failed: int | None  # the smallest batch that ran out of memory
 
@@ -405,6 +404,7 @@ class Facts(msgspec.Struct, frozen=True):
     workload_digest: str = ""
     # a layer that takes statistics over the rows of a pass, as batch normalization does
     batch_statistics: str = ""
+    bfloat16: bool = False  # the workload is known to compute in this type
     rows: int = 0  # of the training data; 0: unknown, or made for the measurement
     lengths: tuple[
         int, ...
@@ -422,6 +422,7 @@ class Stop(StrEnum):
         "the tolerance"
     )
     TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
+    UNCERTAIN = "The leading layouts are measured too roughly to be told apart within the budget."
     ONLY_ONE = "There is one way to train on these devices, and it was measured."
     BUDGET = "The budget is spent."
     NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
@@ -433,19 +434,18 @@ class Stop(StrEnum):
     CUT_OFF = "The run was cut off."
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """Something to know of a result: its code, and the values in its sentence."""
+class End(msgspec.Struct, frozen=True):
+    """Why a search ended, or its run, with what there is to add to the reason."""
 
-    code: str
-    values: dict[str, Any] = {}
+    stop: Stop
+    detail: str = ""
 
+    @property
+    def code(self) -> str:
+        """The reason in a word, as `settled` or `budget`."""
+        return self.stop.name.lower()
 
-class Said(msgspec.Struct, frozen=True):
-    """Everything that a result says: its verdict's parts, its warnings, the names of its evidence,
-    and why it ended.
-    """
-
-    verdict: tuple[Finding, ...] = ()
-    warnings: tuple[Finding, ...] = ()  # in their order
-    evidence: tuple[Finding, ...] = ()  # in the plan's order
-    stopped: str = ""
+    @property
+    def words(self) -> str:
+        """The reason as a sentence."""
+        return f"{self.stop.value}: {self.detail}." if self.detail else self.stop.value

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evener.balancer import journal
-from evener.balancer.result.rivals import describe_all
-from evener.balancer.result.words import say_all
+from evener.balancer.result.rivals import name_all
 from evener.balancer.search.model.evidence import read_device, relative_error
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
@@ -21,7 +20,7 @@ from evener.balancer.search.observations import Observations
 from evener.balancer.statistics import relative_half_width
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
-from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, Plan
+from evener.plan.file import EvidenceKind, Plan, parse_plan, to_json
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
 HEADS = (
@@ -94,7 +93,7 @@ def _compared(path: Path) -> Iterator[list[str]]:
     ]
     for one, words in zip(
         standings,
-        say_all(describe_all([each.candidate for each in standings], found.problem.devices)),
+        name_all([each.candidate for each in standings], found.problem.devices),
         strict=True,
     ):
         rate = one.throughput.value
@@ -108,7 +107,7 @@ def _row(path: Path) -> list[str]:
     record = journal.read(path)
     if record.ended is None:
         return [path.stem, "not finished", *[""] * (len(HEADS) - 2)]
-    plan, request = record.ended.plan, record.header.request
+    plan, request = parse_plan(to_json(record.ended.plan)), record.header.request
     solos, rate = _alone_at_shares(record, plan), plan.throughput.samples_per_second
     how = [words for end, words in WORDS.items() if path.stem.endswith(end)]
     return [
@@ -117,8 +116,8 @@ def _row(path: Path) -> list[str]:
         str(request.global_batch or "free"),
         " + ".join(str(batch) for batch in plan.batches),
         f"{rate:,.0f}",
-        _gain(plan, EVEN_SPLIT),
-        _gain(plan, BEST_SINGLE),
+        _gain(plan, "equal_shares"),
+        _gain(plan, "best_device"),
         f"{rate / solos:.2f}" if solos else "",
         str(len(record.seen)),
         str(sum(isinstance(seen.seen, OutOfMemory) for seen in record.seen)),
@@ -179,11 +178,11 @@ def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:
     return total
 
 
-def _gain(plan: Plan, name: str) -> str:
+def _gain(plan: Plan, kind: EvidenceKind) -> str:
     """The plan's gain over a rival; empty where the rival wasn't measured, or is the plan
     itself.
     """
-    rival = next((rival for rival in plan.evidence if rival.name == name), None)
+    rival = next((rival for rival in plan.evidence if rival.kind == kind), None)
     if rival is None or rival.layout.batches == plan.batches:
         return ""
     return f"{plan.throughput.samples_per_second / rival.throughput.samples_per_second - 1:+.0%}"

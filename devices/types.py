@@ -41,6 +41,7 @@ class Device(msgspec.Struct, frozen=True):
     cores: tuple[int, ...] = ()  # CPU slices: the logical CPUs that it owns
     limit: Limit = Limit()
     host: str = ""  # its address in a Ray cluster; empty: this machine
+    bfloat16: bool | None = None  # it has hardware for this type; None: unknown
 
     @property
     def on_cpu(self) -> bool:

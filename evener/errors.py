@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class EvenerError(Exception):
     """An error with one sentence that says what is wrong and one that says what to do; only
     subclasses are raised.
-
-    `findings` say the same as codes with values, where a search or a probe failed.
     """
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
 
-    def __init__(self, message: str, remedy: str = "", findings: tuple[Any, ...] = ()) -> None:
+    def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
-        self.findings = findings
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()

@@ -326,7 +326,8 @@ class BaseApp(App[int]):
         if fault:
             self.say(fault, severity="error")
         elif self.balance.finished is not None:
-            self.say(f"The search ended. {self.balance.finished.verdict}")
+            answer = self.balance.finished.verdict.partition("\n")[0]
+            self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
         """Tell the publisher how fast the running probes train on each device."""

@@ -430,6 +430,7 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
         engine=engine or before.engine,
         workload_digest=before.workload_digest or own,
         batch_statistics=found.get("batch_statistics", ""),
+        bfloat16="bfloat16" in found.get("computes", ""),
         rows=int(found.get("rows", 0)),
         lengths=tuple(map(int, found.get("lengths", "").split())) if by_cost else (),
         longest_row=int(found.get("longest_row", -1)),

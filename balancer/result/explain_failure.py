@@ -1,4 +1,4 @@
-"""Why a session ended without a plan, as the fault to raise: what failed, what does not fit, or too
+"""Why a session ended without a plan, as the error to raise: what failed, what doesn't fit, or too
 short a budget.
 """
 
@@ -13,19 +13,21 @@ from evener.errors import DeviceError, NoLayoutError
 
 from ..events import ProbeProgress
 from ..journal import Header, Record
+from ..number_format import join_words, size, write_share
 from ..request import allows_passes
 from ..search.observations import SHARDED
-from ..types import Belief, Failed, Finding, Observation, OutOfMemory, Timed
+from ..types import Belief, Failed, Observation, OutOfMemory, Timed
+from ..verdict import Unfinished
+from .judge import RunEnd
 from .measurements import find_taken_bytes
-from .outcome import RunEnd
-from .words import make_fault
+from .sentences import write_unfinished
 
-IMPORTING = "unfinished.importing"
-MEND = Finding("remedy.layout")
+IMPORTING = "importing"  # the phase of imports, which aren't the user's fault
+MEND = "Fix what failed, free memory, or choose another workload or other devices."
 
 
 def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutError | DeviceError:
-    """The fault of a run without a plan, by what was seen, what the search believes of the devices,
+    """The error of a run without a plan, by what was seen, what the search believes of the devices,
     and its ending.
     """
     header, seen = record.header, record.observations
@@ -36,20 +38,15 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
         return _explain_too_large(header, largest, seen)
     failures = [] if too_large and end.late else find_failures(seen, header.devices)
     if failures and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
-        remedy = Finding("remedy.device", {"text": find_backend(header.devices[0].kind).remedy})
-        return make_fault(DeviceError, Finding("fault.no_device"), *failures, remedy=remedy)
+        remedy = find_backend(header.devices[0].kind).remedy
+        return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
     if failures:
-        return make_fault(
-            NoLayoutError,
-            Finding("fault.no_layout"),
-            *failures,
-            *_find_in_shards(record),
-            remedy=MEND,
-        )
+        why = "; ".join((*failures, *_explain_shards(record)))
+        return NoLayoutError(f"No layout could be measured: {why}.", MEND)
     return _explain_end(header, ran, end)
 
 
-def _find_in_shards(record: Record) -> Iterator[Finding]:
+def _explain_shards(record: Record) -> Iterator[str]:
     """Why the model can't be trained in shards either, if that was tried."""
     tried = [one for one in record.observations if one.probe.stage in SHARDED]
     failed = next((one for one in tried if isinstance(one, Failed)), None)
@@ -59,114 +56,97 @@ def _find_in_shards(record: Record) -> Iterator[Finding]:
         i for one in tried if isinstance(one, OutOfMemory) for i in one.probe.layout.active
     } - ran
     if failed is not None:
-        yield Finding(
-            "failure.shards_failed", {"cause": failed.cause, "why": failed.detail.rstrip(".")}
-        )
+        yield f"in shards it failed: {failed.detail.rstrip('.')}"
     elif full:
-        yield Finding(
-            "failure.shards_row",
-            {"devices": [record.header.devices[i].label for i in sorted(full)]},
-        )
+        labels = join_words([record.header.devices[i].label for i in sorted(full)])
+        yield f"in shards {labels} ran out of memory too, without the state"
     elif tried and state is not None:
-        own = {"state_bytes": state.state_bytes, "gathered_bytes": state.gathered_bytes}
-        yield Finding("failure.shards", {**own, "memory_bytes": sum(size or 0 for size in sizes)})
+        yield (
+            f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices "
+            f"have {size(sum(each or 0 for each in sizes))} in all, for that and, on each, "
+            f"{size(state.gathered_bytes)} of gathered units and the activations of a row"
+        )
 
 
 def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
-    """The fault of a run that was stopped, or whose search or budget was over; `ran`: something was
+    """The error of a run that was stopped, or whose search or budget was over; `ran`: something was
     measured.
     """
     budget = header.request.budget_seconds
+    what = "a layout of the global batch" if ran else "anything"
+    unfinished = [write_unfinished(one) for one in end.unfinished]
     if end.interrupted:
-        stopped, resume = (
-            Finding("fault.interrupted", {"ran": ran}),
-            Finding("remedy.resume", {"run": header.run}),
+        return NoLayoutError(
+            " ".join([f"The search was stopped before {what} was measured.", *unfinished]),
+            f"Go on with evener balance --resume {header.run}.",
         )
-        return make_fault(NoLayoutError, stopped, *end.unfinished, remedy=resume)
     if budget is None or not end.late:
-        ended = Finding("fault.ended", {"reason": end.code, "why": end.why_stopped.rstrip(".")})
-        return make_fault(NoLayoutError, ended, remedy=MEND)
-    longer = {"budget_seconds": 2 * budget}
-    slow = all(one.code == IMPORTING for one in end.unfinished)
+        why = end.why_stopped.rstrip(".")
+        return NoLayoutError(f"No layout could be measured: {why}.", MEND)
+    longer = f"--budget {2 * budget:g}s"
+    slow = all(one.phase == IMPORTING for one in end.unfinished)
     if not slow and ":" in header.workload:
-        return make_fault(
-            NoLayoutError, *end.unfinished, remedy=Finding("remedy.endless_loop", longer)
+        return NoLayoutError(
+            " ".join(unfinished),
+            f"Look there for an endless loop, or for input(), which has nothing to read; or give "
+            f"it more time, as in {longer}.",
         )
-    over = Finding("fault.budget", {"budget_seconds": budget, "ran": ran})
-    return make_fault(
-        NoLayoutError, over, *end.unfinished, remedy=Finding("remedy.more_budget", longer)
-    )
+    over = f"The budget of {budget:g} s was over before {what} was measured."
+    return NoLayoutError(" ".join([over, *unfinished]), f"Raise it, as in {longer}.")
 
 
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
-) -> tuple[Finding, ...]:
+) -> tuple[Unfinished, ...]:
     """Each phase before measuring in which probes still are: on which devices, how long, and where
     in the code.
     """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
-    building = ("building", f"{name}'s {attribute}()") if home else ("preparing", name)
     found = []
-    for phase, (code, named) in {
-        "importing": ("importing", name),
-        "loading": ("loading", name),
-        "building": building,
-        "preparing": ("preparing", name),
-        "warming up": ("warming_up", name),
-    }.items():
+    for phase in ("importing", "loading", "building", "preparing", "warming up"):
         late = [one for one in running if one.phase == phase]
-        if late:
-            values = {
-                "name": named,
-                "seconds": max(one.phase_seconds for one in late),
-                "devices": [
-                    devices[i].label
-                    for i in sorted({i for one in late for i in one.probe.layout.active})
-                ],
-                "where": next((one.where for one in late if one.where), ""),
-            }
-            found.append(Finding(f"unfinished.{code}", values))
+        if not late:
+            continue
+        positions = sorted({i for one in late for i in one.probe.layout.active})
+        found.append(
+            Unfinished(
+                # a workload without a function of the user's is prepared, not built
+                "preparing" if phase == "building" and not home else phase,
+                f"{name}'s {attribute}()" if phase == "building" and home else name,
+                max(one.phase_seconds for one in late),
+                tuple(devices[i].label for i in positions),
+                next((one.where for one in late if one.where), ""),
+            )
+        )
     return tuple(found)
 
 
-def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[Finding]:
-    """Each device's smallest failure, or the one failure that all share."""
+def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
+    """Each device's smallest failure in words, or the one failure that all share."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for one in seen:
         if isinstance(one, Timed):
             continue
         for i in one.devices or one.probe.layout.active:
-            if (
-                i not in smallest
-                or one.probe.layout.pass_rows[i] < smallest[i].probe.layout.pass_rows[i]
-            ):
+            rows = one.probe.layout.pass_rows[i]
+            if i not in smallest or rows < smallest[i].probe.layout.pass_rows[i]:
                 smallest[i] = one
     positions = sorted(smallest)
-    causes = {
-        (one.cause, _why(one, devices[i])) for i, one in smallest.items() if isinstance(one, Failed)
-    }
-    if (
-        len(smallest) > 1
-        and len(causes) == 1
-        and all(isinstance(one, Failed) for one in smallest.values())
-    ):
-        ((cause, why),) = causes
-        return [
-            Finding(
-                "failure.shared",
-                {"devices": [devices[i].label for i in positions], "cause": cause, "why": why},
-            )
-        ]
+    failed = {i: one for i, one in smallest.items() if isinstance(one, Failed)}
+    reasons = {_why(one, devices[i]) for i, one in failed.items()}
+    if len(smallest) > 1 and len(failed) == len(smallest) and len(reasons) == 1:
+        labels = join_words([devices[i].label for i in positions])
+        return [f"{labels} failed, {reasons.pop()}"]
     return [_describe(i, smallest[i], devices[i]) for i in positions]
 
 
-def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> Finding:
+def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
     layout = seen.probe.layout
-    values = {"device": device.label, "rows": [layout.shares[position], layout.pass_rows[position]]}
+    samples = f"{write_share(layout.shares[position], layout.pass_rows[position])} samples"
     if isinstance(seen, OutOfMemory):
-        return Finding("failure.out_of_memory", values)
-    return Finding("failure.failed", values | {"cause": seen.cause, "why": _why(seen, device)})
+        return f"{device.label} ran out of memory with {samples}"
+    return f"{device.label} failed with {samples}, {_why(seen, device)}"
 
 
 def _why(seen: Failed, device: Device) -> str:
@@ -176,15 +156,17 @@ def _why(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """The fault of a fixed global batch that is too large for the devices."""
+    """The error of a fixed global batch that is too large for the devices."""
     taken, most = find_taken_bytes(seen), sum(largest)
-    holds = [
-        {"device": device.label, "rows": rows, "taken_bytes": taken.get(i, 0)}
-        for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True))
-    ]
-    together = most if len(holds) > 1 else None
-    batch = {"batch": header.request.global_batch, "devices": holds, "together": together}
-    remedy = Finding(
-        "remedy.smaller_batch", {"rows": most, "micro_off": header.request.micro == "off"}
+    holds = []
+    for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):
+        held = taken.get(i, 0)
+        others = f" (other processes hold {size(held)} of its memory)" if held else ""
+        holds.append(f"{device.label} holds {rows}{others}")
+    together = f", {most} in all" if len(holds) > 1 else ""
+    micro_off = ", leave out --micro off," if header.request.micro == "off" else ""
+    return NoLayoutError(
+        f"A global batch of {header.request.global_batch} samples doesn't fit: "
+        f"{join_words(holds)}{together}.",
+        f"Take at most {most}{micro_off} or other devices.",
     )
-    return make_fault(NoLayoutError, Finding("fault.batch_too_large", batch), remedy=remedy)

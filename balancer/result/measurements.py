@@ -1,5 +1,5 @@
-"""Findings about the measurements behind a plan: doubts, memory that others hold, devices that were
-left out.
+"""What the measurements behind a plan say besides its figure: doubts, memory that others hold,
+devices that were left out, limits of the user's own code.
 """
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, permutations
-from typing import Any, get_args
+from typing import Literal, get_args
 
 from evener.devices.types import Device
 
 from ..search.ranking import ROUGH
-from ..types import Doubt, Failed, Finding, Layout, Observation, OutOfMemory, Timed, Warned
-from .words import DOUBTS, UNCERTAIN
+from ..types import Doubt, Failed, Layout, Observation, OutOfMemory, Timed, Warned
+from ..verdict import CodeLimit, DoubtFound, FewSteps, LeftOut, PassStatistics, TakenMemory
 
 ORDER = get_args(Doubt)
 # of a rival's blocks, from which other work is said to have slowed the chosen layout too
@@ -80,54 +80,62 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
             yield Warned("changed", change)
 
 
-def describe_doubts(
-    doubts: Iterable[Warned], devices: Sequence[Device], longer: str = "a longer --budget"
-) -> list[Finding]:
-    """Each doubt as a finding, with what helps against it; `longer` is how more can be measured."""
-    hot = any(not device.on_cpu for device in devices)
-
-    def describe(doubt: Warned) -> Finding:
-        label = devices[doubt.device].label if 0 <= doubt.device < len(devices) else ""
-        return Finding(
-            f"doubt.{doubt.code}",
-            {"device": label, "value": doubt.value, "hot": hot, "longer": longer},
+def describe_doubts(doubts: Iterable[Warned], devices: Sequence[Device]) -> tuple[DoubtFound, ...]:
+    """Doubts with the labels of their devices."""
+    return tuple(
+        DoubtFound(
+            one.code,
+            devices[one.device].label if 0 <= one.device < len(devices) else "",
+            one.value,
         )
-
-    return [describe(doubt) for doubt in doubts]
-
-
-def find_weakness(doubts: Iterable[Warned]) -> list[Finding]:
-    """The doubt that most weakens a verdict; noise is in its intervals already."""
-    codes = {doubt.code for doubt in doubts}
-    return [Finding("doubt.verdict", {"doubt": code}) for code in DOUBTS if code in codes][:1]
-
-
-def find_remedy(doubts: Iterable[Warned], run: str) -> Finding:
-    """The line that measures on where samples/s aren't known, and why they aren't."""
-    codes = {doubt.code for doubt in doubts}
-    return Finding(
-        "remedy.measure_on",
-        {"doubt": next((code for code in UNCERTAIN if code in codes), ""), "run": run},
+        for one in doubts
     )
 
 
-def find_taken_memory(seen: Iterable[Observation], devices: Sequence[Device]) -> list[Finding]:
+def find_taken_memory(
+    seen: Iterable[Observation], devices: Sequence[Device]
+) -> tuple[TakenMemory, ...]:
     """Each device of whose memory others were seen to hold a part that the request counted on."""
     found = sorted(find_taken_bytes(seen).items())
-    return [
-        Finding("taken.memory", {"device": devices[i].label, "size_bytes": size})
-        for i, size in found
-    ]
+    return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
-def find_pass_statistics(chosen: Layout, layer: str) -> list[Finding]:
+def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
     """A layer that takes its statistics over the rows of a pass, not over a device's share."""
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
-    return (
-        [Finding("passes.statistics", {"layer": layer, "rows": min(rows)})]
-        if layer and rows
-        else []
-    )
+    return PassStatistics(layer, min(rows)) if layer and rows else None
+
+
+def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
+    """The rows above which the user's own code raises, where fewer rows ran on each device.
+
+    One message that comes with every failure above what ran is a limit of the code; a failure
+    below that isn't.
+    """
+    ran: defaultdict[int, int] = defaultdict(int)
+    failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for one in seen:
+        rows = one.probe.layout.pass_rows
+        if isinstance(one, Timed):
+            for i in one.probe.layout.active:
+                ran[i] = max(ran[i], rows[i])
+        elif isinstance(one, Failed) and one.cause == "raised":
+            largest = max(one.devices or one.probe.layout.active, key=lambda i: rows[i])
+            before = failed[_cut_place(one.detail)].get(largest, rows[largest])
+            failed[_cut_place(one.detail)][largest] = min(before, rows[largest])
+    for error, fewest in failed.items():
+        most = max((ran[i] for i in fewest), default=0)
+        if most and most < min(fewest.values()):
+            return CodeLimit(most, min(fewest.values()), error)
+    return None
+
+
+def _cut_place(detail: str) -> str:
+    """The error of a failure's detail, `GPU:0, warming up: train.py:12: ValueError: why`, without
+    the device and the phase before it.
+    """
+    label, comma, rest = detail.partition(", ")
+    return (rest if comma and ":" in label and " " not in label else detail).rstrip(".")
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
@@ -140,48 +148,46 @@ def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
     return most
 
 
+Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
+
+
 def find_left_out(
     seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
-) -> list[Finding]:
+) -> tuple[LeftOut, ...]:
     """Devices on which nothing ran, and those that worked at first, then always failed and have no
     part; and why.
     """
-    found: dict[int, Finding] = {}
+    found: dict[int, LeftOut] = {}
     ran: set[int] = set()
     for one in seen:
         if isinstance(one, Timed):
             ran |= set(one.probe.layout.active)
-            found = {i: finding for i, finding in found.items() if i not in one.probe.layout.active}
+            found = {i: why for i, why in found.items() if i not in one.probe.layout.active}
             continue
         for i in one.devices or one.probe.layout.active:
-            if code := _why_left_out(one, i, i in ran, chosen):
-                values: dict[str, Any] = {"device": devices[i].label, "why": one.detail}
-                found[i] = Finding(
-                    f"device.{code}", values | {"rows": one.probe.layout.pass_rows[i]}
-                )
-    return [found[i] for i in sorted(found)]
+            reason = _why_left_out(one, i, i in ran, chosen)
+            if reason is not None:
+                rows = one.probe.layout.pass_rows[i]
+                found[i] = LeftOut("device", devices[i].label, reason, one.detail, rows)
+    return tuple(found[i] for i in sorted(found))
 
 
-def _why_left_out(one: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout) -> str:
-    """The code of what a failure says of a device; empty if it is still used."""
+def _why_left_out(
+    one: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
+) -> Reason | None:
+    """What a failure says of a device; None if the device is still used."""
     if not ran:
         return "nothing_ran" if isinstance(one, Failed) else "nothing_fits"
     if not isinstance(one, Failed) or one.devices != (position,):
-        return ""
+        return None
     if not chosen.shares[position]:
         return "failed"
-    return "gone" if one.cause == "device" else ""
+    return "gone" if one.cause == "device" else None
 
 
-def find_few_steps(chosen: Layout, rows: int) -> list[Finding]:
+def find_few_steps(chosen: Layout, rows: int) -> FewSteps | None:
     """An epoch that has so few steps that little is learnt; `rows` 0: unknown."""
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:
-        return []
-    bound = [rows // FEW_STEPS, FEW_STEPS] if rows >= FEW_STEPS else None
-    return [
-        Finding(
-            "epoch.few_steps",
-            {"steps": rows // batch, "batch": batch, "rows": rows, "bound": bound},
-        )
-    ]
+        return None
+    return FewSteps(rows // batch, batch, rows, rows // FEW_STEPS)

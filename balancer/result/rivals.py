@@ -1,7 +1,5 @@
-"""Layouts by their names, and the rivals of a chosen one: every other that ran, compared by printed
+"""Layouts by their names, and every other layout that ran compared with the chosen one, by printed
 rates or in turn.
-
-Where nothing can be said of a gain, and how one is written, stands here too.
 """
 
 from __future__ import annotations
@@ -16,66 +14,51 @@ from ..families import EVEN, SOLO, Family, family_of, is_even
 from ..number_format import join_shares, percent, rate, relative_error
 from ..search.layouts import Candidate
 from ..search.ranking import Standing, overlap
-from ..types import Finding, Interval, Layout, Result
-from .words import say
+from ..statistics import is_known
+from ..types import Interval, Layout, Result
+
+KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
 
-def describe(one: Candidate, devices: int) -> Finding:
-    """The layout of one of `devices` devices or several, as a finding."""
+def name_layout(
+    one: Candidate, devices: int, another: bool = False, with_shares: bool = False
+) -> str:
+    """The name of a layout of one of `devices` devices or several, for tables."""
     layout = one.layout
-    values = {
-        "count": len(layout.active),
-        "trainings": layout.processes,
-        "mode": layout.placement,
-        "placement": layout.placement,
-        "knobs": list(layout.knobs),
-        "another": False,
-        "shares": None,
-    }
-    return Finding(one.family.code(layout, devices), values)
+    knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
+    shares = f", {list_samples(layout)}" if with_shares else ""
+    return f"{one.family.title(layout, devices, another)}{knobs}{shares}"
 
 
-def describe_all(found: Sequence[Candidate], devices: int) -> tuple[Finding, ...]:
-    """A finding for each, the fastest first, no name twice: of two of one kind the slower one is
+def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
+    """A name for each, the fastest first, none twice: of two of one kind the slower one is
     `another`.
 
     No split is the best one behind a split that comes first.
     """
-    described: list[Finding] = []
-    names: set[str] = set()
+    names: list[str] = []
     for one in found:
-        finding = describe(one, devices)
-        second = bool(names) and found[0].layout.traits.together and say(finding) == BEST_SPLIT
-        if second or say(finding) in names:
-            finding = _with(finding, another=True)
-        if say(finding) in names:
-            finding = _with(finding, shares=list_shares(one.layout))
-        names.add(say(finding))
-        described.append(finding)
-    return tuple(described)
-
-
-def _with(finding: Finding, **values: object) -> Finding:
-    return msgspec.structs.replace(finding, values=finding.values | values)
-
-
-def list_shares(layout: Layout) -> list[tuple[int, int]]:
-    """The rows of each device that computes, and the most of them in one pass."""
-    return [(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
+        name = name_layout(one, devices)
+        after_split = bool(names) and found[0].layout.traits.together
+        if name in names or (after_split and name == BEST_SPLIT):
+            name = name_layout(one, devices, another=True)
+        if name in names:
+            name = name_layout(one, devices, another=True, with_shares=True)
+        names.append(name)
+    return tuple(names)
 
 
 def list_samples(layout: Layout) -> str:
-    """The samples of each device of a layout, in words."""
-    return join_shares(list_shares(layout))
+    """The samples of each device that computes, with its passes: 820 + 568."""
+    return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.active])
 
 
-UNKNOWN = 0.25  # relative error, beyond which samples/s aren't known
-COARSE = 0.02  # the same, beyond which a gain has whole percents
+COARSE = 0.02  # relative error, beyond which a gain has whole percents
 SURELY = 0.01  # relative, beyond both intervals: faster in a split than alone
 NEAR = 2  # times a split's global batch: the most that a plan may have to be compared with it
 
 
-class Rival(msgspec.Struct, frozen=True):
+class ComparedLayout(msgspec.Struct, frozen=True):
     """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1;
     `paired` in turn.
     """
@@ -88,6 +71,11 @@ class Rival(msgspec.Struct, frozen=True):
     paired: bool = False
     # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
     compared: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that is compared."""
+        return self.candidate.layout
 
     @property
     def family(self) -> Family | None:
@@ -103,12 +91,12 @@ class Rival(msgspec.Struct, frozen=True):
         )
 
 
-def list_rivals(
+def compare_all(
     chosen: Result,
     ranking: Sequence[Standing],
     results: Sequence[Result] = (),
     single: Result | None = None,
-) -> tuple[Rival, ...]:
+) -> tuple[ComparedLayout, ...]:
     """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else
     by throughput.
 
@@ -133,40 +121,40 @@ def list_rivals(
 
 def _fastest_split(
     chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]
-) -> list[Rival]:
-    splits = [
-        one for one in results if one.layout.traits.together and not chosen.layout.traits.together
-    ]
+) -> list[ComparedLayout]:
+    if chosen.layout.traits.together:
+        return []
     found = [
         compare(chosen, Candidate(family_of(one.layout), one.layout), one.throughput)
-        for one in splits
+        for one in results
+        if one.layout.traits.together
     ]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
     raced = [one.candidate.layout for one in ranking]
-    return [fastest] if fastest and fastest.candidate.layout not in raced else []
+    return [fastest] if fastest and fastest.layout not in raced else []
 
 
 def compare(
     chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None
-) -> Rival:
+) -> ComparedLayout:
     """Compare two layouts by their rates, or by the turns of both if the rates tie or say another
     gain.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
     if layout == chosen.layout or not comparable:
-        return Rival(rival, figure, 0.0, compared=False)
+        return ComparedLayout(rival, figure, 0.0, compared=False)
     gain, tie = own.value / figure.value - 1, overlap(own, figure)
     if in_turn is None or in_turn.against is None:
-        return Rival(rival, figure, gain, tie)
+        return ComparedLayout(rival, figure, gain, tie)
     against = in_turn.against
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
     if in_turn.tie or low <= 0 <= high:
-        return Rival(rival, figure, gain, True, in_turn.unclear)
+        return ComparedLayout(rival, figure, gain, True, in_turn.unclear)
     paired = tie or not low <= gain <= high
-    return Rival(rival, figure, value if paired else gain, paired=paired)
+    return ComparedLayout(rival, figure, value if paired else gain, paired=paired)
 
 
 def find_own_family(layout: Layout) -> Family:
@@ -175,27 +163,20 @@ def find_own_family(layout: Layout) -> Family:
     return EVEN if whole and is_even(layout) else family_of(layout)
 
 
-def describe_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[Finding, ...]:
-    """A finding for each rival, with a name beside the chosen layout's own."""
+def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
+    """A name for each rival beside the chosen layout's own."""
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
-    return describe_all([own, *(one.candidate for one in rivals)], devices)[1:]
+    return name_all([own, *(one.candidate for one in rivals)], devices)[1:]
 
 
-def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:
+def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
     """The fastest layout of one training with more samples, if it is faster than the chosen one."""
     if not chosen.layout.traits.by_shares:
         return None
     faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
-    larger = [
-        one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch
-    ]
+    larger = [one for one in faster if one.layout.global_batch > chosen.layout.global_batch]
     return min(larger, key=lambda one: one.gain, default=None)
-
-
-def is_certain(*figures: Interval) -> bool:
-    """True if samples/s are certain enough to be said."""
-    return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)
 
 
 def is_comparable(
@@ -208,7 +189,7 @@ def is_comparable(
     faster in the split than it was alone: it wasn't measured at its best batch then.
     """
     active = [i for i, share in enumerate(shares) if share]
-    if not other.value or not is_certain(own, other):
+    if not other.value or not is_known(own, other):
         return False
     if len(active) > 1:
         return NEAR * sum(shares) >= sum(own_shares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..statistics import relative_half_width
-from ..types import Probe, Problem, Result, Stop
+from ..types import End, Probe, Problem, Result, Stop
 from .machine_model import MachineModel
 from .model.evidence import CLEAR
 from .ranking import UNCLEAR
@@ -66,14 +66,14 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     return f"Races {running} layouts in turns; this is turn {probe.turn + 1}."
 
 
-def explain_nobody(model: MachineModel) -> str:
+def explain_nobody(model: MachineModel) -> End:
     """Why no device can be used, each with its smallest failure."""
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"
         for i, device in enumerate(model.devices)
     ]
     rule = Stop.ALL_LOST if all(device.lost for device in model.devices) else Stop.OUT_OF_MEMORY
-    return f"{rule.value}: {'; '.join(words)}."
+    return End(rule, "; ".join(words))
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
@@ -107,7 +107,7 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
     return ""
 
 
-def explain_too_long(problem: Problem) -> str:
+def explain_too_long(problem: Problem) -> End:
     """Why rows of unequal length can't be trained."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
-    return f"{Stop.ROW_TOO_LONG.value}: {row} has {problem.lengths[-1]} tokens."
+    return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

@@ -16,10 +16,10 @@ from functools import cached_property
 
 import msgspec
 
-from ..families import Family, PackMode, family_of, pack_on
+from ..families import PACK, Family, PackMode, family_of, pack_on
 from ..objectives import find_objective
 from ..statistics import relative_half_width
-from ..types import Layout, OutOfMemory, Probe, Result, Stage, Timed
+from ..types import Layout, Observation, OutOfMemory, Probe, Result, Stage, Timed
 from .budget import Budget
 from .layouts import RETREATS, Candidate, LayoutOptions, divide, same_measurement, shrink
 from .observations import FIRST_TURN, MOST_TURNS, Turns
@@ -276,6 +276,16 @@ class Race:
         """Each layout that ran out of memory in the race, with the smaller one in its place."""
         pairs = [(candidate, self._in_its_place(candidate)) for candidate in self._wished]
         return tuple((wished, instead) for wished, instead in pairs if instead != wished)
+
+    def list_broken(self) -> list[tuple[Candidate, Observation]]:
+        """The layouts of the race that failed, with the failure; the smallest pack of a mode of
+        which none ever ran.
+        """
+        found = [(one, self.seen.broken(one.layout)) for one in self.all]
+        for _, packing in self.packings:
+            if not any(isinstance(one, Timed) for one in packing.seen):
+                found += [(Candidate(PACK, one.probe.layout), one) for one in packing.seen[:1]]
+        return [(one, seen) for one, seen in found if seen is not None]
 
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:

@@ -12,7 +12,7 @@ from evener.shares.waterfill import Allocation
 
 from ..families import device_counts, split_evenly
 from ..objectives import find_objective
-from ..types import CurveSketch, Layout, Probe, layout_of, solo
+from ..types import CurveSketch, End, Layout, Probe, layout_of, solo
 from .budget import Budget
 from .layouts import NO_CURVE, same_measurement
 from .model.step_time import SAME_BATCH
@@ -43,9 +43,9 @@ class RowDevices(Predictions):
         probe = SplitStage(self, budget, with_splits).next_probe()
         return (probe,) if probe else ()
 
-    def why_none(self) -> str:
-        """Empty: every row fits where one does."""
-        return ""
+    def why_none(self) -> End | None:
+        """None: every row fits where one does."""
+        return None
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone in passes is no choice for a free batch: no gain over fewer passes of a
@@ -85,8 +85,7 @@ class RowDevices(Predictions):
         if curve and largest:
             sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
             points = tuple((size, curve.seconds(size)) for size in sizes)
-        seen = tuple((p.batch, p.seconds) for p in device.evidence.alone)
-        return CurveSketch(position, points, seen, largest, device.memory.failed)
+        return CurveSketch(position, points, largest, device.memory.failed)
 
     # ------------------------------------------------------------------ one device
 

@@ -14,14 +14,28 @@ import msgspec
 
 from evener.plan.layout import Knots
 
-from ..families import family_of
-from ..types import Belief, Facts, Layout, Observation, Probe, Problem, Result, Stop, Timed
+from ..families import PACK, family_of
+from ..statistics import is_known
+from ..types import (
+    Belief,
+    End,
+    Facts,
+    Layout,
+    Observation,
+    Probe,
+    Problem,
+    Result,
+    Stop,
+    Timed,
+    layout_of,
+)
 from .budget import Budget
 from .decisions import explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
 from .observations import SHARDED, STAGES, Observations
 from .race import Race
 from .ranking import Standing, center, choose_winner, throughput
+from .report import SearchReport
 from .rows import RowDevices
 from .sharding import Sharding
 from .solo_stage import SMALL
@@ -82,9 +96,14 @@ class Search:
         """
         return self._next
 
-    def why_stopped(self) -> str | None:
-        """Why nothing more is asked, in words; None while something is."""
+    def ended(self) -> End | None:
+        """Why nothing more is asked; None while something is."""
         return None if self._next else self._why_over()
+
+    def why_stopped(self) -> str | None:
+        """The same in words."""
+        end = self.ended()
+        return None if end is None else end.words
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""
@@ -154,30 +173,29 @@ class Search:
         )
 
     @cached_property
-    def _why_none(self) -> str:
-        """Why no device can train; empty if one can."""
+    def _why_none(self) -> End | None:
+        """Why no device can train; None if one can."""
         return self.devices.why_none() if self.model.live else explain_nobody(self.model)
 
-    def _why_over(self) -> str:
+    def _why_over(self) -> End:
         found = self.race.ranking
         if self._why_none and not self.race.running:
             return self._why_none
         if not found:
-            return (
-                Stop.BUDGET
-                if self._seen.in_stage("split") or self.model.holds_batch
-                else Stop.NO_FIT
-            ).value
+            spent = self._seen.in_stage("split") or self.model.holds_batch
+            return End(Stop.BUDGET if spent else Stop.NO_FIT)
         waiting, tied = self.race.waiting
         if waiting or self._explore_rest(None):
-            return Stop.BUDGET.value
+            return End(Stop.BUDGET)
         if tied:
-            return Stop.TIED.value
+            leaders = sorted(found, key=lambda one: -one.throughput.value)[:2]
+            known = all(is_known(one.throughput) for one in leaders)
+            return End(Stop.TIED if known else Stop.UNCERTAIN)
         if len(found) == 1:
-            return Stop.ONLY_ONE.value
+            return End(Stop.ONLY_ONE)
         best = self.best() if self.devices.by_rows else None
         doubt = find_doubt(self.model, best) if best else ""
-        return f"{Stop.UNSURE.value}: {doubt}." if doubt else Stop.SETTLED.value
+        return End(Stop.UNSURE, doubt) if doubt else End(Stop.SETTLED)
 
     # ------------------------------------------------------------------ what follows from the
     # observations
@@ -346,6 +364,72 @@ class Search:
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
         """The turns that give a layout's figures."""
         return tuple(self._turns(layout).values())
+
+    def report(self, own_batch: int | None = None) -> SearchReport | None:
+        """All that a plan, a verdict and tables are made of; None before anything was measured.
+
+        `own_batch` is that of the user's script today, whose samples/s are predicted.
+        """
+        chosen = self.best()
+        if chosen is None:
+            return None
+        ranking, results, race = self.ranking(), self.results(), self.race
+        layouts = dict.fromkeys(
+            [
+                chosen.layout,
+                *(one.candidate.layout for one in ranking),
+                *(one.layout for one in results),
+            ]
+        )
+        splits = [one.layout for one in results if one.layout.traits.together]
+        exchange = self.devices.exchange
+        return SearchReport(
+            problem=self.problem,
+            options=self.options,
+            chosen=chosen,
+            ranking=ranking,
+            results=results,
+            solos=self.solos(),
+            single=self.best_single(),
+            turns={layout: self.turns(layout) for layout in layouts},
+            at_rest=frozenset(layout for layout in layouts if self._seen.turns(layout)),
+            broken=tuple(race.list_broken()),
+            retreats=tuple(pair for pair in race.retreats if self._seen.turns(pair[1].layout)),
+            unmeasured=race.unmeasured,
+            ungrown=self._ungrown,
+            packings=tuple((mode, tuple(packing.seen)) for mode, packing in race.packings),
+            enough_seconds=self._enough_seconds,
+            mean_length=self.mean_length,
+            sync_seconds=self.devices.sync_seconds,
+            apart_seconds={layout: self.devices.apart_seconds(layout) for layout in splits},
+            network_seconds=tuple(exchange[n][-1] - exchange[1][-1] for n in range(len(exchange)))
+            if len(exchange) > 1
+            else (),
+            curves=self.curves(chosen.layout),
+            own_rate=self.model.rate_of(own_batch) if own_batch else 0.0,
+        )
+
+    @property
+    def _ungrown(self) -> tuple[Candidate, ...]:
+        """The next pack in each mode whose throughput still grew when packing's part of the budget
+        was spent.
+        """
+        packings = [packing for _, packing in self.race.packings if packing.still_gains]
+        found = [packing.next_layout() for packing in packings]
+        return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
+
+    @property
+    def _enough_seconds(self) -> float:
+        """Seconds of a budget that would just have been enough to measure every layout once, and
+        another pack of each mode.
+        """
+        race, budget, live = self.race, self.budget, self.model.live
+        missing = [one.layout for one in race.unmeasured]
+        if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
+            missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
+        enough = budget.enough_for(sum(map(budget.least_seconds, missing)))
+        grown = sum(budget.least_seconds(one.layout) for one in self._ungrown)
+        return max(enough, budget.enough_to_grow(grown + race.turn_seconds)) if grown else enough
 
     # ------------------------------------------------------------------ what is known of the
     # machine

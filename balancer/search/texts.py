@@ -18,7 +18,7 @@ import msgspec
 from evener.plan.layout import Knots
 
 from ..families import split_evenly
-from ..types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
+from ..types import End, Failed, Layout, Probe, Stage, Timed, layout_of, solo
 from .budget import Budget
 from .decisions import explain_too_long
 from .layouts import NO_CURVE, RETREATS, same_measurement
@@ -47,9 +47,9 @@ class TextDevices(TextModel):
             or (self._next_split(budget) if with_splits else ())
         )
 
-    def why_none(self) -> str:
-        """Why no device can train; empty if one holds the longest row."""
-        return "" if self.can_hold(self.live) else explain_too_long(self.problem)
+    def why_none(self) -> End | None:
+        """Why no device can train; None if one holds the longest row."""
+        return None if self.can_hold(self.live) else explain_too_long(self.problem)
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone with a few rows is no training."""

@@ -42,11 +42,11 @@ from ..journal import (
     read_trusted,
 )
 from ..request import Job
-from ..result.outcome import RunEnd, build_outcome
-from ..result.words import make_fault, refuse
+from ..result.judge import RunEnd
+from ..result.outcome import build_outcome
 from ..search.layouts import BALANCE
 from ..search.search import Search
-from ..types import Facts, Failed, Finding, Observation, OutOfMemory, Stop
+from ..types import End, Facts, Failed, Observation, OutOfMemory, Stop
 from .locks import is_running, lock_run
 
 JOURNAL = "journal.jsonl"
@@ -75,9 +75,14 @@ class RunSummary(msgspec.Struct, frozen=True):
     kind: Literal["search", "training"] = "search"
 
     @property
+    def simulated(self) -> bool:
+        """True if it ran on simulated devices."""
+        return is_simulated(self.devices)
+
+    @property
     def named_workload(self) -> str:
-        """The workload; what ran on simulated devices says so."""
-        return self.workload + " (simulated)" * is_simulated(self.devices)
+        """The workload; what ran on simulated devices says so first, as long names are cut."""
+        return f"(simulated) {self.workload}" if self.simulated else self.workload
 
 
 class StoredRun(msgspec.Struct, frozen=True):
@@ -142,7 +147,9 @@ def find(name: str) -> str:
     searches = (run for run in newest if not _is_training(run) and _has_begun(run))
     run = next(searches, None) or find_any(name)
     if _is_training(run):
-        raise refuse(Finding("request.training_run", {"run": run}))
+        raise RequestError(
+            f"The run {run} is a training, and measured nothing.", f"See evener runs show {run}."
+        )
     if not _has_begun(run) and not is_running(run):
         raise RequestError(
             f"The run {run} was {NEVER_BEGAN}, and measured nothing.",
@@ -159,21 +166,21 @@ def find_any(name: str) -> str:
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
     if not runs or (name == "last" and last is None):
-        raise refuse(Finding("request.no_runs"))
+        raise RequestError("There are no runs yet.", "Make one with evener balance.")
     if last is not None:
         return last
     if not _ID.fullmatch(name):
-        raise refuse(Finding("request.no_run_name", {"name": name}))
+        raise RequestError(f"{name!r} is not the name of a run.", "List the runs with evener runs.")
     matches = [name] if name in runs else [run for run in runs if run.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise refuse(
-            Finding(
-                "request.several_runs", {"count": len(matches), "name": name, "last": matches[-1]}
-            )
+        raise RequestError(
+            f"{len(matches)} runs begin with {name!r}.", f"Write more of it, as in {matches[-1]}."
         )
-    raise refuse(Finding("request.no_run", {"name": name, "last": runs[-1]}))
+    raise RequestError(
+        f"There is no run {name!r}.", f"The last one is {runs[-1]}; evener runs lists them."
+    )
 
 
 def load_training(run: str) -> TrainingRecord | None:
@@ -195,7 +202,10 @@ def load_noise(name: str) -> NoiseEntry:
             for entry in reversed(training.entries) if training is not None else ():
                 if isinstance(entry, NoiseEntry):
                     return entry
-    raise refuse(Finding("request.no_noise", {"name": "" if name == "last" else name}))
+    where = "here" if name == "last" else f"in {name!r}"
+    raise RequestError(
+        f"No noise scale was measured {where}.", "Train with evener run --noise, some 400 steps."
+    )
 
 
 def _read_training(run: str, path: Path) -> TrainingRecord:
@@ -393,14 +403,15 @@ def recover(record: Record) -> Finished:
     nothing.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
-    why = search.why_stopped() or Stop.CUT_OFF.value
-    end = build_outcome(record, search, RunEnd(why, record.clock_seconds))
-    if end is None:
-        run = {"run": record.header.run}
-        raise make_fault(
-            NoLayoutError, Finding("fault.cut_off", run), remedy=Finding("remedy.resume", run)
+    report = search.report(record.header.request.own_batch)
+    if report is None:
+        run = record.header.run
+        raise NoLayoutError(
+            f"The run {run} ended before anything was measured.",
+            f"Go on with evener balance --resume {run}.",
         )
-    return end
+    why = search.ended() or End(Stop.CUT_OFF)
+    return build_outcome(record, report, RunEnd(why, record.clock_seconds))
 
 
 def read_run(name: str) -> Record:

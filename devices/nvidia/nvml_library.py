@@ -56,6 +56,8 @@ _FAULTS = {
 }
 DRIVER_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH})
 
+FIRST_WITH_BFLOAT16 = 8  # major compute capability
+
 
 class GpuHandle(NamedTuple):
     """A GPU, or a MIG instance of one, as the driver numbers it: instances after all whole GPUs."""
@@ -197,7 +199,19 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
     """The device behind a handle; NVMLError if it can't even say who it is."""
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     total, _ = memory(nvml, handle)
-    return Device(uuid, index, str(nvml.nvmlDeviceGetName(handle)), "gpu", total)
+    name = str(nvml.nvmlDeviceGetName(handle))
+    return Device(uuid, index, name, "gpu", total, bfloat16=_has_bfloat16(nvml, handle))
+
+
+def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
+    """True from compute capability 8.0 (Ampere) on; None if the driver doesn't say.
+
+    Source: CUDA C++ programming guide, arithmetic instructions.
+    """
+    with suppress(nvml.NVMLError):
+        major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return bool(major >= FIRST_WITH_BFLOAT16)
+    return None
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:

@@ -60,6 +60,14 @@ LONGEST_SECONDS = 1e12  # of a search: a number, and not infinite
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]
+EvidenceKind = Literal[
+    "equal_shares",  # of all devices of the request
+    "other_shares",
+    "best_device",  # one device, of those that were raced the best
+    "one_device",  # at the batch at which it is fastest, or at the plan's
+    "larger_batch",  # faster than the plan, with more samples a step
+    "other",
+]
 _OPTIONAL = (
     "cost",
     "tokens",
@@ -93,9 +101,10 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A layout that was measured for comparison."""
 
-    name: str  # "even split", "best single device", "solo GPU:0", ...
+    name: str  # "even split", "best single device", "solo GPU:0", ...: for people
     layout: PlanLayout
     throughput: Throughput
+    kind: EvidenceKind = "other"  # written unless it is "other"
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
     # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
     gain: float | None = None
@@ -202,17 +211,33 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
             "Update evener on this machine.",
         )
     try:
-        plan = msgspec.convert(
-            {**data, "layout": complete_layout(data.get("layout", {}))}, Plan, strict=True
-        )
+        known = {**data, "layout": complete_layout(data.get("layout", {}))}
+        plan = msgspec.convert(known, Plan, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise PlanError(
             f"{source}: {error}.",
             "Correct that key, or make the plan again with evener balance --export.",
         ) from None
-    plan = in_its_schema(plan)
+    plan = _with_kinds(in_its_schema(plan))
     _check_numbers(plan, source)
     return plan
+
+
+def _with_kinds(plan: Plan) -> Plan:
+    """The plan with kinds of its evidence, which up to 0.2 had names alone."""
+    names: dict[str, EvidenceKind] = {
+        EVEN_SPLIT: "equal_shares",
+        BEST_SPLIT: "other_shares",
+        BEST_SINGLE: "best_device",
+        LARGER_BATCH: "larger_batch",
+    }
+    found: list[Evidence] = []
+    for one in plan.evidence:
+        kind = one.kind
+        if kind == "other":
+            kind = "one_device" if one.name.startswith(SOLO_PREFIX) else names.get(one.name, kind)
+        found.append(msgspec.structs.replace(one, kind=kind))
+    return msgspec.structs.replace(plan, evidence=tuple(found))
 
 
 def to_toml(plan: Plan) -> bytes:

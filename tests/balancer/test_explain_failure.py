@@ -11,15 +11,15 @@ from evener.balancer.events import Event, Finished, ProbeProgress
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.request import Request
 from evener.balancer.result.explain_failure import explain_no_plan, find_failures, find_unfinished
-from evener.balancer.result.outcome import RunEnd
-from evener.balancer.result.words import say_all
+from evener.balancer.result.judge import RunEnd
+from evener.balancer.result.sentences import write_unfinished
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.types import (
     Belief,
     CurveSketch,
+    End,
     Failed,
-    Finding,
     Layout,
     Observation,
     OutOfMemory,
@@ -28,12 +28,11 @@ from evener.balancer.types import (
     Timed,
     solo,
 )
+from evener.balancer.verdict import Unfinished
 from evener.devices.types import Device
 from evener.errors import NoLayoutError
 
-HUNG = Finding(
-    "unfinished.preparing", {"name": "It", "seconds": 9, "devices": ["GPU:0"], "where": ""}
-)
+HUNG = Unfinished("preparing", "It", 9.0, ("GPU:0",))
 WORDS = "It had not been built after 9 s on GPU:0."
 DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range(2))
 
@@ -57,9 +56,9 @@ def record(header: Header, *seen: Observation) -> Record:
     return Record(header, tuple(ObservationEntry(one, 1.0) for one in seen), 0)
 
 
-def late(unfinished: tuple[Finding, ...]) -> RunEnd:
+def late(unfinished: tuple[Unfinished, ...]) -> RunEnd:
     """The time was over."""
-    return RunEnd(Stop.LATE.value, 60.0, unfinished=unfinished)
+    return RunEnd(End(Stop.LATE), 60.0, unfinished=unfinished)
 
 
 def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
@@ -75,7 +74,7 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
             1.0,
         ),
     ]
-    assert say_all(find_failures(seen, DEVICES)) == (
+    assert tuple(find_failures(seen, DEVICES)) == (
         "GPU:0 ran out of memory with 8 samples",
         "GPU:1 failed with 8 samples, building: t.py:3: ValueError: no",
     )
@@ -92,7 +91,7 @@ def test_a_failure_that_all_devices_share_is_said_once() -> None:
         )
         for i in range(2)
     ]
-    assert say_all(find_failures(seen, DEVICES)) == (
+    assert tuple(find_failures(seen, DEVICES)) == (
         "GPU:0 and GPU:1 failed, building: there is no torch",
     )
 
@@ -132,11 +131,11 @@ def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     header = Header(
         "run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0"
     )
-    curves = tuple(CurveSketch(i, (), (), 64, None) for i in range(2))
+    curves = tuple(CurveSketch(i, (), 64, None) for i in range(2))
     belief = Belief(curves, "Done.")
-    fault = explain_no_plan(record(header, alone, split), belief, RunEnd(Stop.TIED.value, 60.0))
+    fault = explain_no_plan(record(header, alone, split), belief, RunEnd(End(Stop.TIED), 60.0))
     assert "building: no NCCL" in fault.message
-    other = explain_no_plan(record(header, alone), belief, RunEnd(Stop.NO_FIT.value, 60.0))
+    other = explain_no_plan(record(header, alone), belief, RunEnd(End(Stop.NO_FIT), 60.0))
     assert other.message == f"No layout could be measured: {Stop.NO_FIT.value}"
 
 
@@ -171,9 +170,10 @@ def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(
 ) -> None:
     """What was being measured is no reason."""
     running = [building(1, 28.2), building(0, 27.0), building(0, 3.0, "measuring")]
-    assert say_all(find_unfinished(workload, DEVICES, running)) == (words,)
-    (step,) = say_all(find_unfinished(workload, DEVICES, [building(1, 9.0, "warming up")]))
-    assert step.endswith("had not ended after 9 s on GPU:1.")
+    (late_one,) = find_unfinished(workload, DEVICES, running)
+    assert write_unfinished(late_one) == words
+    (step,) = find_unfinished(workload, DEVICES, [building(1, 9.0, "warming up")])
+    assert write_unfinished(step).endswith("had not ended after 9 s on GPU:1.")
 
 
 def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
@@ -218,7 +218,7 @@ def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budge
     built_in = explain_no_plan(listed, belief, late((HUNG,)))
     assert built_in.message == "The budget of 120 s was over before anything was measured. " + WORDS
     stopped = explain_no_plan(
-        record(header), belief, RunEnd(Stop.INTERRUPTED.value, 60.0, True, (HUNG,))
+        record(header), belief, RunEnd(End(Stop.INTERRUPTED), 60.0, True, (HUNG,))
     )
     assert stopped.message == "The search was stopped before anything was measured. " + WORDS
     assert "--resume run" in stopped.remedy

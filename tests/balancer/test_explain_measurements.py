@@ -12,17 +12,16 @@ import pytest
 from evener.balancer.result.measurements import (
     ORDER,
     describe_doubts,
+    find_code_limit,
     find_doubts,
     find_few_steps,
     find_left_out,
     find_pass_statistics,
     find_taken_memory,
-    find_weakness,
 )
-from evener.balancer.result.words import say_all, write_verdict
+from evener.balancer.result.sentences import write_doubt
 from evener.balancer.types import (
     Failed,
-    Finding,
     Layout,
     Probe,
     Stage,
@@ -31,6 +30,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
+from evener.balancer.verdict import FewSteps, PassStatistics, TakenMemory
 from evener.devices.types import Device
 from evener.tui.text.summaries import DOUBTS
 
@@ -55,23 +55,16 @@ def explain_doubts(
     doubts: Iterable[Warned], devices: Sequence[Device], *longer: str
 ) -> tuple[str, ...]:
     """Each doubt as a sentence."""
-    return say_all(describe_doubts(doubts, devices, *longer))
-
-
-def weakened(doubts: Iterable[Warned]) -> str:
-    """What a verdict says of doubts."""
-    return write_verdict([Finding("split.unknown"), *find_weakness(doubts)]).partition("; but ")[2]
+    on_gpus = any(not device.on_cpu for device in devices)
+    return tuple(write_doubt(one, on_gpus, *longer) for one in describe_doubts(doubts, devices))
 
 
 def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
     """Only where a share is taken in passes, and with the smallest of them."""
-    (words,) = say_all(find_pass_statistics(layout_of((820, 568), (410, 568)), "BatchNorm2d"))
-    assert "BatchNorm2d sees one pass of 410 rows" in words
-    assert (
-        find_pass_statistics(SPLIT, "BatchNorm2d")
-        == find_pass_statistics(layout_of((820, 568), (410, 568)), "")
-        == []
-    )
+    passes = layout_of((820, 568), (410, 568))
+    assert find_pass_statistics(passes, "BatchNorm2d") == PassStatistics("BatchNorm2d", 410)
+    assert find_pass_statistics(SPLIT, "BatchNorm2d") is None
+    assert find_pass_statistics(passes, "") is None
 
 
 def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> None:
@@ -134,10 +127,6 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
     twice = [timed(layout=EVEN, step=1.3), timed(layout=EVEN), timed(layout=EVEN, step=1.1)]
     (doubt,) = find_doubts(twice, SPLIT)
     assert (doubt.code, doubt.value) == ("changed", pytest.approx(0.3))
-    assert (
-        weakened([doubt])
-        == "the machine's speed changed between measurements: measure again to be sure."
-    )
     assert not find_doubts(twice[1:], SPLIT), "their intervals overlap"
     assert not find_doubts([timed(layout=SPLIT, step=1.3), timed(layout=EVEN)], SPLIT), (
         "two layouts"
@@ -150,17 +139,6 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
     assert find_doubts([timed(layout=alone, stage="solo", step=each) for each in (1.0, 1.3)], SPLIT)
 
 
-def test_the_verdict_says_what_weakens_it_most() -> None:
-    """Noise is in its interval already."""
-    doubts = find_doubts(
-        [timed(doubt) for doubt in EVERY if doubt.code not in ("not_finite", "changed")], SPLIT
-    )
-    assert (
-        weakened(doubts) == "steps were held back while it was measured: measure again to be sure."
-    )
-    assert weakened([Warned("noisy", 0.1)]) == ""
-
-
 def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
     """Also of a layout that wasn't chosen: the model is the same."""
     seen = [
@@ -169,7 +147,6 @@ def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> No
     ]
     doubts = find_doubts(seen, SPLIT)
     assert doubts == (Warned("not_finite", 3.0, 0),)
-    assert weakened(doubts) == "its loss was not finite: look at it before you train."
     (sentence,) = explain_doubts(doubts, DEVICES)
     assert sentence.startswith("GPU:0: The loss was NaN or infinite at step 3, ")
 
@@ -184,12 +161,8 @@ def test_noise_is_that_of_the_figure_over_all_turns() -> None:
 def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
     """Per device, in a sentence."""
     seen = [timed(short=(0, 1 << 30)), timed(short=(0, 3 << 30)), timed()]
-    (sentence,) = say_all(find_taken_memory(seen, DEVICES))
-    assert (
-        sentence
-        == "GPU:1: other processes hold 3 GiB of its memory; the plan's batches leave it to them."
-    )
-    assert find_taken_memory([timed()], DEVICES) == []
+    assert find_taken_memory(seen, DEVICES) == (TakenMemory("GPU:1", 3 << 30),)
+    assert find_taken_memory([timed()], DEVICES) == ()
 
 
 def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
@@ -201,39 +174,49 @@ def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
 def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
     """One that ran somewhere is not, whatever else failed on it."""
     alone = timed(layout=solo(2, 0, 8), stage="solo")
-    (sentence,) = say_all(find_left_out([alone, failed(1)], DEVICES, alone.probe.layout))
-    assert sentence.startswith("GPU:1 was left out, as nothing ran on it: ")
-    assert "SIGABRT" in sentence
+    (one,) = find_left_out([alone, failed(1)], DEVICES, alone.probe.layout)
+    assert (one.name, one.reason) == ("GPU:1", "nothing_ran")
+    assert "SIGABRT" in one.why
     assert not find_left_out([timed(), failed(1)], DEVICES, SPLIT)
 
 
 def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
     """Unless something ran on it again, or it has a part all the same."""
-    (sentence,) = say_all(find_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8)))
-    assert sentence.startswith(
-        "GPU:1 worked at first and then failed every time, so it was left out: "
-    )
+    (one,) = find_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8))
+    assert (one.name, one.reason) == ("GPU:1", "failed")
     assert not find_left_out([timed(), failed(1), timed()], DEVICES, solo(2, 0, 8))
-    (sentence,) = say_all(find_left_out([timed(), failed(1, cause="device")], DEVICES, SPLIT))
-    assert sentence.startswith("GPU:1 worked at first and can't be used now: ")
+    (one,) = find_left_out([timed(), failed(1, cause="device")], DEVICES, SPLIT)
+    assert (one.name, one.reason) == ("GPU:1", "gone")
 
 
-def explain_few_steps(layout: Layout, rows: int) -> str:
-    """The beginning of the verdict."""
-    return write_verdict(find_few_steps(layout, rows))
+def test_an_epoch_of_few_steps_is_found_where_the_number_of_rows_is_certain() -> None:
+    """With the batch that makes it longer."""
+    assert find_few_steps(SPLIT, 0) is None
+    assert find_few_steps(SPLIT, 100 * (820 + 568)) is None
+    assert find_few_steps(SPLIT, 28000) == FewSteps(20, 1388, 28000, 280)
+    assert find_few_steps(SPLIT, 64) == FewSteps(0, 1388, 64, 0)
 
 
-def test_an_epoch_of_few_steps_is_said_where_the_number_of_rows_is_certain() -> None:
-    """With the option that bounds it."""
-    assert find_few_steps(SPLIT, 0) == find_few_steps(SPLIT, 100 * (820 + 568)) == []
-    assert explain_few_steps(SPLIT, 28000) == (
-        "An epoch is only 20 steps, because a step takes 1388 of the 28000 rows; for 100, "
-        "search with"
-        " --max-global-batch 280."
-    )
-    assert "only 1 step," in explain_few_steps(SPLIT, 2000)
-    assert (
-        "An epoch is less than one step, because a step takes 1388 of the 1280 rows;"
-        in explain_few_steps(SPLIT, 1280)
-    )
-    assert explain_few_steps(SPLIT, 64).endswith("of the 64 rows.")
+RAISED = "GPU:0, warming up: limit.py:9: ValueError: this table holds 200 rows"
+
+
+def raised(position: int, batch: int, detail: str = RAISED) -> Failed:
+    """The user's own code raised with so many rows on one device."""
+    probe = Probe(solo(2, position, batch), "solo", 1.0)
+    return Failed(probe, "raised", detail, (position,), 1.0)
+
+
+def test_a_limit_of_the_user_s_code_is_where_more_rows_always_raise() -> None:
+    """With its message, and the rows on both sides; whatever fails below what ran is no limit."""
+    ran = [timed(layout=solo(2, 0, size), stage="solo") for size in (8, 197)]
+    limit = find_code_limit([*ran, raised(0, 512), raised(0, 212)])
+    assert limit is not None
+    assert (limit.rows, limit.failed_rows) == (197, 212)
+    assert limit.error == "warming up: limit.py:9: ValueError: this table holds 200 rows"
+    assert find_code_limit(ran) is None
+    assert find_code_limit([raised(0, 8)]) is None, "nothing ran"
+    assert find_code_limit([*ran, raised(0, 64)]) is None, "197 ran"
+    other = [raised(0, 512), raised(0, 100, "GPU:0, out of luck")]
+    found = find_code_limit([*ran, *other])
+    assert found is not None
+    assert found.failed_rows == 512

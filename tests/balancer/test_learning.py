@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer import journal
-from evener.balancer.result.learning import find_learning
-from evener.balancer.result.words import say
 from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path, load_noise
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry
@@ -36,67 +34,40 @@ MACHINE = "".join(
 
 @pytest.fixture
 def balance(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Search on the written-down machine; gives the codes of the verdict with their values, and the
-    plan.
+    """Search on the written-down machine; gives what the verdict says of learning, and all of the
+    JSON.
     """
     own_folder.joinpath("machine.toml").write_text(MACHINE)
 
-    def search(*options: str) -> tuple[dict[str, Any], Any]:
+    def search(*options: str) -> tuple[Any, Any]:
         assert run(["balance", "-d", "sim:machine.toml", "--json", *options]) == 0
         said = json.loads(capsys.readouterr().out)
-        return {one["code"]: one["values"] for one in said["findings"]["verdict"]}, said
+        return said["verdict"]["learning"], said
 
     return search
 
 
 @pytest.mark.parametrize("scale", [60, 10**7])
 def test_a_batch_and_those_that_are_slower_have_their_worth(balance: Any, scale: int) -> None:
-    codes, plan = balance("--noise-scale", str(scale))
-    batch, values = plan["layout"]["global_batch"], codes["learning.worth"]
+    values, plan = balance("--noise-scale", str(scale))
+    batch = plan["layout"]["global_batch"]
     assert values["worth"][0] == pytest.approx(worth(batch, scale))
     assert all(
         value == pytest.approx(rate * worth(size, scale))
         for size, rate, value in values["frontier"]
     )
-    assert runs.recover(journal.read(journal_path(find("last")))).verdict == plan["verdict"]
+    text = "\n".join(plan["text"])
+    assert "in small batches" in text
+    assert runs.recover(journal.read(journal_path(find("last")))).verdict == text
 
 
-def test_what_is_not_known_is_said_of_a_free_batch_alone(balance: Any) -> None:
-    free, _ = balance()
+def test_nothing_is_said_of_learning_where_nothing_is_known(balance: Any) -> None:
+    free, said = balance()
     fixed, _ = balance("--global-batch", "1000", "--own-batch", "250")
-    assert "learning.unknown" in free
-    assert not {"learning.unknown", "learning.worth"} & fixed.keys()
-    assert (fixed["rate.advice"]["linear"], fixed["rate.advice"]["root"]) == (4, 2)
-    assert "rate.advice" not in free, "the script's own batch isn't known"
-
-
-@pytest.mark.parametrize(
-    ("framework", "workload", "kind", "devices", "measure"),
-    [
-        ("torch", "train.py:build", "sim", 2, ""),
-        ("torch", "train.py:build", "cuda", 2, "run"),
-        ("torch", "train.py:build", "cuda", 1, "learn"),
-        ("torch", "torch_mnist", "cuda", 1, ""),
-        ("tensorflow", "train.py:build", "cuda", 2, ""),
-    ],
-)
-def test_a_command_that_measures_is_named_where_it_can(
-    balance: Any, framework: str, workload: str, kind: str, devices: int, measure: str
-) -> None:
-    free, _ = balance("-d", ",".join(["sim:gtx1080ti", "gtx1080"][:devices]))
-    assert free["learning.unknown"] == {"measure": ""}
-    record = journal.read(journal_path(find("last")))
-    job = record.header.job
-    search = runs.make_search(job, record.facts, record.observations)
-    real = tuple(msgspec.structs.replace(device, kind=kind) for device in job.devices)
-    job, chosen = (
-        msgspec.structs.replace(job, devices=real, framework=framework, workload=workload),
-        search.best(),
-    )
-    assert chosen is not None
-    (unknown,) = find_learning(job, chosen, search)
-    assert unknown.values == {"measure": measure}
-    assert say(unknown).endswith("measures it") == bool(measure)
+    assert free is None
+    assert "same loss" not in "\n".join(said["text"])
+    assert fixed["scale"] is fixed["worth"] is None, "the batch was given"
+    assert (fixed["sgd_rate"], fixed["adam_rate"], fixed["sgd_rule"]) == (4, 2, "linear")
 
 
 def test_a_training_tells_its_noise_scale_and_its_batch(
@@ -111,15 +82,15 @@ def test_a_training_tells_its_noise_scale_and_its_batch(
         for one in (start, NoiseEntry(time.time(), 3200, 512, scale))
     ]
     folder.joinpath(TRAINING_JOURNAL).write_bytes(b"".join(lines))
-    codes, said = balance("--noise-scale", "last")
-    against = codes["learning.against"]
-    assert against["own"] == 512
+    against, said = balance("--noise-scale", "last")
+    assert against["own_batch"] == 512
     assert against["extra"][1] <= against["extra"][0] <= against["extra"][2]
     own = said["layout"]["global_batch"]
     rates = {batch: rate for batch, rate, _ in against["frontier"]}
     assert rates[own] == said["throughput"]["samples_per_second"], "one figure for one layout"
     assert against["extra"][0] == pytest.approx((own + 3900) / (512 + 3900))
-    assert codes["rate.gain"]["gain"] == pytest.approx(own / 512 / against["extra"][0])
+    assert against["sgd_rule"] == "adascale"
+    assert against["sgd_rate"] == pytest.approx(own / 512 / against["extra"][0])
     batches = [batch for batch, _, _ in against["frontier"]]
     assert batches == sorted(set(batches))
     assert own in batches

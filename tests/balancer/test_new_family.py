@@ -26,11 +26,15 @@ class SpareFamily(Family):
     name = kind = "spare"
     fewest_devices = 2
     simplicity = 5
-    titled = "one device and a spare"
-    advice = "Use {devices:and} with a spare, {samples} samples a step"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         return [Layout(self.kind, single.shares) for single in view.singles[:1]]
+
+    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+        return "one device and a spare"
+
+    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+        return f"{layout.global_batch} on {labels[layout.active[0]]}, with a spare"
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +60,7 @@ def test_a_family_more_is_compared_planned_and_replayed(
     assert run(words) == 0
     said = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in said["layouts"]] == ["one device and a spare"]
-    assert said["verdict"].startswith("Use SIM:0 with a spare")
+    assert " on SIM:0, with a spare" in said["text"][0]
     plan = load_plan("plan.toml")
     assert (plan.layout.kind, plan.layout.batches[1]) == ("spare", 0)
     assert runs.recover(journal.read(journal_path(find("last")))).plan.layout == plan.layout

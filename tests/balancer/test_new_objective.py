@@ -54,8 +54,10 @@ def test_an_objective_more_decides_and_is_said(
     assert run([*words, "--objective", "samples-per-dollar", "--max-slowdown", "70%"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [share["batch"] for share in said["layout"]["share"]] == [1000, 0]
-    assert "samples per dollar, the most among the layouts at most 70 % slower" in said["verdict"]
-    assert runs.recover(journal.read(journal_path(find("last")))).verdict == said["verdict"]
+    text = "\n".join(said["text"])
+    assert "samples per dollar, the most among the layouts at most 70 % slower" in text
+    assert said["verdict"]["objective"]["objective"] == "samples-per-dollar"
+    assert runs.recover(journal.read(journal_path(find("last")))).verdict == text
     assert run([*words, "--objective", "samples-per-dollar", "--max-slowdown", "5%"]) == 0
     fast = json.loads(capsys.readouterr().out)
     assert all(share["batch"] for share in fast["layout"]["share"]), (

@@ -257,13 +257,10 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(
     for _ in range(
         8
     ):  # steps that are held back on a busy machine leave figures unknown: the remedy is more time
-        if "known" in ended.verdict:
+        if "too uncertain" in ended.verdict:
             ended = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert len(ended.plan.layout.active) == 1
-    costs = re.search(
-        r"a split over .* loses .*, because synchronizing the devices costs (\d+) ms a step",
-        ended.verdict,
-    )
+    costs = re.search(r"synchronizing the devices costs (\d+) ms a step", ended.verdict)
     assert costs is not None, ended.verdict
     assert (
         int(costs[1]) >= 25

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from evener.devices.discover import discover, open_source
+from evener.devices.nvidia.nvml_library import describe
 from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource, describe_event
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
@@ -468,3 +469,15 @@ def test_a_discovery_opens_only_its_own_gpus(fake_nvml: Callable[..., Any]) -> N
     assert [sample.device.index for sample in source.sample().devices] == [2]
     source.close()
     assert nvml.open == 0
+
+
+def test_a_gpu_says_whether_it_has_hardware_for_bfloat16(fake_nvml: Callable[..., Any]) -> None:
+    """From compute capability 8.0 on; where the driver doesn't say, it isn't known."""
+    nvml = fake_nvml(gpus=3)
+    nvml.nvmlInit()
+    nvml.gpus[1].capability = (7, 5)
+    not_supported = nvml.NVML_ERROR_NOT_SUPPORTED
+    nvml.fail("nvmlDeviceGetCudaComputeCapability", not_supported, gpu=2)
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(3)]
+    found = [describe(nvml, handle, index) for index, handle in enumerate(handles)]
+    assert [device.bfloat16 for device in found] == [True, False, None]

@@ -17,8 +17,8 @@ from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
-from evener.balancer.result.measurements import describe_doubts, find_weakness
-from evener.balancer.result.words import say_all
+from evener.balancer.result.measurements import describe_doubts
+from evener.balancer.result.sentences import write_doubt
 from evener.balancer.types import (
     Failed,
     Layout,
@@ -118,11 +118,9 @@ def test_a_gpu_that_is_held_back_is_named_measured_again_and_doubted(nvml: Any) 
         assert 0.05 < share < 0.9
         assert device == 1
     assert isinstance(hot, Timed)
-    (sentence,) = [
-        one for one in say_all(describe_doubts(hot.warnings, bench.devices)) if "held back" in one
-    ]
-    assert sentence.startswith("GPU:1: ")
-    assert "held back while it was measured" in say_all(find_weakness(hot.warnings))[0]
+    found = describe_doubts(hot.warnings, bench.devices)
+    (sentence,) = [write_doubt(one, True) for one in found if one.code == "throttled"]
+    assert sentence.startswith("GPU:1: Some steps were held back")
 
 
 def test_a_probe_knows_what_its_gpu_and_the_idle_one_draw(nvml: Any) -> None:
@@ -154,7 +152,8 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
     assert doubts(seen)["capped"][0] > 0.2
     assert doubts(seen).get("throttled", (0.0, -1))[1] == -1
     assert isinstance(seen, Timed)
-    assert find_weakness([one for one in seen.warnings if one.code == "capped"]) == []
+    (said,) = [one for one in describe_doubts(seen.warnings, bench.devices) if one.code == "capped"]
+    assert "the figure holds for this limit" in write_doubt(said, True)
 
 
 def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:

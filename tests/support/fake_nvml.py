@@ -61,6 +61,7 @@ class FakeGpu:
     power_limit_watts: float = 700.0
     clock_mhz: int = 1500
     clock_max_mhz: int = 1980
+    capability: tuple[int, int] = (9, 0)
     utilization: int = 95
     fan_percent: int | None = None
     gpm: dict[int, float] | None = field(default_factory=lambda: dict(GPM_VALUES))
@@ -220,6 +221,10 @@ class FakeNvml:
     def nvmlDeviceGetName(self, handle: _Handle) -> str:
         self._enter("nvmlDeviceGetName", handle)
         return handle.gpu.name
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: _Handle) -> tuple[int, int]:
+        self._enter("nvmlDeviceGetCudaComputeCapability", handle)
+        return handle.gpu.capability
 
     def nvmlDeviceGetMigMode(self, handle: _Handle) -> list[int]:
         self._enter("nvmlDeviceGetMigMode", handle)

@@ -1,143 +1,220 @@
-"""What a plan prints of gains, worked out again from the rates beside them: every fault as a
-sentence.
+"""A reader of the printed result alone: it parses figures and gains from the text, and works each
+gain out again from the figures beside it; every fault as a sentence.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from evener.balancer.number_format import rate, relative_error
-from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, SOLO_PREFIX, Evidence, Plan, PlanLayout
-from evener.tui.text.summaries import summary_lines
-
-FIGURE = r"[0-9][0-9. ]*"
+NUMBER = r"\d{1,3}(?: \d{3})*(?:\.\d+)?"
+TABLE = re.compile(rf"^(?P<device>\S+).*  (?P<alone>{NUMBER})(?: ± [\d.]+ %)? at (?P<batch>\d+)")
 RIVAL = re.compile(
-    rf"(?P<name>.*): (?P<rate>{FIGURE}) samples/s (?:on \S+ )?at (?P<where>[0-9+]+);"
-    rf" (?P<paired>measured in turn, )?the plan (?P<verb>gains|loses) (?P<gain>[0-9.]+) %"
+    rf"^(?P<name>[^:]+(?::\d+)?[^:]*): (?P<rate>{NUMBER}) samples/s(?: ± (?P<error>[\d.]+) %)?"
+    rf"(?: at (?P<where>[\d+]+))?(?:; (?P<rest>.*))?$"
 )
+GAIN = re.compile(
+    r"the plan (?:(?P<verb>gains|loses) (?P<gain>[\d.]+) %|reaches (?P<part>[\d.]+) % of it)"
+)
+EARLIER = re.compile(rf"measured in turn: (?P<now>{NUMBER}) now, (?P<earlier>{NUMBER}) earlier")
 CLAUSE = re.compile(
-    r"(?P<gain>[0-9.]+) % (?P<verb>faster|slower) than (?P<name>the even split|\S+ alone)"
-    r"(?: at (?P<batch>\d+) samples)?(?P<paired>, measured in turn)?"
+    r"(?:\+(?P<more>[\d.]+) % over (?P<over>[^,]+?)|(?P<less>[\d.]+) % slower than (?P<than>[^,]+?)"
+    r"|as fast as (?P<tie>[^,]+?) within the error)(?P<turn>, measured in turn)?(?=, |$)"
 )
-KNOBS = re.compile(", with (XLA|mixed precision)")
-UNKNOWN = 0.25  # relative error, beyond which samples/s aren't known
-COARSE = 0.02  # beyond which a gain has whole percents
+FIGURE = re.compile(rf"(?P<rate>{NUMBER}) samples/s(?: ± (?P<error>[\d.]+) %)?")
+MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
+UNKNOWN = 25.0  # percent of error, beyond which nothing is compared
+EVEN = ("even", "even by number of rows")
 
 
-def find_faults(plan: Plan, verdict: str, labels: Sequence[str]) -> Iterator[str]:
-    """Gains that don't follow from two rates, that compare a layout with itself, or that hide
-    another batch.
-    """
-    yield from _evidence_faults(plan, bool(KNOBS.search(verdict)))
-    yield from find_summary_faults(plan, labels)
-    for clause in CLAUSE.finditer(verdict):
-        yield from _clause_faults(plan, clause, labels)
-    if _error(plan) > UNKNOWN and (
-        "are too uncertain" not in verdict or re.search(rf"{FIGURE} samples/s", verdict)
-    ):
-        yield f"samples/s of ± {_error(plan):.0%} are said as if they were known: {verdict}"
+class Line(NamedTuple):
+    """A rival's printed line."""
+
+    name: str
+    rate: float
+    where: str
+    gain: float | None  # percent of the plan over it
+    paired: bool
+    tie: bool
+    text: str
 
 
-def find_summary_faults(plan: Plan, labels: Sequence[str]) -> Iterator[str]:
-    """The same of a plan's summary alone, as of plans that older versions wrote."""
-    for line in summary_lines(plan, labels):
-        if "the plan gains" in line or "the plan loses" in line:
-            yield from _line_faults(plan, line)
+class Printed(NamedTuple):
+    """What a reader finds in the text of a result."""
+
+    headline: str
+    own: float
+    error: float
+    shares: str
+    alone: dict[str, tuple[float, int]]  # by device: samples/s and batch of the table's column
+    rivals: list[Line]
+    rest: list[str]
 
 
-def _error(one: Plan | Evidence) -> float:
-    figure = one.throughput
-    return relative_error(figure.samples_per_second, figure.low, figure.high)
+def number(text: str) -> float:
+    """A printed number, its thousands set apart."""
+    return float(text.replace(" ", ""))
 
 
-def _what(layout: PlanLayout) -> tuple[object, ...]:
-    return (
-        layout.kind,
-        layout.batches,
-        tuple(share.micro for share in layout.share),
-        layout.processes,
-        layout.placement,
+def read_result(lines: Sequence[str]) -> Printed:
+    """Find the parts of what `evener balance` prints."""
+    rivals, alone = [], dict[str, tuple[float, int]]()
+    headline = next(line for line in lines if "   " in line and "samples/s" in line and _has(line))
+    for line in lines[: lines.index(headline)]:
+        found, row = RIVAL.match(line), TABLE.match(line)
+        if found is not None:
+            rivals.append(_read_rival(found, line))
+        elif row is not None:
+            alone[row["device"]] = number(row["alone"]), int(row["batch"])
+    figure = FIGURE.search(headline)
+    assert figure is not None, headline
+    rest = list(lines[lines.index(headline) + 1 :])
+    total = next(line for line in lines if line.startswith("together"))
+    return Printed(
+        headline,
+        number(figure["rate"]),
+        float(figure["error"] or 0.0),
+        total.split()[1],
+        alone,
+        rivals,
+        rest,
     )
 
 
-def _evidence_faults(plan: Plan, with_knobs: bool) -> Iterator[str]:
-    own, gains = plan.throughput.samples_per_second, dict[object, object]()
-    for one in plan.evidence:
-        if (
-            _what(one.layout) == _what(plan.layout)
-            and not with_knobs
-            and (one.gain is not None or one.tie)
-        ):
-            yield f"{one.name} is the plan, and is compared with it"
-        if one.gain is not None and not one.paired:
-            if abs(own / one.throughput.samples_per_second - 1 - one.gain) > 1e-9:
-                yield f"{one.name}: a gain of {one.gain} doesn't follow from the figures"
-            if max(_error(plan), _error(one)) > UNKNOWN:
-                yield f"{one.name}: a gain over a figure that isn't known"
-        if gains.setdefault((_what(one.layout), one.name.partition(",")[2]), one.gain) != one.gain:
-            yield f"{one.name}: one layout has two gains"
-        if (
-            one.gain is not None
-            and one.layout.kind == "split"
-            and 2 * one.layout.global_batch < plan.layout.global_batch
-        ):
-            yield (
-                f"{one.name}: compared at {one.layout.global_batch} of {plan.layout.global_batch} "
-                f"samples"
-            )
+def _has(line: str) -> bool:
+    return not line.startswith(("together", "device", "warning")) and " on " in line
 
 
-def _line_faults(plan: Plan, line: str) -> Iterator[str]:
-    found = RIVAL.fullmatch(line)
-    if found is None:
-        yield f"can't be read: {line}"
+def _read_rival(found: re.Match[str], line: str) -> Line:
+    gain = GAIN.search(found["rest"] or "")
+    percent = None
+    if gain is not None and gain["gain"]:
+        percent = float(gain["gain"]) * (1 if gain["verb"] == "gains" else -1)
+    elif gain is not None and gain["part"]:
+        percent = float(gain["part"]) - 100
+    rest = found["rest"] or ""
+    tie = "as fast within the error" in rest
+    where = found["where"] or ""
+    return Line(found["name"], number(found["rate"]), where, percent, "in turn" in rest, tie, line)
+
+
+def find_faults(lines: Sequence[str]) -> Iterator[str]:
+    """Every contradiction that a reader of these lines can find."""
+    printed = read_result(lines)
+    for rival in printed.rivals:
+        yield from _rival_faults(printed, rival)
+    yield from _clause_faults(printed)
+    yield from _faster_faults(printed)
+    yield from _alone_faults(printed)
+    if printed.error > UNKNOWN and "too uncertain to compare" not in printed.headline:
+        yield f"compared though ± {printed.error} %: {printed.headline}"
+    ties = [line for line in printed.rest if "leading layouts tie" in line]
+    if ties and printed.error > UNKNOWN:
+        yield f"a tie of what isn't known: {ties}"
+
+
+def _rival_faults(printed: Printed, rival: Line) -> Iterator[str]:
+    if rival.gain is None or rival.paired:
         return
-    if found["where"] == "+".join(str(batch) for batch in plan.batches if batch):
-        yield f"compared with itself: {line}"
-    printed = (1 if found["verb"] == "gains" else -1) * float(found["gain"])
-    if not found["paired"]:
-        yield from _digit_faults(plan, found["rate"], printed, found["gain"], line)
-    coarse = "." not in found["gain"]
-    if _error(plan) > COARSE and not coarse and not found["paired"]:
-        yield f"digits that aren't certain: {line}"
+    if printed.error > UNKNOWN:
+        yield f"compared though the plan is ± {printed.error} %: {rival.text}"
+    digits = GAIN.search(rival.text)
+    assert digits is not None
+    words = digits["gain"] or digits["part"]
+    if rival.name.startswith("sum"):
+        yield from _differs(100 * printed.own / rival.rate, float(words), words, rival.text)
+        return
+    yield from _differs(100 * (printed.own / rival.rate - 1), rival.gain, words, rival.text)
 
 
-def _digit_faults(plan: Plan, rival: str, printed: float, digits: str, line: str) -> Iterator[str]:
-    own = rate(plan.throughput.samples_per_second).replace(" ", "")
-    true = 100 * (float(own) / float(rival.replace(" ", "")) - 1)
+def _differs(true: float, said: float, digits: str, text: str) -> Iterator[str]:
+    """A fault if a percentage isn't the true one in as many digits; the figures are rounded too."""
     decimals = len(digits.partition(".")[2])
-    if (
-        f"{true:.{decimals}f}".lstrip("-") != f"{printed:.{decimals}f}".lstrip("-")
-        or true * printed < 0
-    ):
-        yield f"the rates {own} and {rival} say {true:.3f} %: {line}"
+    slack = 0.5 * 10**-decimals + 1e-9 + abs(true) * 1e-9
+    if abs(true - said) > slack or true * said < 0 < min(abs(true), abs(said)) - slack:
+        yield f"the figures say {true:.3f} %: {text}"
 
 
-def _clause_faults(plan: Plan, clause: re.Match[str], labels: Sequence[str]) -> Iterator[str]:
-    names = {f"{label} alone": (f"{SOLO_PREFIX}{label}", BEST_SINGLE) for label in labels}
-    batch = int(clause["batch"] or plan.layout.global_batch)
-    found = [one for one in plan.evidence if one.name in names.get(clause["name"], (EVEN_SPLIT,))]
-    found = [
-        one
-        for one in found
-        if one.layout.global_batch == batch and _what(one.layout) != _what(plan.layout)
-    ]
-    if not found:
-        yield f"no such layout at {batch} samples: {clause[0]}"
+def _clause_faults(printed: Printed) -> Iterator[str]:
+    """The headline's gains are those of the lines that name the same layout."""
+    gains = printed.headline.rpartition("   ")[2]
+    for clause in CLAUSE.finditer(gains):
+        over = clause["over"] or clause["than"] or clause["tie"]
+        named = [one for one in printed.rivals if _is(one, over)]
+        if not named:
+            yield f"no line for {over!r}: {printed.headline}"
+            continue
+        said = float(clause["more"] or clause["less"] or 0.0)
+        said = -said if clause["less"] else said
+        faults = [list(_one_clause(printed, clause, one, said)) for one in named]
+        if all(faults):
+            yield from faults[0]
+
+
+def _is(one: Line, over: str) -> bool:
+    if over in EVEN:
+        return "even split" in one.name
+    if over.startswith("the ") and over.endswith(")"):
+        name, _, batches = over.removesuffix(")").removeprefix("the ").partition(" (")
+        return one.name == name and one.where == batches.replace(" ", "")
+    return one.name in (over, f"the other device alone, {over.removesuffix(' alone')}")
+
+
+def _one_clause(printed: Printed, clause: re.Match[str], one: Line, said: float) -> Iterator[str]:
+    if clause["tie"]:
+        if not one.tie:
+            yield f"a tie here, none there: {one.text} | {printed.headline}"
         return
-    if any(one.paired for one in found):
-        if not clause["paired"]:
-            yield f"a paired gain that doesn't say so: {clause[0]}"
+    if one.tie or one.gain is None:
+        yield f"a gain here, none there: {one.text} | {printed.headline}"
+    elif bool(clause["turn"]) and not one.paired:
+        yield f"measured in turn here, not there: {one.text} | {printed.headline}"
+    elif abs(one.gain - said) > 0.5 + 0.5 * 10 ** -len(str(one.gain).partition(".")[2]):
+        yield f"{said} % here, {one.gain} % there: {one.text} | {printed.headline}"
+
+
+def _faster_faults(printed: Printed) -> Iterator[str]:
+    """A row whose figure is above the plan's is named below the headline, with a reason."""
+    if printed.error > UNKNOWN:
         return
-    printed = (1 if clause["verb"] == "faster" else -1) * float(clause["gain"])
-    faults = [
-        list(
-            _digit_faults(
-                plan, rate(one.throughput.samples_per_second), printed, clause["gain"], clause[0]
+    for line in printed.rest:
+        for found in MORE.finditer(line):
+            yield from _differs(
+                100 * (number(found["rate"]) / printed.own - 1),
+                float(found["more"]),
+                found["more"],
+                line,
             )
-        )
-        for one in found
-    ]
-    if all(faults):
-        yield from faults[0]
+    explained = " ".join(printed.rest)
+    for rival in printed.rivals:
+        known = not re.search(r"samples/s ± ", rival.text)
+        same_kind = rival.name.startswith("sum") or not known
+        if rival.rate > printed.own and not same_kind and f"{_write(rival)}" not in explained:
+            yield f"faster than the plan, and nothing says why not: {rival.text}"
+
+
+def _write(rival: Line) -> str:
+    return rival.text.partition(": ")[2].partition(" samples/s")[0]
+
+
+def _alone_faults(printed: Printed) -> Iterator[str]:
+    """A device alone has one figure at one batch, and the best of them is the best that is named;
+    where an earlier one was higher, that is said.
+    """
+    for rival in printed.rivals:
+        label = rival.name.removesuffix(" alone").removeprefix("the other device alone, ")
+        if label not in printed.alone or not rival.where:
+            continue
+        rate, batch = printed.alone[label]
+        if int(rival.where) == batch and rate != rival.rate:
+            yield f"{label} alone has {rate} in the table: {rival.text}"
+        others = [
+            speed
+            for name, (speed, at) in printed.alone.items()
+            if name != label and at == int(rival.where) and str(at) != printed.shares
+        ]
+        told = EARLIER.search(rival.text)
+        hidden = max(others, default=0.0) > rival.rate and told is None
+        if hidden and rival.gain is not None and not rival.name.startswith("the other device"):
+            yield f"another device alone is faster in the table: {rival.text}"

@@ -9,8 +9,9 @@ import random
 from evener.balancer.events import Finished
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.request import Request
-from evener.balancer.result.outcome import RunEnd, build_outcome
-from evener.balancer.types import Stop
+from evener.balancer.result.judge import RunEnd
+from evener.balancer.result.outcome import build_outcome
+from evener.balancer.types import End, Stop
 from evener.devices.types import Device
 from tests.support.search_machines import Bench, noisy
 
@@ -35,9 +36,10 @@ def draw_outcome(chance: random.Random) -> tuple[Finished, tuple[str, ...]]:
         "20260101-000000-aaaa", "2026-01-01T00:00:00Z", request, devices, "model", "none", "0"
     )
     record = Record(header, tuple(ObservationEntry(one, 60.0) for one in seen), 0)
-    found = build_outcome(record, search, RunEnd(search.why_stopped() or Stop.CUT_OFF.value, 60.0))
-    assert found is not None
-    return found, labels
+    report = search.report()
+    assert report is not None
+    end = RunEnd(search.ended() or End(Stop.CUT_OFF), 60.0)
+    return build_outcome(record, report, end), labels
 
 
 def _draw_bench(chance: random.Random) -> Bench:

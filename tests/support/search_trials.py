@@ -16,10 +16,12 @@ import msgspec
 from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Job, Request
-from evener.balancer.result.outcome import RunEnd, build_outcome
+from evener.balancer.result.judge import RunEnd
+from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.search import Search
 from evener.balancer.session import latest_end
 from evener.balancer.types import (
+    End,
     Facts,
     Layout,
     Observation,
@@ -168,10 +170,9 @@ def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
     header = Header("run", "", job.request, job.devices, job.workload, job.framework, "", None, ())
     seen = (ObservationEntry(one, 0.0) for one in prober.seen)
     record = Record(header, (FactsEntry(Facts(engine="simulated")), *seen), 0)
-    outcome = build_outcome(
-        record, search, RunEnd(search.why_stopped() or Stop.LATE.value, prober.seconds)
-    )
-    return _judge(machine, ask, search, prober, outcome.verdict if outcome else "")
+    end, report = RunEnd(search.ended() or End(Stop.LATE), prober.seconds), search.report()
+    verdict = build_outcome(record, report, end).verdict if report is not None else ""
+    return _judge(machine, ask, search, prober, verdict)
 
 
 def finish(search: Search, prober: StartingProber) -> None:

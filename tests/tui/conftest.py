@@ -196,8 +196,8 @@ def _timed(layout: Layout, samples_per_second: float, stage: str = "solo", turn:
 
 BELIEF = Belief(
     curves=(
-        CurveSketch(0, ((64, 0.094), (1024, 0.76)), ((64, 0.094), (1024, 0.76)), 1179, 1310),
-        CurveSketch(1, ((64, 0.117), (710, 0.77)), ((64, 0.117),), 744, None),
+        CurveSketch(0, ((64, 0.094), (1024, 0.76)), 1179, 1310),
+        CurveSketch(1, ((64, 0.117), (710, 0.77)), 744, None),
     ),
     doing="Measures the split that the curves say is fastest.",
 )
@@ -216,10 +216,12 @@ def make_plan() -> plans.Plan:
         plans.Share("sim-1-gtx1080", 1, "GTX 1080", 0, 0.0),
     )
 
-    def evidence(name: str, batches: tuple[int, int], speed: float) -> plans.Evidence:
-        kind: plans.Kind = "split" if all(batches) else "solo"
-        layout = plans.make_layout(kind, templates, batches)
-        return plans.Evidence(name, layout, plans.Throughput(speed, speed * 0.995, speed * 1.005))
+    def evidence(
+        kind: plans.EvidenceKind, name: str, batches: tuple[int, int], speed: float
+    ) -> plans.Evidence:
+        layout = plans.make_layout("split" if all(batches) else "solo", templates, batches)
+        figure = plans.Throughput(speed, speed * 0.995, speed * 1.005)
+        return plans.Evidence(name, layout, figure, kind)
 
     return launched_plan.make_plan(
         plans.make_layout("split", templates, (820, 568)),
@@ -228,10 +230,10 @@ def make_plan() -> plans.Plan:
         framework="tensorflow",
         throughput=plans.Throughput(2127.0, 2118.0, 2136.0),
         evidence=(
-            evidence("even split", (710, 710), 1801.0),
-            evidence("best single device", (1024, 0), 1346.0),
-            evidence("solo SIM:0", (1024, 0), 1346.0),
-            evidence("solo SIM:1", (0, 710), 925.0),
+            evidence("equal_shares", "even split", (710, 710), 1801.0),
+            evidence("best_device", "best single device", (1024, 0), 1346.0),
+            evidence("one_device", "solo SIM:0", (1024, 0), 1346.0),
+            evidence("one_device", "solo SIM:1", (0, 710), 925.0),
         ),
         search=plans.SearchSummary(
             6, 1, 47.0, 0, "The winner's interval lies above every rival's."

@@ -126,7 +126,7 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
         await pilot.press("2")
         await until(
             pilot,
-            lambda: "faster than" in _words(app, "#search"),
+            lambda: "% over even" in _words(app, "#search"),
             "the verdict that came meanwhile",
         )
         await pilot.press("n")

@@ -183,4 +183,4 @@ def test_the_list_of_runs_says_what_was_simulated(capsys: pytest.CaptureFixture[
     assert run(["balance", "-d", "sim:gtx1080", "--json"]) == 0
     capsys.readouterr()
     assert run(["runs"]) == 0
-    assert "keras_maxer (simulated)" in capsys.readouterr().out
+    assert "(simulated) keras_maxer" in capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_runs_are_chosen_and_sorted(
 def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_that_it_had(
     own_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On standard error, below the plan."""
+    """Below the answer."""
     real, calls = SimulatedProber.measure, []
 
     def interrupted(
@@ -105,14 +105,14 @@ def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_
     with monkeypatch.context() as patch:
         patch.setattr(SimulatedProber, "measure", interrupted)
         assert run(["balance", "-d", PAIR]) == 130
-    printed = capsys.readouterr().err
+    printed = capsys.readouterr().out
     assert f"to go on: evener balance --resume {_listed(capsys)[0]['run']}" in printed
     assert run(["balance", "--resume", "last"]) == 0
-    assert "nothing was measured" not in capsys.readouterr().err
+    assert "nothing was measured" not in capsys.readouterr().out
     assert run(["balance", "--resume", "last"]) == 0
     assert (
         "the run had ended, and nothing was measured; for more: evener balance --resume"
-        in capsys.readouterr().err
+        in capsys.readouterr().out
     )
 
 

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from evener.balancer.probes.launch_plan import OPEN_SERVERS
-from evener.balancer.result.verdict import find_training_step
-from evener.balancer.result.words import say_all
+from evener.balancer.result.sentences import write_training_step
 from evener.devices.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, make_layout
@@ -172,16 +171,14 @@ def test_what_is_typed_wrong_is_one_sentence(
 
 
 def test_the_line_to_launch_names_the_users_script() -> None:
-    def said(made: Plan, path: str = "plan.toml") -> tuple[str, ...]:
-        return say_all(find_training_step(made, path))
-
+    said = write_training_step
     made = plan(["cpu-0-of-1"], workload="my train.py:build")
-    assert said(made) == ("to train by it: evener launch plan.toml 'my train.py'",)
+    assert said(made, "plan.toml") == "to train by it: evener launch plan.toml 'my train.py'"
     hosts = said(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS, workload="train.py:build"), "a.toml")
-    assert hosts == ("to train by it, on each of its hosts: evener launch a.toml train.py",)
-    assert said(plan(["sim-0-p100"], workload="train.py:build")) == ()
-    assert said(plan(["cpu-0-of-1"], kind="place", workload="train.py:build")) == ()
-    assert said(plan(["cpu-0-of-1"], workload="keras_mnist")) == (), "it has no script"
+    assert hosts == "to train by it, on each of its hosts: evener launch a.toml train.py"
+    assert said(plan(["sim-0-p100"], workload="train.py:build"), "a.toml") == ""
+    assert said(plan(["cpu-0-of-1"], kind="place", workload="train.py:build"), "a.toml") == ""
+    assert said(plan(["cpu-0-of-1"], workload="keras_mnist"), "a.toml") == "", "it has no script"
 
 
 # ---------------------------------------------------------------------- real processes

@@ -78,7 +78,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     """In the lanes as far as they are wide; the wall stays where both don't fit."""
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
-    belief = Belief((CurveSketch(0, (), (), 410, 512),), "")
+    belief = Belief((CurveSketch(0, (), 410, 512),), "")
     running = (
         ProbeProgress(
             Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0
@@ -114,14 +114,14 @@ def test_rivals_are_layouts_that_ran(events: Any) -> None:
     assert [(each.name, round(each.figure.value)) for each in rivals(before_end)] == [
         ("best so far", 2127),
         ("even split", 1801),
-        ("best single device", 1346),
+        ("SIM:0 alone", 1346),
         ("sum of solos", 2271),
     ]
     at_end = _after(events)
     assert [(each.name, round(each.figure.value)) for each in rivals(at_end)] == [
         ("the plan", 2127),
         ("even split", 1801),
-        ("best single device", 1346),
+        ("SIM:0 alone", 1346),
         ("sum of solos", 2271),
     ]
 
@@ -164,7 +164,7 @@ def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
         (largest_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)
     ] == [
         (1024, 1024),
-        (710, 64),
+        (710, 710),
     ]
 
 
@@ -362,25 +362,27 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(
     before = _after(events, 9)
     state = first_state([script.device(0), script.device(1)], "keras_maxer", kept=before.seen)
     assert "6 probes, 1 out of memory" in _text(search_lines(state, 100, 10))
-    assert "best single device" in _text(rival_lines(state, 100, 8))
+    assert "GPU:0 alone" in _text(rival_lines(state, 100, 8))
 
 
 def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     """Nor one over a figure that isn't known."""
-    rival = RivalRate("best single", Interval(100.0, 99.0, 101.0), (64, 0), "CPU:0")
-    plan = RivalRate("the plan", Interval(129.3, 128.0, 130.0), (64, 64))
+    figure = Interval(100.0, 99.0, 101.0)
+    rival = RivalRate("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
+    plan = RivalRate("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
     assert balance_lines._versus(plan, rival) == "+29.3 %"
     assert balance_lines._versus(plan, rival._replace(tie=True)) == "tie"
-    assert balance_lines._versus(plan, rival._replace(figure=Interval(100.0, 99.0, 140.0))) == ""
+    rough = rival._replace(figure=Interval(100.0, 99.0, 140.0))
+    assert balance_lines._versus(plan, rough) == "unclear"
 
 
 @pytest.mark.parametrize("width", [*range(48, 70), 80])
 def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     """A gain of three figures is wider than most: 1734 samples must not become 173."""
-    rival = RivalRate(
-        "best single device", Interval(2314.0, 2294.0, 2334.0), (1734, 0, 0, 0), "SIM:0"
-    )
-    best = RivalRate("best so far", Interval(5613.0, 5591.0, 5635.0), (1472, 1193, 617, 590))
+    figure = Interval(2314.0, 2294.0, 2334.0)
+    rival = RivalRate("best_device", "SIM:0 alone", figure, (1734, 0, 0, 0), "SIM:0")
+    fastest = Interval(5613.0, 5591.0, 5635.0)
+    best = RivalRate("plan", "best so far", fastest, (1472, 1193, 617, 590))
     row = balance_lines._rival_line(rival, best, width, ()).text.rstrip()
     assert "+142.6 %" in row
     assert row.endswith((rival.where, "…"))

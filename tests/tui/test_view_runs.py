@@ -120,8 +120,10 @@ def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "shown"), [(23, "keras_maxer (simulated)"), (16, "keras_maxer"), (8, "keras_m…")]
+    ("width", "shown"), [(23, "◌ keras_maxer"), (13, "◌ keras_maxer"), (8, "◌ keras…")]
 )
-def test_a_workload_is_cut_only_where_its_own_name_has_no_room(width: int, shown: str) -> None:
+def test_a_simulated_run_has_a_mark_at_every_width(width: int, shown: str) -> None:
+    """Its name is cut, the mark isn't; a run on devices has none."""
     run = replace(RUN, workload="keras_maxer", devices=("SIM:0",))
-    assert [span.text for span in runs._workload(run, width)] == [shown]
+    assert "".join(span.text for span in runs._workload(run, width)) == shown
+    assert "".join(span.text for span in runs._workload(RUN, 23)) == "keras_maxer"

@@ -18,18 +18,16 @@ from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison
 from evener.balancer.number_format import size
 from evener.balancer.request import Job, Request
-from evener.balancer.result.words import refuse, write_verdict
 from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.trials import DeviceOutlook, Outlook, dry_run, learn
-from evener.balancer.types import Finding
 from evener.errors import RequestError
 
-from ..text.formatting import align, folded, json_text, plain, say
+from ..text.formatting import align, json_text, plain, say
 from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
-from ..text.summaries import frontier_table, summary_lines
+from ..text.summaries import frontier_table, summary_lines, verdict_lines
 from .options import LENGTH, SEARCH, TRAINING, WHAT, ExportOption, JsonOption, takes_request
 from .output import check_export, terminal_columns
 from .session_runner import run_session, stopped_by_signals
@@ -84,10 +82,11 @@ def balance(
             )
         return _run_dry(take_in(request), as_json)
 
-    def show(_session: Session, finished: Finished, labels: Sequence[str]) -> None:
-        lines = summary_lines(
-            finished.plan, labels, finished.verdict, terminal_columns(), finished.findings
-        )
+    def show(
+        _session: Session, finished: Finished, labels: Sequence[str], steps: Sequence[str]
+    ) -> None:
+        width = terminal_columns()
+        lines = summary_lines(finished.plan, labels, finished.verdict, width, finished.found, steps)
         print("\n".join(lines), flush=True)
 
     check_export(export)
@@ -102,7 +101,7 @@ def _learn(request: Request, learning: str, others: dict[str, bool]) -> Request:
     seconds = parse_duration(learning, "--learn")
     for option, given in (others | {"--noise-scale": request.noise_scale is not None}).items():
         if given:
-            raise refuse(Finding("request.both", {"first": "--learn", "second": option}))
+            raise RequestError(f"--learn and {option} can't be combined.", "Give one of them.")
     return learn(take_in(request), seconds)
 
 
@@ -152,27 +151,22 @@ def _say_phases() -> Callable[[ProbeProgress], None]:
 
 
 def _outlook_json(outlook: Outlook) -> dict[str, object]:
-    findings = outlook.findings
-    return {
-        **msgspec.to_builtins(outlook),
-        "verdict": write_verdict(findings),
-        "findings": {"verdict": findings},
-    }
+    text = f"{outlook.write_tried()} {outlook.write_rest()}"
+    return {**msgspec.to_builtins(outlook), "text": text}
 
 
 def _outlook_lines(outlook: Outlook) -> list[str]:
     """The lines of a dry run: what was tried, a row for each device, and the budget of a search."""
-    tried, *rest = outlook.findings
     return [
         *(f"note: {plain(note)}" for note in outlook.notes),
-        plain(write_verdict([tried]), 1000),
+        plain(outlook.write_tried(), 1000),
         "",
         *align(
             [("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)],
             numbers_from=2,
         ),
         "",
-        write_verdict(rest),
+        outlook.write_rest(),
     ]
 
 
@@ -209,23 +203,18 @@ def compare(
     """
     resolved = take_in_comparison(request, parse_words(layouts), parse_words(knobs) or ())
 
-    def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
-        found = session.search
+    def show(
+        session: Session, finished: Finished, labels: Sequence[str], steps: Sequence[str]
+    ) -> None:
+        width, found = terminal_columns(), session.report()
         tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
-        tables.append(frontier_table(finished.findings))
-        lines = [line for table in tables for line in table.lines(terminal_columns())]
-        print("\n".join([*lines, *_words(finished)]), flush=True)
+        tables.append(frontier_table(finished.found))
+        lines = [line for table in tables for line in table.lines(width)]
+        words = verdict_lines(finished.plan, finished.verdict, width, steps)
+        print("\n".join([*lines, *words]), flush=True)
 
     def more(session: Session, _finished: Finished, labels: Sequence[str]) -> dict[str, object]:
-        return ranking_json(session.search, labels)
+        return ranking_json(session.report(), labels)
 
     check_export(export)
     return run_session(Session(begin(resolved)), show, export, as_json, more)
-
-
-def _words(finished: Finished) -> list[str]:
-    """The warnings and the verdict."""
-    width = terminal_columns()
-    warnings = [f"warning: {plain(warning)}" for warning in finished.plan.warnings]
-    lines = [line for warning in warnings for line in folded(warning, width, "  ")]
-    return [*lines, "", *folded(plain(finished.verdict, 1000), width)]

@@ -119,12 +119,7 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
 def report_fault(fault: EvenerError, as_json: bool) -> int:
     """Print the fault on stderr (as JSON: on stdout) and return its exit code."""
     if as_json:
-        error = {
-            "kind": fault.kind,
-            "message": fault.message,
-            "remedy": fault.remedy,
-            "findings": fault.findings,
-        }
+        error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy}
         print(json_text({"error": error}), flush=True)
     else:
         print(f"evener: {plain(str(fault), 2000)}", file=sys.stderr, flush=True)

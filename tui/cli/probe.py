@@ -13,9 +13,9 @@ from evener.balancer.intake import take_in
 from evener.balancer.number_format import duration, half_width, rate, size, write_share
 from evener.balancer.request import Job, Request
 from evener.balancer.result.measurements import describe_doubts
-from evener.balancer.result.words import say_all
+from evener.balancer.result.sentences import write_doubt
 from evener.balancer.trials import RunLength, TimedRun, choose_layout, timed_runs
-from evener.balancer.types import Finding, Layout, Power
+from evener.balancer.types import Layout, Power, Warned
 from evener.devices.types import Device
 from evener.errors import RequestError
 
@@ -74,11 +74,11 @@ def probe(
     if as_json:
         sizes = {"batches": layout.shares, "micro": layout.pass_rows}
         doubts = [
-            Finding(doubt.code, {"run": number, **doubt.values})
-            for number, run in enumerate(finished, 1)
-            for doubt in describe_doubts(run.warnings, resolved.devices, _name_more(length))
+            line
+            for run in finished
+            for line in _write_doubts(run.warnings, resolved.devices, length)
         ]
-        said = {"warnings": say_all(doubts), "findings": {"warnings": doubts}}
+        said = {"warnings": doubts}
         print(
             json_text(
                 {"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set(), **said}
@@ -146,12 +146,16 @@ def _print_run(
     figure = run.this_run
     error = half_width(figure.value, figure.low, figure.high)
     say(f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}")
-    say(*say_all(describe_doubts(run.warnings, devices, _name_more(length))))
+    say(*_write_doubts(run.warnings, devices, length))
 
 
-def _name_more(length: RunLength) -> str:
-    """The option by which more can be measured."""
-    return "more --steps" if length.steps else "a longer --seconds"
+def _write_doubts(
+    doubts: Sequence[Warned], devices: Sequence[Device], length: RunLength
+) -> list[str]:
+    """Doubts about a run, with the option by which more can be measured."""
+    on_gpus = any(not device.on_cpu for device in devices)
+    longer = "more --steps" if length.steps else "a longer --seconds"
+    return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _table(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> Table:

@@ -16,12 +16,10 @@ import typer
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished
 from evener.balancer.number_format import duration, rate
-from evener.balancer.result.verdict import find_training_step
-from evener.balancer.result.words import say_all
+from evener.balancer.result.sentences import write_training_step
 from evener.balancer.session_state import SessionState, advance
 from evener.balancer.store import runs as store
 from evener.balancer.store.runs import RunSummary, State, StoredRun
-from evener.balancer.types import Said
 from evener.errors import RequestError
 from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
@@ -172,7 +170,7 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
         print(f"  {observation_words(seen, labels)}")
     width = terminal_columns()
     summary = (
-        summary_lines(run.end.plan, labels, run.end.verdict, width, run.end.findings)
+        summary_lines(run.end.plan, labels, run.end.verdict, width, run.end.found)
         if run.end
         else None
     )
@@ -190,8 +188,7 @@ def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
 
 
 def _as_json(run: StoredRun) -> dict[str, Any]:
-    header, end, last = msgspec.to_builtins(run.header), run.end, run.record.last_end
-    said = msgspec.to_builtins(end.findings if end else Said())
+    header, end = msgspec.to_builtins(run.header), run.end
     return {
         "run": run.header.run,
         **{key: header[key] for key in ("created", "workload", "framework", "request", "devices")},
@@ -199,12 +196,9 @@ def _as_json(run: StoredRun) -> dict[str, Any]:
         "trouble": run.trouble,
         "observations": run.record.observations,
         "plan": run.plan,
-        "verdict": end.verdict if end else "",
+        "verdict": end.found if end else None,
+        "text": end.verdict.split("\n") if end else [],
         "interrupted": end is None or end.interrupted,
-        "findings": {
-            **said,
-            "faults": last.findings if isinstance(last, journal.FailedEntry) else (),
-        },
     }
 
 
@@ -268,7 +262,8 @@ def export(
         print(text, end="", flush=True)
         return
     plan.save(output)
-    say(f"plan written to {output}", *say_all(find_training_step(plan, str(output))))
+    train = write_training_step(plan, str(output))
+    say(f"plan written to {output}", *([train] if train else ()))
 
 
 @app.command()
@@ -324,7 +319,7 @@ def print_events(events: Iterable[Event]) -> Finished | None:
             print(plain(line), file=sys.stderr)
     if (finished := state.finished) is not None:
         lines = summary_lines(
-            finished.plan, state.devices, finished.verdict, terminal_columns(), finished.findings
+            finished.plan, state.devices, finished.verdict, terminal_columns(), finished.found
         )
         print("\n".join(lines))
     return finished

@@ -16,11 +16,9 @@ import msgspec
 
 from evener.balancer.events import Finished
 from evener.balancer.journal import UnwrittenError
-from evener.balancer.result.verdict import find_next_steps
-from evener.balancer.result.words import say_all
+from evener.balancer.result.sentences import write_next_steps
 from evener.balancer.session import Session
 from evener.balancer.session_state import SessionState, advance
-from evener.balancer.types import Finding
 from evener.errors import NoLayoutError
 
 from ..signals import handled_signals
@@ -50,13 +48,13 @@ class _Progress:
 
 def run_session(
     session: Session,
-    show: Callable[[Session, Finished, Sequence[str]], None],
+    show: Callable[[Session, Finished, Sequence[str], Sequence[str]], None],
     export: Path | None,
     as_json: bool,
     more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
     """Run a session to its end, save its plan to `export`, and `show` the result, given the
-    devices' labels.
+    devices' labels and the next steps.
 
     As JSON it has `more` than the plan and its verdict. The exit code is 0, that of the signal that
     interrupted it, or that of a journal that can't be written: the plan of what was measured until
@@ -97,19 +95,12 @@ def run_session(
             labels = progress.state.devices
             measured = progress.state.replayed < finished.plan.search.probes
             path = "" if export is None else str(export)
-            steps = find_next_steps(
-                session.run_id, finished.plan, path, finished.interrupted, measured
-            )
+            steps = write_next_steps(session.run_id, finished, path, measured)
             if as_json:
                 found = more(session, finished, labels)
                 print(json_text(result_json(session.run_id, finished, steps, found)), flush=True)
             else:
-                show(session, finished, labels)
-                print(
-                    "".join(f"evener: {plain(step)}\n" for step in say_all(steps)),
-                    end="",
-                    file=sys.stderr,
-                )
+                show(session, finished, labels, steps)
         except ReaderGoneError:
             if not caught:
                 raise
@@ -121,19 +112,19 @@ def run_session(
 
 
 def result_json(
-    run: str, finished: Finished, steps: Sequence[Finding], more: Mapping[str, object]
+    run: str, finished: Finished, steps: Sequence[str], more: Mapping[str, object]
 ) -> dict[str, object]:
-    """The result as data: the run, `more`, the plan, what to do next, and what all sentences say as
-    codes.
+    """The result as data: the run, the verdict's fields and its text, `more`, the plan, and what to
+    do next.
     """
-    head = {"run": run, "verdict": finished.verdict, "interrupted": finished.interrupted}
-    found = {**msgspec.to_builtins(finished.findings), "next": steps}
     return {
-        **head,
+        "run": run,
+        "verdict": finished.found,
+        "text": finished.verdict.split("\n"),
+        "interrupted": finished.interrupted,
         **more,
         **msgspec.to_builtins(finished.plan),
-        "next": say_all(steps),
-        "findings": found,
+        "next": steps,
     }
 
 

@@ -16,8 +16,7 @@ from textual.widgets import Input
 
 import evener
 from evener.balancer.number_format import duration
-from evener.balancer.result.verdict import find_training_step
-from evener.balancer.result.words import say_all
+from evener.balancer.result.sentences import write_training_step
 from evener.balancer.store import runs
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
@@ -183,7 +182,7 @@ def plan_dialog(plan: Plan) -> SaveDialog:
     """Writes a plan."""
 
     def find_step(path: str) -> str:
-        return "".join(say_all(find_training_step(plan, path)))
+        return write_training_step(plan, path)
 
     return SaveDialog("plan", "plan.toml", (".toml", ".json"), plan.save, find_step)
 

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import msgspec
 
+from evener.balancer.events import Finished
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.number_format import duration, percent, rate, write_share
-from evener.balancer.result.learning import Point, find_frontier
+from evener.balancer.result.learning import Point
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
+from evener.devices.registry import is_simulated
 from evener.devices.terms import write_limit
 from evener.devices.types import Device
 from evener.errors import RequestError
-from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, PlanLayout
+from evener.plan.file import Evidence, Plan, PlanLayout
 from evener.system.files import write_atomically
 
 from .formatting import energy_cells, plain, unbroken
@@ -94,12 +96,17 @@ def read_report(name: str) -> RunReport:
         header=header,
         labels=tuple(_label(device) for device in header.devices),
         plan=plan,
-        verdict=plain(found.end.verdict if found.end else "", 1000),
+        verdict=found.end.verdict if found.end else "",
         curves=tuple(_curve(found.record, i) for i in range(len(header.devices))),
         ranking=_rank(plan),
         seen=found.record.seen,
-        frontier=find_frontier(found.end.findings) if found.end else [],
+        frontier=_find_frontier(found.end),
     )
+
+
+def _find_frontier(end: Finished | None) -> Sequence[Point]:
+    learning = end.found.learning if end is not None and end.found is not None else None
+    return learning.frontier if learning is not None else ()
 
 
 def _label(device: Device) -> str:
@@ -140,9 +147,7 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
     rivals = [
         msgspec.structs.replace(rival, name=plain(rival.name, 40))
         for rival in plan.evidence
-        if not rival.name.startswith(SOLO_PREFIX)
-        and rival.name != LARGER_BATCH
-        and rival not in own
+        if rival.kind not in ("one_device", "larger_batch") and rival not in own
     ]
     bars = [Evidence(THE_PLAN, plan.layout, plan.throughput), *rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
@@ -162,9 +167,13 @@ def write_layout(layout: PlanLayout, header: Header) -> str:
 def html_page(report: RunReport) -> str:
     """The whole page."""
     title = f"evener run {report.header.run}"
+    simulated = is_simulated(device.kind for device in report.header.devices)
+    mark = " (simulated)" if simulated else ""
+    first, *remarks = [plain(line, 1000) for line in report.verdict.split("\n")]
     parts = [
-        f"<h1>{escape(title)}: {escape(report.header.workload)}</h1>",
-        f'<p class="verdict">{unbroken(escape(report.verdict))}</p>',
+        f"<h1>{escape(title)}: {escape(report.header.workload)}{mark}</h1>",
+        f'<p class="verdict">{unbroken(escape(first))}</p>',
+        *(f"<p>{unbroken(escape(words))}</p>" for words in remarks),
         *(f"<p>Warning: {unbroken(escape(words))}</p>" for words in report.plan.warnings),
         _shares(report),
         (

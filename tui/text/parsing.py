@@ -12,9 +12,7 @@ import msgspec
 
 from evener.balancer.objectives import OBJECTIVES, SPEED, find_objective, that_trade_speed
 from evener.balancer.request import Request
-from evener.balancer.result.words import refuse
 from evener.balancer.store.runs import load_noise
-from evener.balancer.types import Finding
 from evener.devices.registry import find_backend
 from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
@@ -86,14 +84,15 @@ def make_request(
 ) -> Request:
     """The request for these options; RequestError names the one that is wrong."""
     if framework not in (None, *_FRAMEWORKS):
-        raise refuse(
-            Finding(
-                "request.word", {"option": "--framework", "word": framework, "words": _FRAMEWORKS}
-            )
+        raise RequestError(
+            f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}."
         )
     if max_slowdown is not None:
         if not find_objective(fields.get("objective", SPEED.name)).trades_speed:
-            raise refuse(Finding("request.goes_with", {"objectives": that_trade_speed()}))
+            raise RequestError(
+                f"--max-slowdown goes with --objective {that_trade_speed()}.",
+                "Add that, or leave --max-slowdown out.",
+            )
         fields["max_slowdown"] = _parse_part(max_slowdown)
     if noise_scale is not None:
         fields["noise_scale"], own_batch = _parse_noise_scale(noise_scale)
@@ -146,9 +145,7 @@ def _default_framework(workload: str | None) -> str:
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
     """The fault of an option whose text isn't of this kind."""
-    return refuse(
-        Finding("request.text", {"option": option, "text": text, "kind": kind, "example": example})
-    )
+    return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -162,7 +159,9 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         try:
             msgspec.json.encode({key: settings[key]})
         except (ValueError, OverflowError, RecursionError):
-            raise refuse(Finding("request.not_text", {"text": pair[:80]})) from None
+            raise RequestError(
+                f"--set {pair[:80]!r} can't be stored as text.", "Write it in UTF-8."
+            ) from None
     return settings
 
 
@@ -179,7 +178,7 @@ def parse_words(text: str | None) -> list[str] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise refuse(Finding("request.words", {"text": text}))
+        raise RequestError(f"{text!r} is not a list of words.", "Write it like solo,even,pack.")
     return words
 
 
@@ -241,7 +240,9 @@ def parse_samples(text: str, name: str) -> int:
     try:
         return int(text.replace(" ", ""))
     except ValueError:
-        raise refuse(Finding("request.not_whole", {"option": name, "text": text})) from None
+        raise RequestError(
+            f"{name} {text!r} is not a whole number.", "Give samples, like 1024."
+        ) from None
 
 
 def _parse_number(text: str, name: str) -> float:

@@ -8,11 +8,11 @@ from typing import Any
 from evener.balancer.families import MODES, is_even
 from evener.balancer.number_format import half_width, percent, rate, size
 from evener.balancer.objectives import mean_power
-from evener.balancer.result.rivals import describe_all
-from evener.balancer.result.verdict import padding_share, waiting_share
-from evener.balancer.result.words import say_all
+from evener.balancer.result.judge import padding_share, waiting_share
+from evener.balancer.result.rivals import name_all
 from evener.balancer.search.ranking import Standing
-from evener.balancer.search.search import Search
+from evener.balancer.search.report import SearchReport
+from evener.balancer.statistics import is_known
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
 
 from .formatting import Table, energy_cells, plain
@@ -28,12 +28,12 @@ RANKING_NOTE = (
 )
 
 
-def ranking_table(found: Search, labels: Sequence[str]) -> Table:
+def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
     """A table with a row per layout, the winner first: throughput, step time, and the difference
     from the winner.
     """
     counts = ("tokens/s", "padding") if found.mean_length else ()
-    drawn = [mean_power(found.turns(one.candidate.layout)) for one in found.ranking()]
+    drawn = [mean_power(found.turns_of(one.candidate.layout)) for one in found.ranking]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
     rows = [
         (
@@ -49,11 +49,11 @@ def ranking_table(found: Search, labels: Sequence[str]) -> Table:
             "turns",
         )
     ]
-    standings = found.ranking()
-    titles = say_all(describe_all([one.candidate for one in standings], len(labels)))
+    standings = found.ranking
+    titles = name_all([one.candidate for one in standings], len(labels))
     for title, one, power in zip(titles, standings, drawn, strict=True):
         waiting = (
-            waiting_share(found.turns(one.candidate.layout))
+            waiting_share(found.turns_of(one.candidate.layout))
             if len(one.candidate.layout.active) > 1
             else None
         )
@@ -67,18 +67,18 @@ def ranking_table(found: Search, labels: Sequence[str]) -> Table:
                 *(_energy_cells(one, power) if energy else ()),
                 f"{one.step.value * 1000:.2f}",
                 "-" if waiting is None else percent(waiting, 1),
-                against(one),
+                against(one, standings[0]),
                 str(one.turns),
             )
         )
     return Table("", rows, 2, RANKING_NOTE)
 
 
-def _token_cells(found: Search, one: Standing) -> tuple[str, ...]:
+def _token_cells(found: SearchReport, one: Standing) -> tuple[str, ...]:
     """Tokens/s and padding, where rows have lengths."""
     if not found.mean_length:
         return ()
-    padding = padding_share(found.turns(one.candidate.layout))
+    padding = padding_share(found.turns_of(one.candidate.layout))
     return rate(one.throughput.value * found.mean_length), percent(padding, 1)
 
 
@@ -96,19 +96,29 @@ def where(one: Standing, labels: Sequence[str]) -> str:
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
 
 
-def against(one: Standing) -> str:
-    """-9.0 % (-9.4 to -8.6), after `tie` for a tie, or `unclear` where it may be one."""
+def against(one: Standing, winner: Standing) -> str:
+    """-9.0 % (-9.4 to -8.6), after `tie` for a tie, `unclear` where it may be one, `larger batch`
+    where that is why a faster layout wasn't chosen, and `too uncertain` where no figure says.
+    """
     if one.against is None:
         return "chosen"
     low, high = (f"{100 * max(-1.0, value):+.1f}" for value in (one.against.low, one.against.high))
-    tie = "unclear, " if one.unclear else "tie, " if one.tie else ""
-    return f"{tie}{100 * one.against.value:+.1f} % ({low} to {high})"
+    notes = []
+    batch = one.candidate.layout.global_batch
+    faster = one.throughput.value > winner.throughput.value
+    if not is_known(one.throughput, winner.throughput):
+        notes.append("too uncertain")
+    elif one.tie:
+        notes.append("unclear" if one.unclear else "tie")
+    if faster and batch > winner.candidate.layout.global_batch and one.candidate.synchronous:
+        notes.append("larger batch")
+    return ", ".join([*notes, f"{100 * one.against.value:+.1f} % ({low} to {high})"])
 
 
-def packing_tables(found: Search) -> list[Table]:
+def packing_tables(found: SearchReport) -> list[Table]:
     """Combined throughput and the time of each training, by the number of concurrent trainings."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
-    packs = ((mode, packing.seen) for mode, packing in found.race.packings)
+    packs = found.packings
     return [
         Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in packs
     ]
@@ -126,9 +136,9 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
     return (*head, rate(one.samples_per_second), seconds, "-" if held is None else size(held))
 
 
-def scaling_table(found: Search) -> Table:
+def scaling_table(found: SearchReport) -> Table:
     """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
-    plain_ones = [one for one in found.ranking() if not one.candidate.layout.knobs]
+    plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
     evens = [
         one
@@ -153,26 +163,26 @@ def scaling_table(found: Search) -> Table:
     return Table("evenly over 1, 2, ... devices", rows, 0)
 
 
-def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
+def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
     """The ranking as data; the keys' names contain the units."""
-    standings = found.ranking()
-    titles = say_all(describe_all([one.candidate for one in standings], len(labels)))
+    standings = found.ranking
+    titles = name_all([one.candidate for one in standings], len(labels))
     return {
         "layouts": [
             {"name": title, **_standing_json(found, one)}
             for title, one in zip(titles, standings, strict=True)
         ],
         "packing": [
-            {"mode": mode or "processes", "measured": [_pack_json(one) for one in packing.seen]}
-            for mode, packing in found.race.packings
+            {"mode": mode or "processes", "measured": [_pack_json(one) for one in seen]}
+            for mode, seen in found.packings
         ],
     }
 
 
-def _standing_json(found: Search, one: Standing) -> dict[str, object]:
+def _standing_json(found: SearchReport, one: Standing) -> dict[str, object]:
     layout, difference = one.candidate.layout, one.against
     interval = None if difference is None else [difference.low, difference.high]
-    turns = found.turns(layout)
+    turns = found.turns_of(layout)
     power = mean_power(turns)
     return {
         "kind": one.candidate.family.name,

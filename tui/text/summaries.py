@@ -16,18 +16,19 @@ from evener.balancer.number_format import (
     rate,
     write_share,
 )
-from evener.balancer.result.learning import find_frontier
-from evener.balancer.result.rivals import is_certain, write_gain
+from evener.balancer.result.rivals import write_gain
 from evener.balancer.session_state import (
-    SUM,
     RivalRate,
     SessionState,
+    alone_at_batch,
     figure_of,
     plan_rate,
     plan_rivals,
     seconds_left,
 )
-from evener.balancer.types import Layout, Observation, OutOfMemory, Said, Timed
+from evener.balancer.statistics import is_known
+from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Timed
+from evener.balancer.verdict import Verdict
 from evener.devices.registry import is_simulated
 from evener.live.journal import (
     ChangeEntry,
@@ -38,7 +39,7 @@ from evener.live.journal import (
     StartEntry,
     TrainingRecord,
 )
-from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
+from evener.plan.file import Evidence, Plan, Throughput
 from evener.training.noise_scale import describe
 
 from .formatting import Table, align, energy_cells, folded, plain
@@ -145,33 +146,45 @@ def summary_lines(
     labels: Sequence[str],
     verdict: str = "",
     width: int | None = None,
-    said: Said | None = None,
+    found: Verdict | None = None,
+    steps: Sequence[str] = (),
 ) -> list[str]:
-    """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's
-    order.
+    """The tables, then the verdict: the answer and its gains, the next `steps`, remarks and
+    warnings, a line each; `labels` are the devices' short names, in the plan's order.
 
     With `width`, that of a terminal, sentences are broken between words.
     """
-    frontier = ["", *learning] if (learning := frontier_table(said or Said()).lines()) else []
-    lines = [*share_table(plan, labels), "", *rival_lines(plan, labels), *frontier]
+    frontier = frontier_table(found).lines()
+    tables = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
+    if frontier:
+        tables += ["", *frontier[:-1]]
+    return [*tables, "", *verdict_lines(plan, verdict, width, steps)]
+
+
+def verdict_lines(
+    plan: Plan, verdict: str, width: int | None, steps: Sequence[str] = ()
+) -> list[str]:
+    """The verdict's first line, the next steps, the other lines, then the plan's warnings."""
+    first, *remarks = verdict.split("\n")
+    lines = folded(plain(first, 2000), width, "  ") if first else []
+    for step in steps:
+        lines += folded(plain(step, 2000), width, "  ")
+    for remark in remarks:
+        lines += folded(plain(remark, 2000), width, "  ")
     for warning in plan.warnings:
         lines += folded(f"warning: {plain(warning)}", width, "  ")
-    return [*lines, "", *folded(plain(verdict, 2000), width)] if verdict else lines
+    return lines
 
 
 def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
     """A table with a row per device: its share, its ratio, its samples/s within the layout and
     alone.
     """
-    alone = {
-        rival.name.removeprefix(SOLO_PREFIX): rival
-        for rival in plan.evidence
-        if rival.name.startswith(SOLO_PREFIX)
-    }
+    alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
-    combined, known = plan.throughput.samples_per_second, is_certain(figure_of(plan.throughput))
-    for share, label in zip(plan.layout.share, labels, strict=True):
-        solo = alone.get(label)
+    combined, known = plan.throughput.samples_per_second, is_known(figure_of(plan.throughput))
+    for position, (share, label) in enumerate(zip(plan.layout.share, labels, strict=True)):
+        solo = alone.get(position)
         rows.append(
             (
                 label + (f" @{plain(share.limit, 32)}" if share.limit else ""),
@@ -186,9 +199,7 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         plan.layout.global_batch,
         half_width(combined, plan.throughput.low, plan.throughput.high),
     )
-    rows.append(
-        ("together", "", str(total), "1.000", rate(combined) if known else "unknown", f"± {error}")
-    )
+    rows.append(("together", "", str(total), "1.000", rate(combined), f"± {error}"))
     tokens = (
         f"{rate(plan.throughput.tokens_per_second)} tokens/s, "
         f"{percent(plan.throughput.padding)} padding"
@@ -200,11 +211,13 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
     ]
 
 
-def frontier_table(said: Said) -> Table:
+def frontier_table(found: Verdict | None) -> Table:
     """A table of the batches that are faster than all smaller ones, and what they are worth in
     learning, if known.
     """
-    rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in find_frontier(said)]
+    learning = found.learning if found is not None else None
+    frontier = learning.frontier if learning is not None else ()
+    rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in frontier]
     return Table("", [("batch", "samples/s", "worth in learning"), *rows], 0)
 
 
@@ -224,31 +237,39 @@ def _alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
     (share,), figure = solo.layout.active, solo.throughput
-    rows = rate(figure.samples_per_second) if is_certain(figure_of(figure)) else "unknown"
-    return f"{rows} at {write_share(share.batch, share.micro)}"
+    speed = rate(figure.samples_per_second)
+    if not is_known(figure_of(figure)):
+        speed = f"{speed} ± {half_width(figure.samples_per_second, figure.low, figure.high)}"
+    return f"{speed} at {write_share(share.batch, share.micro)}"
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
-    """Lines on the plan's gain over the even split and the best single device, and its part of the
-    sum of solos.
+    """Lines on the plan's gain over a split and one device, a larger batch that is faster, and the
+    plan's part of the sum of all devices alone.
     """
     lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels)):
-        where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
-        figure = (
-            f"{rate(rival.figure.value)} samples/s"
-            if is_certain(rival.figure)
-            else "samples/s aren't known"
-        )
-        if rival.batches != own.batches and (
-            rival.name != LARGER_BATCH or rival.figure.value > own.figure.value
-        ):
-            lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
+        if rival.batches == own.batches and plan.layout.traits.by_shares:  # the plan itself
+            continue
+        where = f" at {rival.where}" if rival.where else ""
+        lines.append(f"{rival.name}: {_write_rate(rival.figure)}{where}{_versus(own, rival)}")
     return lines
 
 
+def _write_rate(figure: Interval) -> str:
+    """Samples/s, with ± where they are too uncertain to be compared."""
+    if is_known(figure):
+        return f"{rate(figure.value)} samples/s"
+    error = half_width(figure.value, figure.low, figure.high)
+    return f"{rate(figure.value)} samples/s ± {error}"
+
+
 def _why_unsaid(own: RivalRate, rival: RivalRate) -> str:
-    """Why the plan isn't compared with a layout that was measured at other batches."""
+    """Why the plan isn't compared with a layout."""
+    if not is_known(rival.figure):
+        return "; too uncertain to compare"
+    if not is_known(own.figure):
+        return "; the plan's figure is too uncertain to compare"
     if len(rival.batches) - rival.batches.count(0) > 1:
         return f"; none was measured near {sum(own.batches)} samples"
     return "; less than in the plan, so a device alone was not measured at its best batch"
@@ -258,13 +279,17 @@ def _versus(own: RivalRate, rival: RivalRate) -> str:
     """The plan's gain over another layout, or why it isn't said."""
     gain = rival.gain_of(own)
     if gain is None:
-        return _why_unsaid(own, rival) if is_certain(own.figure, rival.figure) else ""
-    if rival.name == SUM:
+        return _why_unsaid(own, rival)
+    if rival.kind == "sum":
         return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
     if rival.tie:
         return "; the plan is as fast within the error"
     size = write_gain(abs(gain), own.figure, rival.figure)
     in_turn = "measured in turn, " if rival.paired is not None else ""
+    if rival.earlier:
+        in_turn = (
+            f"measured in turn: {rate(rival.figure.value)} now, {rate(rival.earlier)} earlier; "
+        )
     return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"
 
 

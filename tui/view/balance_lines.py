@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.balancer.events import Finished
 from evener.balancer.number_format import duration, percent, rate, relative_error
 from evener.balancer.result.rivals import list_samples, write_gain
+from evener.balancer.result.sentences import BETWEEN, write_training_step, write_verdict
 from evener.balancer.session_state import (
-    SUM,
     RivalRate,
     SessionState,
     chosen_layout,
@@ -15,6 +16,7 @@ from evener.balancer.session_state import (
     seconds_left,
     timed,
 )
+from evener.balancer.statistics import is_known
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares.whole_rows import apportion
 
@@ -25,6 +27,7 @@ from .cells import (
     Mark,
     Span,
     Tone,
+    cells,
     cut,
     device_pattern,
     device_tone,
@@ -38,6 +41,7 @@ from .charts import bar
 
 DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
 MOST_NAMED = 6  # devices of a layout; the others are counted
+MOST_ROWS = 6  # of the answer, which is shown whole for many devices too
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
@@ -178,8 +182,8 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, drawn: tuple[Span,
 def _versus(best: RivalRate, each: RivalRate) -> str:
     gain = each.gain_of(best)
     if gain is None:
-        return ""
-    if each.name == SUM:
+        return "" if is_known(each.figure) else "unclear"
+    if each.kind == "sum":
         return f"{percent(1 + gain)} of it"
     size = write_gain(abs(gain), best.figure, each.figure)
     return "tie" if each.tie else f"{'-' if gain < 0 else '+'}{size}"
@@ -208,12 +212,31 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
     if state.finished is not None:
-        return text_lines(state.finished.verdict, width, 6, "good")  # whole, for many devices too
+        return finished_lines(state.finished, width)
     if state.stopping:
         return text_lines("Stopping: the best plan so far is kept.", width, 3, "warn")
     if state.paused:
         return text_lines("Paused: no new probe starts until you resume.", width, 3, "warn")
     return text_lines(_searching_words(state), width, 3)
+
+
+def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
+    """The verdict: the answer with its figure and gains, what to do next, then remarks."""
+    if finished.found is None:  # of an older version, which kept its text alone
+        return text_lines(finished.verdict, width, MOST_ROWS, "good")
+    written = write_verdict(finished.found)
+    head = [written.headline]
+    if cells(written.headline) > width - 2:
+        head = [f"{written.answer}{BETWEEN}{written.figure}", written.gains]
+    if cells(head[0]) > width - 2:
+        head = [written.answer, written.figure, written.gains]
+    lines = [row for text in head if text for row in text_lines(text, width, MOST_ROWS, "good")]
+    train = write_training_step(finished.plan, "plan.toml").removeprefix("to train by it")
+    then = f", then{train.replace(': ', ' ', 1)}" if train else ""
+    lines += text_lines(f"Next: e writes the plan{then}", width, 2)
+    for remark in written.remarks:
+        lines += text_lines(remark, width, 3, "dim")
+    return tuple(lines)
 
 
 def _searching_words(state: SessionState) -> str:

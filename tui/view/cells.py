@@ -32,11 +32,12 @@ class Mark:
     RUNNING, WAITING, DONE, FAILED = "●○✓✗"
     WALL = "▌"  # ran out of memory
     ALARM = "!"
+    SIMULATED = "◌"  # the devices' speeds are written down, not measured
 
 
 _SIMILAR = str.maketrans(
-    "━╸▁▂▃▄▅▆▇█▓▒░▞▚▤▥⊘▸▶◆▲▼↓↑●○✓✗▌…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼\u202f\u00a0",
-    "==_.-:=+*#@$:/;&s/>+*^vv^*o+x|~--|x~ ><>-|+++++++++  ",
+    "━╸▁▂▃▄▅▆▇█▓▒░▞▚▤▥⊘▸▶◆▲▼↓↑●○◌✓✗▌…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼\u202f\u00a0",
+    "==_.-:=+*#@$:/;&s/>+*^vv^*o%+x|~--|x~ ><>-|+++++++++  ",
 )
 
 

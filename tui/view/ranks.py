@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from evener.balancer.result.words import say
-from evener.balancer.types import Finding
+from evener.balancer.number_format import duration, milliseconds, percent
 from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LiveDevice, Training
@@ -57,14 +56,25 @@ class RankRow(msgspec.Struct, frozen=True):
 Kind = Literal["silent", "input", "between steps", "waiting", "exchange", "throttled", "neighbour"]
 
 
+DOING: dict[Doing, str] = {  # what a silent rank is at
+    "": "silent",
+    "own work": "in own work",
+    "sum": "waiting in the all-reduce",
+    "update": "in the optimizer's step",
+    "between steps": "between steps",
+    "input": "waiting for data",
+}
+
+
 class Cause(msgspec.Struct, frozen=True):
-    """A cause that holds a training up: its kind, its sentence, and what that says as a code with
-    values.
-    """
+    """A cause that holds a training up, and its sentence; the figures in it are fields too."""
 
     kind: Kind
     text: str
-    finding: Finding
+    rank: str = ""  # or device that causes it; empty: all of them
+    seconds: float = 0.0  # of a step, or of silence
+    part: float = 0.0  # of a step, of the time (throttled) or of the device (neighbour)
+    others_wait: bool | None = False  # None: where the others are isn't known yet
 
 
 class RankPlace(NamedTuple):
@@ -147,8 +157,8 @@ def find_causes(
     step_s = step_s or max(row.own_work_s + row.waiting_s for row in rows)
     return (
         *_silent(rows, missing),
-        *_longest("input", "input", reporting, step_s, lambda row: row.input_s),
-        *_longest("between steps", "between", reporting, step_s, lambda row: row.between_s),
+        *_input(reporting, step_s),
+        *_between(reporting, step_s),
         *_waiting(reporting, step_s),
         *_throttled(ranks),
         *_neighbours(rows, processes),
@@ -160,12 +170,6 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
-
-
-def _cause(kind: Kind, code: str, **values: object) -> Cause:
-    """The cause of this code, in the words of the table."""
-    finding = Finding(f"held.{code}", values)
-    return Cause(kind, say(finding), finding)
 
 
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
@@ -181,25 +185,35 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
         {each} for each in ORDER[1:]
     ):
         last = max(held, key=lambda row: row.silent_s)
-        yield _cause(_kind(last), "all", missing=missing, doing=last.doing, seconds=last.silent_s)
+        seen = " seen here" if missing else ""
+        text = f"All ranks{seen} have been {_at(last)}."
+        yield Cause(_kind(last), text, seconds=last.silent_s)
         return
+    waits = len(held) > sum(map(held.__contains__, holding))
     for row in holding:
-        waits = len(held) > sum(map(held.__contains__, holding))
-        name, others = (
-            _name_rank(row, rows),
-            "unknown" if unknown and row.doing == "sum" else "wait" if waits else "",
-        )
-        if row.doing or not waits:
-            yield _cause(
-                _kind(row),
-                "silent",
-                rank=name,
-                doing=row.doing,
-                seconds=row.silent_s,
-                others=others,
+        name = _name_rank(row, rows)
+        if waits and not row.doing:
+            text = (
+                f"{name} has been silent for {duration(row.silent_s)}: stopped, or gone; the "
+                f"others wait for it."
             )
+            yield Cause("silent", text, name, row.silent_s, others_wait=True)
+        elif unknown and row.doing == "sum":
+            text = f"{name} has been {_at(row)}; where the others are isn't known yet."
+            yield Cause(_kind(row), text, name, row.silent_s, others_wait=None)
         else:
-            yield _cause("silent", "gone", rank=name, seconds=row.silent_s)
+            text = f"{name} has been {_at(row)}{_waiting_for_it(waits)}."
+            yield Cause(_kind(row), text, name, row.silent_s, others_wait=waits)
+
+
+def _at(row: RankRow) -> str:
+    """What a silent rank is at, and how long."""
+    perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
+    return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
+
+
+def _waiting_for_it(others: bool) -> str:
+    return "; the others wait for it" if others else ""
 
 
 def _kind(row: RankRow) -> Kind:
@@ -222,25 +236,49 @@ def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
     ]
 
 
-def _longest(
-    kind: Kind,
-    code: str,
-    rows: Sequence[RankRow],
-    step_s: float,
-    seconds: Callable[[RankRow], float],
-) -> Iterator[Cause]:
-    """A part of the step that is long: of all ranks, or of one, and whether the others wait for
-    it.
+def _input(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
+    """Waiting for data: of all ranks, or of one."""
+    found = _find_longest(rows, step_s, lambda row: row.input_s)
+    if found is None:
+        return
+    row, everywhere, waits = found
+    name = "" if everywhere else _name_rank(row, rows)
+    seconds, part = row.input_s, row.input_s / step_s
+    took = f"{milliseconds(seconds)} of a step, {percent(part)}"
+    text = f"{name} waits for data for {took}{_waiting_for_it(waits)}."
+    if everywhere:
+        text = f"Input takes {took}."
+    yield Cause("input", text, name, seconds, part, waits)
+
+
+def _between(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
+    """Time between steps: of all ranks, or of one."""
+    found = _find_longest(rows, step_s, lambda row: row.between_s)
+    if found is None:
+        return
+    row, everywhere, waits = found
+    name = "" if everywhere else _name_rank(row, rows)
+    seconds, part = row.between_s, row.between_s / step_s
+    what = f"between steps, {percent(part)} of the time, for example in logging or clipping"
+    text = f"{name} takes {milliseconds(seconds)} {what}{_waiting_for_it(waits)}."
+    if everywhere:
+        text = f"{milliseconds(seconds)} pass {what}."
+    yield Cause("between steps", text, name, seconds, part, waits)
+
+
+def _find_longest(
+    rows: Sequence[RankRow], step_s: float, seconds: Callable[[RankRow], float]
+) -> tuple[RankRow, bool, bool] | None:
+    """The rank in which a part of the step is longest, whether it is long in all of them, and
+    whether the others wait for that rank; None if it isn't worth naming.
     """
     row = max(_last(rows, step_s), key=seconds, default=None)
     if row is None or not step_s or seconds(row) < LEAST_PART * step_s:
-        return
-    took = {"seconds": seconds(row), "part": seconds(row) / step_s}
+        return None
     if min(map(seconds, rows)) >= seconds(row) / 2:
-        yield _cause(kind, f"all_{code}", **took)
-        return
+        return row, True, False
     waits = max(each.waiting_s for each in rows) - row.waiting_s >= LEAST_PART * step_s
-    yield _cause(kind, code, rank=_name_rank(row, rows), others="wait" if waits else "", **took)
+    return row, False, waits
 
 
 def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
@@ -257,9 +295,11 @@ def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
     noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(row.own_spread * row.own_work_s for row in timed)
     if min(slowest.own_work_s - together, waited_s) >= max(LEAST_PART * step_s, noise_s):
         name = _name_rank(slowest, rows)
-        yield _cause(
-            "waiting", "share", rank=name, own_seconds=slowest.own_work_s, waited_seconds=waited_s
+        text = (
+            f"{name} takes {milliseconds(slowest.own_work_s)} for its share; others wait up to "
+            f"{milliseconds(waited_s)} for it."
         )
+        yield Cause("waiting", text, name, waited_s, waited_s / step_s, True)
     yield from _exchange(timed, step_s)
 
 
@@ -267,7 +307,9 @@ def _exchange(timed: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
     """The cost of an exchange that nothing overlaps: even in its best steps every rank waits."""
     exchange_s = min(row.least_waiting_s for row in timed)
     if exchange_s >= LEAST_EXCHANGE * step_s:
-        yield _cause("exchange", "exchange", seconds=exchange_s)
+        took = milliseconds(exchange_s)
+        text = f"Exchanging gradients takes {took} that no computation overlaps."
+        yield Cause("exchange", text, "", exchange_s, exchange_s / step_s)
 
 
 def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
@@ -275,9 +317,9 @@ def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
         throttled = sample.throttled_percent.current if sample is not None else None
         if sample is not None and throttled is not None and throttled >= LEAST_PERCENT:
             reasons = plain(", ".join(sample.throttle_reasons), 60)
-            yield _cause(
-                "throttled", "throttled", device=row.device, percent=throttled, reasons=reasons
-            )
+            why = f": {reasons}" if reasons else ""
+            text = f"{row.device} is throttled {throttled:.0f} % of the time{why}."
+            yield Cause("throttled", text, row.device, part=throttled / 100)
 
 
 def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> Iterator[Cause]:
@@ -288,5 +330,8 @@ def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> 
         if each.pid in own or each.device_label not in devices:
             continue
         if busy >= LEAST_PERCENT or each.samples_per_second.current:
-            whose = {"pid": each.pid, "user": plain(each.user, 32) if each.user else ""}
-            yield _cause("neighbour", "neighbour", **whose, device=each.device_label, percent=busy)
+            whose = f" of {plain(each.user, 32)}" if each.user else ""
+            how_much = f" ({busy:.0f} % of it)" if busy else ""
+            where = each.device_label
+            text = f"Process {each.pid}{whose} also computes on {where}{how_much}."
+            yield Cause("neighbour", text, where, part=busy / 100)

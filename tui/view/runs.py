@@ -11,7 +11,7 @@ from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
 
 from ..text.formatting import plain
-from .balance_lines import rival_lines, share_lines, warning_lines
+from .balance_lines import finished_lines, rival_lines, share_lines, warning_lines
 from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines
 from .table import TAG, Column, text_cell
 
@@ -38,14 +38,11 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    names = (
-        each.rpartition("/")[2] for each in (row.named_workload, row.workload)
-    )  # of a file, its name
-    text = (
-        next((name for name in names if cells(name) <= width), row.workload.rpartition("/")[2])
-        or row.trouble
-    )
-    return (Span(cut(plain(text), width), "text" if row.workload else "bad"),)
+    """A file's name; what ran on simulated devices has a mark in front, at any width."""
+    mark = f"{Mark.SIMULATED} " if row.simulated else ""
+    text = row.workload.rpartition("/")[2] or row.trouble
+    name = Span(cut(plain(text), width - cells(mark)), "text" if row.workload else "bad")
+    return (Span(mark, "warn"), name) if mark else (name,)
 
 
 def _state(row: RunSummary, width: int) -> tuple[Span, ...]:
@@ -160,7 +157,7 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     )
     after = (
         Line(),
-        *text_lines(run.end.verdict, width, 4, "good"),
+        *finished_lines(run.end, width),
         *(() if run.state == "running" else text_lines(search.why_stopped, width, 3, "dim")),
         *warning_lines(plan.warnings, width),
     )

@@ -14,7 +14,6 @@ from evener.balancer.number_format import (
     step_time,
     write_share,
 )
-from evener.balancer.result.words import AT
 from evener.devices.types import DeviceSample
 from evener.live.files import ShareChange
 from evener.training.noise_scale import NoiseScale, describe, write_scale
@@ -23,7 +22,7 @@ from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
 from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
 from .monitor import NO_TRAINING
-from .ranks import RankRow
+from .ranks import DOING, RankRow
 from .table import Cell, Column, Grid, text_cell
 from .trainings import TrainingRow
 
@@ -154,7 +153,7 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 def _bar(longest_s: float) -> Cell[RankRow]:
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
         if row.silent_s:
-            return (Span(cut(f"{AT[row.doing]} for {duration(row.silent_s)}", width), "bad"),)
+            return (Span(cut(f"{DOING[row.doing]} for {duration(row.silent_s)}", width), "bad"),)
         if not row.own_work_s:
             return (Span(cut("reports no own work", width), "dim"),)
         return work_bar(row.own_work_s, row.waiting_s, longest_s, width)

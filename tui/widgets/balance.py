@@ -12,12 +12,13 @@ from textual.widget import Widget
 from textual_plotext import PlotextPlot
 
 from evener.balancer.session_state import CurvePoints, SessionState, curves
+from evener.devices.registry import is_simulated
 from evener.devices.types import DeviceSample
 
 from ..base_app import UsesApp
 from ..text.formatting import plain
 from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
-from ..view.cells import DEVICE_TONES, to_ascii
+from ..view.cells import DEVICE_TONES, Mark, to_ascii
 from ..view.charts import axis_ticks, short
 from ..view.lanes import LANES, Lane, lane_rows
 from ..view.table import Grid
@@ -49,9 +50,9 @@ class LanePanel(ListPanel[Lane]):
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = lane_rows(state, self._samples)
-        self.entitle(
-            plain(state.workload, 60) or "Devices", f"run {plain(state.run)}" if state.run else ""
-        )
+        title = plain(state.workload, 60) or "Devices"
+        mark = f"{Mark.SIMULATED} simulated: " if is_simulated(state.devices) else ""
+        self.entitle(f"{mark}{title}", f"run {plain(state.run)}" if state.run else "")
         self.redraw()
 
 

@@ -218,7 +218,9 @@ def _from_trainer(trainer: Any) -> Recipe:
     data = _to_data(rows, collate, workers, pinned, lengths=lengths)
     fitting = trainer.args.train_batch_size
     own = fitting * trainer.args.gradient_accumulation_steps
-    return Recipe(LossModule(trainer.model, compute), optimizer, None, data, own, fitting)
+    module = LossModule(trainer.model, compute)
+    mixed = str(trainer.accelerator.mixed_precision)
+    return Recipe(module, optimizer, None, data, own, fitting, mixed_precision=mixed)
 
 
 def _from_lightning(name: str, module: Any, given: Any) -> Recipe:

@@ -59,6 +59,7 @@ class Recipe(msgspec.Struct, frozen=True):
     own_batch: int | None = None  # rows of a step in the user's training, where that is known
     pass_rows: int | None = None  # rows of a forward pass there, which surely fit
     sample_batch: SampleBatch | None = None
+    mixed_precision: str = ""  # of a Trainer, as accelerate names it: no | fp16 | bf16
 
 
 class Waits:
@@ -293,6 +294,7 @@ class TorchWorkload(Workload, StepListener):
             **self._known,
             "state": self._shards.describe() if self._shards is not None else None,
             "rows": self.recipe.data.rows if self.recipe.data is not None else 0,
+            "computes": "bfloat16" if self._computes_bfloat16() else None,
             "batch_statistics": next(
                 (type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None
             ),
@@ -306,6 +308,16 @@ class TorchWorkload(Workload, StepListener):
             )  # no statistics over rows that are dealt
             known["longest_row"] = data.lengths.longest_row
         return {key: str(value) for key, value in known.items() if value is not None}
+
+    def _computes_bfloat16(self) -> bool:
+        """True if the request, a parameter or a Trainer says so; an autocast of the user's is not
+        known before it runs.
+        """
+        return (
+            _HALVES.get(self.place.precision) is torch.bfloat16
+            or self.recipe.mixed_precision == "bf16"
+            or any(each.dtype is torch.bfloat16 for each in self.recipe.module.parameters())
+        )
 
     def _open_batches(self) -> Batches:
         """Made on first use: within the memory cap, and before the peak of any step is counted."""

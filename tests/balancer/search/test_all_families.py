@@ -13,7 +13,6 @@ import pytest
 from evener.balancer.families import Placement
 from evener.balancer.objectives import mean_power
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.outcome import list_broken
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stop, Timed
@@ -196,7 +195,7 @@ def test_a_journal_in_the_middle_asks_the_same_next() -> None:
 def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     of = machine(device("A", 40.0), device("B", 30.0))
     search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
-    assert [(c.layout.placement, type(seen).__name__) for c, seen in list_broken(search)] == [
+    assert [(c.layout.placement, type(seen).__name__) for c, seen in search.race.list_broken()] == [
         ("unknown", "Failed")
     ]
     assert {one.candidate.family.name for one in search.ranking()} >= {"solo", "even", "place"}

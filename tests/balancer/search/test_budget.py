@@ -14,20 +14,28 @@ from hypothesis import strategies as st
 
 from evener.balancer.families import PackMode, Placement
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.outcome import (
+from evener.balancer.result.judge import (
     RunEnd,
     find_retreats,
     find_short_budget,
     find_unmeasured,
-    list_broken,
-    list_ungrown,
 )
-from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import LayoutOptions, shrink
 from evener.balancer.search.observations import Observations
+from evener.balancer.search.report import SearchReport
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stop, Timed
+from evener.balancer.types import (
+    End,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stop,
+    Timed,
+)
+from evener.balancer.verdict import LeftOut, ShortBudget
 from evener.devices.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 
 ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")))
@@ -150,9 +158,21 @@ def test_nothing_is_measured_twice_before_everything_was_once() -> None:
     assert max(placed) < again
 
 
-def short_budget(search: Search, prober: SlowStarts, why: str) -> str:
-    """What the verdict begins with."""
-    return write_verdict(find_short_budget(search, prober.seen, RunEnd(why, 20.0)))
+def reported(search: Search) -> SearchReport:
+    """What a search has come to."""
+    report = search.report()
+    assert report is not None
+    return report
+
+
+def missing_in(search: Search, devices: int, stop: Stop = Stop.BUDGET) -> list[LeftOut]:
+    """What the budget left out."""
+    return list(find_unmeasured(reported(search), devices, RunEnd(End(stop), 20.0)))
+
+
+def short_budget(search: Search, prober: SlowStarts, stop: Stop) -> ShortBudget | None:
+    """What the verdict says of the budget."""
+    return find_short_budget(reported(search), prober.seen, RunEnd(End(stop), 20.0))
 
 
 def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first() -> None:
@@ -160,13 +180,12 @@ def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first()
     interrupt.
     """
     search, prober = split_only(20.0)
-    words = short_budget(search, prober, Stop.BUDGET.value)
-    assert words.startswith(
-        "The budget of 20 s was over before any split was measured: starting processes took 12 s"
-    )
-    assert short_budget(search, prober, Stop.INTERRUPTED.value) == ""
-    search, prober = split_only(float(words.partition("--budget ")[2].partition("s should")[0]))
-    assert short_budget(search, prober, Stop.BUDGET.value) == ""
+    short = short_budget(search, prober, Stop.BUDGET)
+    assert short is not None
+    assert (short.budget_seconds, round(short.start_seconds)) == (20, 12)
+    assert short_budget(search, prober, Stop.INTERRUPTED) is None
+    search, prober = split_only(float(short.enough_seconds))
+    assert short_budget(search, prober, Stop.BUDGET) is None
 
 
 def split_only(budget: float) -> tuple[Search, SlowStarts]:
@@ -187,10 +206,11 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(
     assert missing
     assert search.best() is not None
     assert search.why_stopped() == Stop.BUDGET.value
-    assert say_all(find_unmeasured(search, 2, interrupted=True)) == ()
-    (sentence,) = say_all(find_unmeasured(search, 2))
-    assert "pack of 2" in sentence
-    enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
+    assert missing_in(search, 2, Stop.INTERRUPTED) == []
+    left_out = missing_in(search, 2)
+    assert "pack of 2" in [one.name for one in left_out]
+    assert {one.reason for one in left_out} == {"no_time"}
+    enough = float(left_out[0].enough_seconds)
     assert budget < enough < 400
     assert compared(enough, start)[0].race.unmeasured == ()
 
@@ -214,21 +234,21 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
 ) -> None:
     """Packs leave time for a turn of every candidate; the budget that is named has it too."""
     search, _ = packed(budget, start, *modes)
-    *_, sentence = say_all(find_unmeasured(search, 1))
-    enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
+    growing = [one for one in missing_in(search, 1) if one.reason == "packs_growing"]
+    enough = float(growing[0].enough_seconds)
     assert budget < enough < 200
     again, _ = packed(enough, start, *modes)
     tried = [seen.probe.layout for _, packing in again.race.packings for seen in packing.seen]
-    larger = [one.layout for one in list_ungrown(search)]
+    larger = [one.layout for one in reported(search).ungrown]
     assert larger
     for layout in larger:
         assert layout in tried
-    assert f"pack of {larger[0].processes}" in sentence
+    assert growing[0].name.startswith(f"pack of {larger[0].processes}")
 
 
 def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
     search, _ = packed(600.0, 3.0, "")
-    assert say_all(find_unmeasured(search, 1)) == ()
+    assert missing_in(search, 1) == []
     assert search.ranking()[0].candidate.layout.processes in (5, 6, 7)
 
 
@@ -240,7 +260,7 @@ def test_modes_of_packing_grow_in_step() -> None:
     assert [layout.processes for layout in grown] == sorted(layout.processes for layout in grown)
     plain, mps = (sum(layout.placement == mode for layout in grown) for mode in ("", "mps"))
     assert abs(plain - mps) <= 1
-    assert len(list_ungrown(search)) == 2
+    assert len(reported(search).ungrown) == 2
 
 
 @pytest.mark.parametrize("budget", [120.0, 600.0, None])
@@ -290,7 +310,8 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
 def test_without_a_budget_nothing_is_left_out() -> None:
     search, _ = compared(None, 12.0)
     assert search.race.unmeasured == ()
-    assert say_all(find_unmeasured(search, 2)) == say_all(find_retreats(search, 2)) == ()
+    assert missing_in(search, 2) == []
+    assert find_retreats(reported(search), 2) == ()
 
 
 def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
@@ -311,11 +332,10 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
         if one.candidate.layout.placement == "towers"
     ]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
-    assert list_broken(found) == []
-    assert any(
-        "ran out of memory" in line and "measured instead" in line
-        for line in say_all(find_retreats(found, 2))
-    )
+    assert found.race.list_broken() == []
+    (retreat,) = find_retreats(reported(found), 2)
+    assert retreat.name == "place towers"
+    assert retreat.wished != retreat.instead
 
 
 def test_a_batch_that_is_given_does_not_shrink() -> None:
@@ -329,7 +349,7 @@ def test_a_batch_that_is_given_does_not_shrink() -> None:
     prober.full = {towers}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
     found = prober.run(Search(Problem(2, sizes, global_batch=64), ALL))
-    assert [candidate.layout for candidate, _ in list_broken(found)] == [towers]
+    assert [candidate.layout for candidate, _ in found.race.list_broken()] == [towers]
 
 
 @pytest.mark.parametrize("budget", [40.0, 100.0, None])

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from evener.balancer.families import PackMode, pack_on
-from evener.balancer.result.outcome import list_broken
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import (
@@ -168,7 +167,7 @@ def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
 ) -> None:
     """Not one on which a larger pack failed: there, that is how the largest was found."""
     layouts: list[Layout] = [
-        one.layout for one, _ in list_broken(searched(runs)) if one.layout.placement == ""
+        one.layout for one, _ in searched(runs).race.list_broken() if one.layout.placement == ""
     ]
     assert [layout.processes for layout in layouts] == named
 

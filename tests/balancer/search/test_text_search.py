@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.families import Placement, is_even
-from evener.balancer.result.verdict import padding_share
+from evener.balancer.result.judge import padding_share
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import StepCost, WorkPoint, fit_rates, fit_step_cost

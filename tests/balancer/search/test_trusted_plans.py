@@ -72,7 +72,7 @@ def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
         finished.plan.throughput.samples_per_second / single.throughput.samples_per_second
         == pytest.approx(1.32, abs=0.01)
     )
-    assert "32 % faster than SIM:0 alone" in finished.verdict
+    assert "+32 % over SIM:0 alone" in finished.verdict
 
 
 def falling(name: str, top: int, rate: float, past: float) -> SimulatedDevice:

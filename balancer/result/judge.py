@@ -1,0 +1,513 @@
+"""Makes the verdict of a search from its report, its record and its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import cast
+
+import msgspec
+
+from evener.devices.types import Device
+from evener.shares.curves import Cost
+
+from ..families import SOLO, Family, is_even
+from ..journal import Record
+from ..number_format import relative_error
+from ..objectives import find_objective
+from ..probes.launch_plan import MIXED
+from ..search.layouts import Candidate
+from ..search.report import SearchReport
+from ..statistics import is_known
+from ..types import End, Failed, Interval, Layout, Observation, Result, Stop, Timed
+from ..verdict import (
+    Chosen,
+    Figure,
+    LayoutKind,
+    LeftOut,
+    ObjectiveReached,
+    ReplacedLayout,
+    Rival,
+    RivalKind,
+    ShortBudget,
+    SplitLoss,
+    StopCode,
+    Unfinished,
+    Verdict,
+    WhyNot,
+)
+from . import measurements
+from .learning import find_learning
+from .rivals import (
+    ComparedLayout,
+    compare,
+    compare_all,
+    find_own_family,
+    list_samples,
+    name_layout,
+    name_rivals,
+    printed_gain,
+)
+
+MARGIN = 1.3  # on top of a budget that would just have been enough: starts of children are guessed
+STEP_SECONDS = 10  # to which it is rounded up
+USUAL_ROWS = 8  # of a pass
+COVERS = 0.8  # of a loss: what is named as its cause
+
+
+class RunEnd(msgspec.Struct, frozen=True):
+    """Why a run ended, after how many seconds of its clock, and what had not ended when the time
+    was over.
+    """
+
+    end: End
+    seconds: float
+    interrupted: bool = False  # by the user
+    unfinished: tuple[Unfinished, ...] = ()
+
+    @property
+    def why_stopped(self) -> str:
+        """The reason as a sentence."""
+        return self.end.words
+
+    @property
+    def late(self) -> bool:
+        """True if the budget ended the run."""
+        return self.end.stop in (Stop.BUDGET, Stop.LATE)
+
+
+def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
+    """The verdict of a run."""
+    chosen, devices, request = report.chosen, record.header.devices, record.header.request
+    labels = tuple(device.label for device in devices)
+    rivals = compare_all(chosen, report.ranking, report.results, report.single)
+    figure, seen = chosen.throughput, record.observations
+    known = is_known(figure)
+    error = relative_error(figure.value, figure.low, figure.high)
+    doubts = measurements.find_doubts(seen, chosen.layout, error)
+    named = _name_rivals(report, rivals, labels)
+    return Verdict(
+        chosen=_describe_chosen(report, labels),
+        figure=_describe_figure(report, chosen.layout, figure),
+        equal_shares=_has_equal_shares(chosen.layout),
+        simulated=record.header.job.simulated,
+        rivals=named,
+        split_loss=_find_split_loss(report, rivals) if known else None,
+        split_unmeasured=known and _lacks_split(chosen, rivals, len(labels)),
+        tolerance=report.problem.tolerance,
+        framework=record.header.framework,
+        batch_given=request.global_batch is not None,
+        doubts=measurements.describe_doubts(doubts, devices),
+        on_gpus=any(not device.on_cpu for device in devices),
+        left_out=(
+            *(LeftOut("request", "", "impossible", text) for text in report.options.left_out),
+            *find_unequal_rows(report),
+            *find_not_compared(report, len(labels)),
+            *find_unmeasured(report, len(labels), end),
+            *measurements.find_left_out(seen, devices, chosen.layout),
+            *_find_left_out_hosts(report, devices),
+        ),
+        notes=record.header.notes,
+        short_budget=find_short_budget(report, seen, end),
+        retreats=find_retreats(report, len(labels)),
+        unfinished=() if end.interrupted else end.unfinished,
+        taken_memory=measurements.find_taken_memory(seen, devices),
+        code_limit=measurements.find_code_limit(seen),
+        few_steps=measurements.find_few_steps(chosen.layout, record.facts.rows),
+        pass_statistics=measurements.find_pass_statistics(
+            chosen.layout, record.facts.batch_statistics
+        ),
+        slow_bfloat16=_find_slow_bfloat16(record, chosen.layout),
+        objective=find_objective_reached(report) if known else None,
+        learning=find_learning(request, report) if known else None,
+        stopped=cast(StopCode, end.end.code),
+        stopped_detail=end.end.detail,
+    )
+
+
+# ---------------------------------------------------------------------- the answer
+
+
+def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
+    """The layout to take, in words and as data."""
+    layout = report.chosen.layout
+    family = find_own_family(layout)
+    ratios = find_ratios(layout, report.mean_length)
+    gap = work_gap(report.turns_of(layout)) if len(layout.active) > 1 else None
+    return Chosen(
+        family=family.name,
+        kind=find_kind(family, layout),
+        answer=family.answer(layout, labels, ratios),
+        devices=tuple(labels[i] for i in layout.active),
+        batches=tuple(layout.shares[i] for i in layout.active),
+        micro=tuple(layout.pass_rows[i] for i in layout.active),
+        global_batch=layout.global_batch,
+        trainings=layout.processes,
+        knobs=layout.knobs,
+        own_work_gap=gap if report.mean_length else None,
+    )
+
+
+def find_kind(family: Family, layout: Layout) -> LayoutKind:
+    """What a layout is to a verdict."""
+    traits = layout.traits
+    if traits.placed:
+        return "placed"
+    if traits.side_by_side:
+        return "side_by_side"
+    if traits.alone:
+        return "one_device"
+    if traits.sharded:
+        return "sharded"
+    return "equal_shares" if family.equal_shares else "other_shares"
+
+
+def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> Figure:
+    """Samples/s of a layout, and tokens/s where rows have lengths."""
+    plain = Figure(figure.value, figure.low, figure.high, is_known(figure))
+    if not report.mean_length:
+        return plain
+    padding = padding_share(report.turns_of(layout))
+    tokens = figure.value * report.mean_length
+    return msgspec.structs.replace(plain, tokens_per_second=tokens, padding=padding)
+
+
+def _has_equal_shares(layout: Layout) -> bool:
+    """True if all devices of the request take equal shares in one pass, as plain data parallelism
+    gives them.
+    """
+    everywhere = len(layout.active) == len(layout.shares) and not layout.traits.sharded
+    return everywhere and is_even(layout) and not layout.in_passes and not layout.knobs
+
+
+def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
+    """Each device's part of a batch; of its cost, where rows are assigned by what they cost."""
+    if layout.costs:
+        return cost_ratios(layout.costs, row_tokens)
+    return tuple(share / layout.global_batch for share in layout.shares)
+
+
+def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
+    """Each device's part of the cost of a batch, when all finish at the same time; of passes of a
+    few usual rows.
+    """
+    speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
+    return tuple(speed / sum(speeds) for speed in speeds)
+
+
+def waiting_share(seen: Sequence[Timed]) -> float | None:
+    """The part of a step in which the busiest device waits for others or for data; None where that
+    isn't measured.
+    """
+    own = _own_seconds(seen)
+    if own is None or any(one.step_seconds <= 0 for one in seen):
+        return None
+    return fmean(
+        max(0.0, 1 - max(each) / one.step_seconds) for each, one in zip(own, seen, strict=True)
+    )
+
+
+def padding_share(seen: Sequence[Timed]) -> float:
+    """The part of the computed tokens that is padding."""
+    return fmean([one.padding for one in seen] or [0.0])
+
+
+def work_gap(seen: Sequence[Timed]) -> float | None:
+    """The difference between the devices' own work, as a part of the longest; None if it wasn't
+    measured.
+    """
+    own = _own_seconds(seen)
+    if own is None or any(max(each) <= 0 for each in own):
+        return None
+    return fmean(1 - min(each) / max(each) for each in own)
+
+
+def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
+    """The own work of each device that computes, by measurement; None where one of them is
+    unknown.
+    """
+    own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.active] for one in seen]
+    missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.active)
+    return None if missing or not own else own
+
+
+# ---------------------------------------------------------------------- rivals
+
+
+def list_alone(report: SearchReport) -> list[ComparedLayout]:
+    """Each device alone at the plan's batch, where it ran at that, else at its fastest one.
+
+    A device that is the plan itself has the plan's figure.
+    """
+    chosen, batch = report.chosen, report.chosen.layout.global_batch
+    found = []
+    for position, fastest in enumerate(report.solos):
+        if fastest is None:
+            continue
+        same = [
+            one
+            for one in report.results
+            if one.layout.traits.alone
+            and one.layout.active == (position,)
+            and one.layout.global_batch == batch
+        ]
+        best = max(same, key=lambda one: one.throughput.value, default=fastest)
+        found.append(compare_alone(chosen, best))
+    return found
+
+
+def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
+    """The comparison of a device alone with the chosen layout, which may be that device."""
+    figure = chosen.throughput if one.layout == chosen.layout else one.throughput
+    return compare(chosen, Candidate(SOLO, one.layout), figure)
+
+
+def _name_rivals(
+    report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
+) -> tuple[Rival, ...]:
+    """Every rival, each device alone, and the fastest layout of all, if it isn't the plan."""
+    chosen = report.chosen
+    known = {one.layout for one in rivals} | {chosen.layout}
+    devices = {one.layout.active for one in rivals if one.layout.traits.alone}
+    alone = [one for one in list_alone(report) if one.layout not in known]
+    further = [one for one in alone if one.layout.active not in devices]
+    further.sort(key=lambda one: -one.throughput.value)
+    further += _find_fastest(report, known | {one.layout for one in further})
+    found = (*rivals, *further)
+    names = name_rivals(chosen, found, len(labels))
+    return tuple(
+        _describe_rival(report, one, name, labels, alone)
+        for name, one in zip(names, found, strict=True)
+    )
+
+
+def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
+    """The layout with the highest figure, if that is above the plan's; nothing if it is `known`
+    already.
+    """
+    batch, chosen = report.problem.global_batch, report.chosen
+    able = [one for one in report.results if batch in (None, one.layout.global_batch)]
+    fastest = max(able, key=lambda one: one.throughput.value, default=chosen)
+    if fastest.layout in known or fastest.throughput.value <= chosen.throughput.value:
+        return []
+    family = find_own_family(fastest.layout)
+    return [compare(chosen, Candidate(family, fastest.layout), fastest.throughput)]
+
+
+def _describe_rival(
+    report: SearchReport,
+    one: ComparedLayout,
+    name: str,
+    labels: Sequence[str],
+    alone: Sequence[ComparedLayout],
+) -> Rival:
+    """A rival as the verdict has it; `alone` are devices alone with their earlier figures."""
+    layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
+    kind: RivalKind = find_kind(one.candidate.family, layout)
+    name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
+    if layout.knobs or report.chosen.layout.knobs:
+        kind = "knobs"
+    earlier = [
+        other.throughput.value
+        for other in alone
+        if layout.traits.alone and other.layout.global_batch == layout.global_batch
+    ]
+    return Rival(
+        kind=kind,
+        name=name,
+        devices=tuple(labels[i] for i in layout.active),
+        batches=tuple(layout.shares[i] for i in layout.active),
+        global_batch=layout.global_batch,
+        figure=_describe_figure(report, layout, one.throughput),
+        gain=gain,
+        tie=one.tie,
+        unclear=one.unclear,
+        paired=one.paired,
+        trainings=layout.processes,
+        knobs=layout.knobs,
+        why_not=_why_not(report, one),
+        earlier=max([0.0, *(rate for rate in earlier if rate > one.throughput.value)]),
+    )
+
+
+def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNot | None:
+    """Why a layout whose figure is above the plan's isn't the plan; None for a slower one."""
+    chosen, problem = report.chosen, report.problem
+    if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
+        return None
+    if find_objective(problem.objective).trades_speed:
+        return "objective"
+    larger = one.layout.global_batch > chosen.layout.global_batch
+    if problem.global_batch is None and problem.tolerance and larger and one.candidate.synchronous:
+        return "tolerance"
+    if one.paired and one.gain >= 0:
+        return "in_turn"
+    return "tie" if one.tie else "measured_again"
+
+
+def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
+    """The cause of the best split's loss against one device: keeping in step, or time that a
+    smaller share doesn't shorten; else known times.
+    """
+    chosen, split = report.chosen, _best_split(rivals)
+    if not chosen.layout.traits.alone or split is None or split.tie or split.gain < 0:
+        return None
+    layout = split.layout
+    apart, known = report.apart_seconds.get(layout), report.sync_seconds
+    if apart is None and known is None:
+        return None
+    batch, sync, share = layout.global_batch, known or 0.0, max(layout.shares)
+    took, whole = (batch / one.throughput.value for one in (split, chosen))
+    kept = (apart or 0.0) - whole * share / batch
+    if kept > sync and kept >= COVERS * (took - whole):
+        same = batch == chosen.layout.global_batch
+        return SplitLoss("longest_part", took, apart, whole if same else None, known)
+    if sync >= COVERS * (took - whole):
+        return SplitLoss("exchange", took, apart, None, known)
+    return SplitLoss("unexplained", took, apart, None, known)
+
+
+def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
+    """The first split that is compared."""
+    splits = [one for one in rivals if one.family and one.layout.traits.together and one.compared]
+    return splits[0] if splits else None
+
+
+def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
+    """True if one device of several was chosen, and no split near its batch ran."""
+    if not chosen.layout.traits.alone or devices < 2:
+        return False
+    splits = [one for one in rivals if one.family and one.layout.traits.together]
+    return not any(one.compared or not is_known(one.throughput) for one in splits)
+
+
+def _find_slow_bfloat16(record: Record, layout: Layout) -> tuple[str, ...]:
+    """The devices of the plan that compute bfloat16 without hardware for it, beside one that has
+    it; none where the training computes in another type.
+    """
+    request = record.header.request
+    asked = request.precision == MIXED or "mixed" in layout.knobs
+    if not (asked or record.facts.bfloat16):
+        return ()
+    devices = [record.header.devices[i] for i in layout.active]
+    if not any(device.bfloat16 for device in devices):
+        return ()
+    return tuple(device.label for device in devices if device.bfloat16 is False)
+
+
+# ---------------------------------------------------------------------- what is missing
+
+
+def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
+    """The chosen layout's value of the objective, where the objective decided against speed."""
+    objective, chosen = find_objective(report.problem.objective), report.chosen
+
+    def value(one: Result) -> float:
+        return objective.value(one.throughput.value, report.turns_of(one.layout))
+
+    own = value(chosen)
+    if not objective.trades_speed or not own:
+        return None
+    others = (*report.results, *(one.result for one in report.ranking))
+    fastest = max((chosen, *others), key=lambda one: one.throughput.value)
+    other = value(fastest)
+    is_fastest = fastest.throughput.value <= chosen.throughput.value or not other
+    gain = None if is_fastest else own / other - 1
+    return ObjectiveReached(objective.name, own, report.problem.max_slowdown, gain)
+
+
+def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
+    """Each layout of the race that did not run."""
+    for candidate, seen in report.broken:
+        name = name_layout(candidate, devices)
+        if isinstance(seen, Failed):
+            yield LeftOut("layout", name, "failed", seen.detail.rstrip("."))
+        else:
+            yield LeftOut("layout", name, "out_of_memory")
+
+
+def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
+    """Families that were asked for but aren't compared, as rows are assigned by cost."""
+    if not report.mean_length:
+        return
+    for family in report.options.wanted:
+        if not family.traits.by_shares:
+            yield LeftOut("family", family.plural, "by_rows")
+
+
+def find_unmeasured(report: SearchReport, devices: int, end: RunEnd) -> Iterator[LeftOut]:
+    """Layouts that the budget left out, with a budget that should do."""
+    cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
+    if report.problem.budget_seconds is None or cut:
+        return
+    enough = _round_enough(report)
+    for one in report.unmeasured:
+        yield LeftOut("layout", name_layout(one, devices), "no_time", enough_seconds=enough)
+    for one in report.ungrown:
+        yield LeftOut("layout", name_layout(one, devices), "packs_growing", enough_seconds=enough)
+
+
+def find_retreats(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
+    """Layouts that were measured with fewer samples than was meant."""
+    return tuple(
+        ReplacedLayout(
+            name_layout(wished, devices),
+            list_samples(wished.layout),
+            list_samples(instead.layout),
+        )
+        for wished, instead in report.retreats
+    )
+
+
+def _round_enough(report: SearchReport) -> int:
+    return STEP_SECONDS * math.ceil(MARGIN * report.enough_seconds / STEP_SECONDS)
+
+
+def find_short_budget(
+    report: SearchReport, seen: Sequence[Observation], end: RunEnd
+) -> ShortBudget | None:
+    """A budget that was over before any split was tried, and what starting processes took of it."""
+    budget = report.problem.budget_seconds
+    tried = any(len(one.probe.layout.active) > 1 for one in seen)
+    wanted = report.problem.devices > 1 and report.options.with_splits
+    if tried or not end.late or budget is None or not wanted:
+        return None
+    timed = [one for one in seen if isinstance(one, Timed)]
+    at_once = [one.start_seconds for one in timed if one.probe.stage == "solo"]
+    later = [one.start_seconds for one in timed if one.probe.stage != "solo"]
+    starts = max(at_once, default=0.0) + sum(later)
+    return ShortBudget(budget, starts, _round_enough(report))
+
+
+def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
+    """The hosts that a chosen split leaves out and why, where a split over more of them was
+    measured as slower.
+    """
+
+    def list_hosts(layout: Layout) -> list[str]:
+        return list(dict.fromkeys(devices[i].host for i in layout.active))
+
+    chosen = report.chosen
+    own = list_hosts(chosen.layout)
+    wider = [one for one in report.results if len(list_hosts(one.layout)) > len(own)]
+    fastest = max(wider, key=lambda one: one.throughput.value, default=None)
+    if not chosen.layout.traits.together or fastest is None:
+        return
+    speed, batch = fastest.throughput.value, fastest.layout.global_batch
+    if speed >= chosen.throughput.value:
+        return
+    there, loss = list_hosts(fastest.layout), -printed_gain(speed, chosen.throughput.value)
+    seconds = report.network_seconds[len(there)]
+    for host in there:
+        if host not in own:
+            yield LeftOut(
+                "host",
+                host,
+                "slower",
+                loss=loss,
+                samples_per_second=speed,
+                hosts=len(there),
+                global_batch=batch if batch != chosen.layout.global_batch else 0,
+                network_seconds=seconds if seconds >= COVERS * loss * batch / speed else 0.0,
+            )

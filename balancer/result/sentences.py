@@ -1,0 +1,626 @@
+"""The verdict as text, in plain sentences: the answer, what it gains, remarks on why, and what to
+know before trusting it.
+
+To add a sentence, write a function of the verdict that yields it and name it in REMARKS, or in
+WARNINGS if it is a reason not to trust the figures.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from evener.devices.registry import is_simulated
+from evener.plan.file import Plan
+from evener.training.noise_scale import write_scale
+
+from ..events import Finished
+from ..families import MOST_NAMED as MOST_DEVICES
+from ..number_format import (
+    factor,
+    join_words,
+    milliseconds,
+    percent,
+    rate,
+    relative_error,
+    size,
+)
+from ..objectives import find_objective
+from ..verdict import DoubtFound, Figure, LeftOut, Rival, Unfinished, Verdict
+from .rivals import KNOBS, printed_gain
+
+BETWEEN = "   "  # the parts of the headline
+SIMULATED = "simulated: "
+MOST_NAMED = 3  # layouts in a sentence
+SPLITS = ("equal_shares", "other_shares", "sharded")
+PLAIN_PARALLEL = {
+    "torch": "plain DDP",
+    "tensorflow": "plain MirroredStrategy",
+    "none": "plain data parallelism",
+}
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A verdict in words. The answer begins with a mark where devices were simulated."""
+
+    answer: str
+    figure: str
+    gains: str
+    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The answer, its figure and its gains on one line."""
+        return BETWEEN.join(part for part in (self.answer, self.figure, self.gains) if part)
+
+    @property
+    def text(self) -> str:
+        """The headline and the remarks, a line each."""
+        return "\n".join((self.headline, *self.remarks))
+
+
+def write_verdict(verdict: Verdict) -> Written:
+    """The verdict in words."""
+    mark = SIMULATED if verdict.simulated else ""
+    knobs = [KNOBS.get(knob, knob) for knob in verdict.chosen.knobs]
+    with_knobs = f", with {join_words(knobs)}" if knobs else ""
+    return Written(
+        f"{mark}{verdict.chosen.answer}{with_knobs}",
+        _write_figure(verdict),
+        ", ".join(_write_gains(verdict)),
+        tuple(line for write in REMARKS for line in write(verdict)),
+        tuple(line for write in WARNINGS for line in write(verdict)),
+    )
+
+
+# ---------------------------------------------------------------------- the headline
+
+
+def write_error(figure: Figure) -> str:
+    """± 0.4 %, of samples/s with their interval."""
+    error = relative_error(figure.samples_per_second, figure.low, figure.high)
+    return f"± {percent(error, 1)}"
+
+
+def _write_figure(verdict: Verdict) -> str:
+    figure = verdict.figure
+    speed = f"{rate(figure.samples_per_second)} samples/s"
+    if not figure.known:
+        return f"{speed} {write_error(figure)}, too uncertain to compare"
+    error = write_error(figure)
+    shown = "" if error == "± 0.0 %" else f" {error}"
+    if not figure.tokens_per_second:
+        return f"{speed}{shown}"
+    gap = verdict.chosen.own_work_gap
+    within = "" if gap is None else f", the devices' own work within {percent(gap)}"
+    tokens = f"{rate(figure.tokens_per_second)} tokens/s{shown}"
+    return f"{tokens} ({speed}, {percent(figure.padding)} padding{within})"
+
+
+def _write_gains(verdict: Verdict) -> Iterator[str]:
+    """The gains over the even split, one device alone and a split, as far as they are other
+    layouts.
+    """
+    if not verdict.figure.known:
+        return
+    chosen = verdict.chosen
+    if chosen.kind in ("other_shares", "sharded"):
+        evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
+        same = [one for one in evens if len(one.devices) == len(chosen.devices)]
+        over = "even by number of rows" if verdict.figure.tokens_per_second else "even"
+        yield from (_write_gain(one, over) for one in same[:1] if _is_told(one))
+    if chosen.kind not in SPLITS:
+        split = find_best_split(verdict)
+        if split is not None:
+            yield _write_gain(split, _name_split(split))
+    single = find_alone(verdict)
+    if single is not None:
+        yield _write_gain(single, single.name)
+        if chosen.trainings > 1 and single.gain is not None:
+            seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
+            times = seconds / (single.global_batch / single.figure.samples_per_second)
+            yield f"each training takes {times:.1f} times as long"
+
+
+def find_best_split(verdict: Verdict) -> Rival | None:
+    """The split to compare one device, packs or placements with; None if none was measured near
+    the plan's batch.
+    """
+    splits = [one for one in verdict.rivals if one.kind in SPLITS]
+    return next(filter(_is_told, splits), None)
+
+
+def find_alone(verdict: Verdict) -> Rival | None:
+    """The device alone that the plan is compared with, another one if the plan is one device; None
+    if that says nothing.
+    """
+    alone = [one for one in verdict.rivals if one.kind == "one_device"]
+    if verdict.chosen.kind == "one_device":
+        alone = [one for one in alone if one.devices != verdict.chosen.devices]
+    return alone[0] if alone and _is_told(alone[0]) else None
+
+
+def _name_split(split: Rival) -> str:
+    """The best split (226 + 30)."""
+    if len(split.batches) > MOST_DEVICES:
+        return f"the {split.name}"
+    return f"the {split.name} ({' + '.join(map(str, split.batches))})"
+
+
+def _is_told(rival: Rival) -> bool:
+    """True if something can be said of the gain over a rival: how large it is, or that its figure
+    is too uncertain.
+    """
+    return rival.gain is not None or not rival.figure.known
+
+
+def _write_gain(rival: Rival, over: str) -> str:
+    if not rival.figure.known or rival.gain is None:
+        return f"{over} is too uncertain to compare ({write_error(rival.figure)})"
+    if rival.tie:
+        return f"as fast as {over} within the error"
+    in_turn = ", measured in turn" if rival.paired else ""
+    size_of_gain = percent(abs(rival.gain), 0 if abs(rival.gain) >= 0.01 else 1)
+    if rival.gain < 0:
+        return f"{size_of_gain} slower than {over}{in_turn}"
+    return f"+{size_of_gain} over {over}{in_turn}"
+
+
+# ---------------------------------------------------------------------- remarks
+
+
+def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
+    if not verdict.equal_shares or not verdict.figure.known:
+        return
+    what = f"the batch, {verdict.chosen.global_batch} samples a step"
+    if verdict.batch_given:
+        what = "shares that follow a device which gets slower (rebalance)"
+    plain = PLAIN_PARALLEL.get(verdict.framework, PLAIN_PARALLEL["none"])
+    yield (
+        f"Equal shares are right: {plain} trains this as fast; evener adds nothing here but {what}."
+    )
+
+
+def _say_split_loss(verdict: Verdict) -> Iterator[str]:
+    """Why several devices are slower than one, or that this wasn't measured."""
+    loss = verdict.split_loss
+    if verdict.split_unmeasured:
+        yield f"No split over several devices was measured near {_samples(verdict)}."
+    if loss is None:
+        return
+    longest = "" if loss.longest_seconds is None else milliseconds(loss.longest_seconds)
+    if loss.cause == "exchange" and loss.exchange_seconds is not None:
+        cost = milliseconds(loss.exchange_seconds)
+        yield f"The split is slower because synchronizing the devices costs {cost} a step."
+    elif loss.cause == "longest_part":
+        whole = loss.whole_seconds
+        all_rows = f", against {milliseconds(whole)} for all {_samples(verdict)}" if whole else ""
+        yield (
+            f"The split is slower because its longest part alone still takes {longest}{all_rows}."
+        )
+    else:
+        part = f", its longest part alone {longest}" if longest else ""
+        step = milliseconds(loss.step_seconds)
+        yield f"The split is slower: its step takes {step}{part}; the rest is unexplained."
+
+
+def _samples(verdict: Verdict) -> str:
+    return f"{verdict.chosen.global_batch} samples"
+
+
+def _say_faster(verdict: Verdict) -> Iterator[str]:
+    """Every layout whose samples/s are above the plan's, and why it isn't the plan."""
+    if not verdict.figure.known:
+        return
+    faster = [one for one in verdict.rivals if one.why_not is not None]
+    faster.sort(key=lambda one: -one.figure.samples_per_second)
+    larger = [one for one in faster if one.why_not == "tolerance"][:MOST_NAMED]
+    if larger:
+        found = [
+            f"{one.global_batch} samples a step ({_write_batches(one)}) reach "
+            f"{_write_more(verdict, one)}"
+            for one in larger
+        ]
+        yield (
+            f"Faster with a larger batch: {', '.join(found)}; the plan is the smallest batch "
+            f"within --tolerance {percent(verdict.tolerance)}."
+        )
+    for one in [one for one in faster if one.why_not != "tolerance"][:MOST_NAMED]:
+        name = one.name[:1].upper() + one.name[1:]
+        yield f"{name} reached {_write_more(verdict, one)}{_write_why_not(one)}."
+
+
+def _write_more(verdict: Verdict, one: Rival) -> str:
+    """A faster layout's samples/s, and how much more than the plan's they are."""
+    speed = one.figure.samples_per_second
+    more = printed_gain(speed, verdict.figure.samples_per_second)
+    tie = " (within the error)" if one.tie else ""
+    return f"{rate(speed)} samples/s, {percent(more, 1)} more{tie}"
+
+
+def _write_why_not(one: Rival) -> str:
+    if one.why_not == "objective":
+        return "; the objective decides against it"
+    if one.why_not == "in_turn":
+        return f"; measured in turn, the plan is {percent(one.gain or 0.0, 1)} faster"
+    if one.why_not == "tie":
+        return "; the plan is simpler, or was faster in turn"
+    return ", before the plan was measured again: figures of different times differ by as much"
+
+
+def _write_batches(one: Rival) -> str:
+    batches = " + ".join(map(str, one.batches))
+    if len(one.devices) > MOST_DEVICES:
+        return f"on {len(one.devices)} devices"
+    return f"{batches} on {' + '.join(one.devices)}"
+
+
+def _say_earlier(verdict: Verdict) -> Iterator[str]:
+    single = find_alone(verdict)
+    if single is not None and single.earlier and verdict.figure.known:
+        now, earlier = rate(single.figure.samples_per_second), rate(single.earlier)
+        yield (
+            f"One device alone at {single.global_batch} samples, measured in turn: {now} samples/s "
+            f"now, {earlier} earlier."
+        )
+
+
+def _say_knobs(verdict: Verdict) -> Iterator[str]:
+    """The gain or loss of each knob, whether the chosen layout has it or not."""
+    if not verdict.figure.known:
+        return
+    for one in verdict.rivals:
+        if one.kind != "knobs" or one.gain is None:
+            continue
+        knobs = one.knobs or verdict.chosen.knobs
+        what = join_words([KNOBS.get(knob, knob) for knob in knobs])
+        in_turn = ", measured in turn" if one.paired else ""
+        what = what[:1].upper() + what[1:]
+        if one.tie:
+            yield f"{what} makes no difference."
+        elif one.knobs:
+            yield f"{what} loses {_percent_lost(one.gain)}{in_turn}."
+        elif one.batches == verdict.chosen.batches:
+            yield f"{what} gives {percent(one.gain, 0 if one.gain >= 0.02 else 1)}{in_turn}."
+
+
+def _percent_lost(gain: float) -> str:
+    """The loss of a rival over which the plan has this gain."""
+    loss = 1 - 1 / (1 + gain)
+    return percent(loss, 0 if loss >= 0.02 else 1)
+
+
+def _say_packs(verdict: Verdict) -> Iterator[str]:
+    """Packs and placements: what the best of each loses, and which of them tie."""
+    others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
+    told: set[str] = {verdict.chosen.kind}
+    for one in others:
+        if one.kind in told or one.gain is None or one.tie or one.gain < 0:
+            continue
+        told.add(one.kind)
+        in_turn = ", measured in turn" if one.paired else ""
+        at = f" at {one.global_batch} samples" if one.global_batch != _batch(verdict) else ""
+        name = one.name[:1].upper() + one.name[1:]
+        yield f"{name}{at} loses {_percent_lost(one.gain)}{in_turn}."
+    tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
+    unclear = [one.name for one in others if one.tie and one.unclear][:MOST_NAMED]
+    if tied:
+        yield f"{join_words(tied)} {'ties' if len(tied) == 1 else 'tie'} with it."
+    if unclear:
+        yield f"{join_words(unclear)} can't be told apart from it yet."
+
+
+def _batch(verdict: Verdict) -> int:
+    return verdict.chosen.global_batch
+
+
+def _say_objective(verdict: Verdict) -> Iterator[str]:
+    reached = verdict.objective
+    if reached is None:
+        return
+    value = find_objective(reached.objective).write(reached.value)
+    most = f"the most among the layouts at most {percent(reached.max_slowdown)} slower than the"
+    more = "" if reached.gain is None else f", and {percent(reached.gain)} more than the fastest"
+    yield f"It reaches {value}, {most} fastest{more}."
+
+
+def _say_short_budget(verdict: Verdict) -> Iterator[str]:
+    short = verdict.short_budget
+    if short is not None:
+        yield (
+            f"The budget of {short.budget_seconds:g} s was over before any split was measured: "
+            f"starting processes took {short.start_seconds:.0f} s of it, and --budget "
+            f"{short.enough_seconds}s should be enough."
+        )
+
+
+def _say_code_limit(verdict: Verdict) -> Iterator[str]:
+    limit = verdict.code_limit
+    if limit is not None:
+        yield (
+            f"Your code fails above about {limit.rows} rows on a device ({limit.failed_rows} "
+            f"failed), so shares stay below: {limit.error}."
+        )
+
+
+def _say_learning(verdict: Verdict) -> Iterator[str]:
+    """What the batch is worth in learning, and a learning rate to try."""
+    found = verdict.learning
+    if found is None:
+        return
+    if found.scale is not None and found.worth is not None:
+        value, low, high = found.worth
+        worth = f"about {_span(percent(value), percent(low), percent(high))}"
+        if high > 1 - 1e-9:
+            worth = f"at least {percent(low)}"
+        if found.extra is not None and found.speed is not None:
+            more = _span(*map(factor, found.extra))
+            yield (
+                f"{found.global_batch} samples: about {factor(found.speed)} x the samples/s of "
+                f"{found.own_batch}, and about {more} x the samples for the same loss."
+            )
+        else:
+            yield (
+                f"At a noise scale of {write_scale(found.scale)}, {found.global_batch} samples a "
+                f"step are worth {worth} of as many in small batches."
+            )
+    if found.adam_rate is not None and found.sgd_rate is not None:
+        rule = "linear, while the batch is below the noise scale"
+        if found.sgd_rule == "adascale":
+            rule = "AdaScale"
+        yield (
+            f"For the learning rate of {found.own_batch} samples a step, try Adam's x "
+            f"{factor(found.adam_rate)} (square root) or SGD's x {factor(found.sgd_rate)} ({rule})."
+        )
+
+
+def _span(middle: str, low: str, high: str) -> str:
+    """A figure with its lower and upper end in brackets, if they differ."""
+    return middle if low == high else f"{middle} ({low} - {high})"
+
+
+def _say_few_steps(verdict: Verdict) -> Iterator[str]:
+    """A short epoch, where the batch was evener's choice."""
+    few = verdict.few_steps
+    if few is None or verdict.batch_given:
+        return
+    steps = "less than one step" if not few.steps else f"only {few.steps} step"
+    steps += "s" if few.steps > 1 else ""
+    more = f"; for 100, search with --max-global-batch {few.most}" if few.most else ""
+    yield f"An epoch is {steps}, because a step takes {few.global_batch} of the {few.rows} rows" + (
+        f"{more}."
+    )
+
+
+def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
+    hosts = [one for one in verdict.left_out if one.what == "host"]
+    if not hosts:
+        return
+    names = [one.name for one in hosts]
+    one = hosts[0]
+    at = f", at {one.global_batch} samples," if one.global_batch else ""
+    seconds = one.network_seconds * 1000
+    why = f", because the network takes {seconds:.3g} ms of each step" if seconds else ""
+    loss = percent(one.loss, 0 if one.loss >= 0.02 else 1)
+    yield (
+        f"{join_words(names)} {'is' if len(names) == 1 else 'are'} left out: the fastest split "
+        f"over {one.hosts} hosts{at} reaches {rate(one.samples_per_second)} samples/s, {loss} "
+        f"less{why}."
+    )
+
+
+REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
+    _say_equal_shares,
+    _say_split_loss,
+    _say_faster,
+    _say_earlier,
+    _say_packs,
+    _say_knobs,
+    _say_left_out_hosts,
+    _say_objective,
+    _say_code_limit,
+    _say_short_budget,
+    _say_learning,
+    _say_few_steps,
+)
+
+
+# ---------------------------------------------------------------------- reasons not to trust it
+
+
+def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
+    yield from verdict.notes
+
+
+def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
+    """Layouts that weren't compared, and why."""
+    yield from (one.why for one in verdict.left_out if one.what == "request")
+    families = [one.name for one in verdict.left_out if one.reason == "by_rows"]
+    if families:
+        yield (
+            f"Not compared: {join_words(families)}, which train by rows; --objective samples "
+            f"compares by rows."
+        )
+    for one in verdict.left_out:
+        if one.what == "layout" and one.reason == "failed":
+            yield f"Not compared: {one.name}: {one.why}."
+        elif one.what == "layout" and one.reason == "out_of_memory":
+            yield f"Not compared: {one.name}: it ran out of memory."
+    yield from _warn_of_time(verdict.left_out)
+
+
+def _warn_of_time(left_out: Sequence[LeftOut]) -> Iterator[str]:
+    missing = [one for one in left_out if one.reason == "no_time"]
+    if missing:
+        enough = f"--budget {missing[0].enough_seconds}s should be enough"
+        names = join_words([one.name for one in missing])
+        yield f"The budget left no time to measure {names}; {enough}."
+    growing = [one for one in left_out if one.reason == "packs_growing"]
+    if growing:
+        enough = f"--budget {growing[0].enough_seconds}s should be enough"
+        names = join_words([one.name for one in growing])
+        yield (
+            f"Packs were still getting faster when the budget left no time for a {names}; {enough}."
+        )
+
+
+def _warn_of_retreats(verdict: Verdict) -> Iterator[str]:
+    for one in verdict.retreats:
+        name = one.name[:1].upper() + one.name[1:]
+        yield f"{name}: {one.wished} ran out of memory; {one.instead} was measured instead."
+
+
+def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
+    yield from map(write_unfinished, verdict.unfinished)
+
+
+def write_unfinished(one: Unfinished) -> str:
+    """What had not ended when the time was over."""
+    what = {
+        "importing": "Importing had not ended",
+        "loading": f"The import of {one.name} had not ended",
+        "building": f"{one.name} had not returned",
+        "preparing": f"{one.name} had not been built",
+        "warming up": f"The first steps of {one.name} had not ended",
+    }[one.phase]
+    where = f", at {one.where}" if one.where else ""
+    return f"{what} after {one.seconds:.0f} s on {join_words(one.devices)}{where}."
+
+
+def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
+    yield from (write_doubt(one, verdict.on_gpus) for one in verdict.doubts)
+
+
+def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budget") -> str:
+    """A doubt about a measurement, with what helps; `longer` is how more can be measured."""
+    value = doubt.value
+    heat = "heat, power or other work; let it cool" if on_gpus else "other work"
+    slower = "slower" if value > 0 else "faster"
+    text = {
+        "not_finite": (
+            f"The loss was NaN or infinite at step {value:.0f}, so nothing is learned; check the "
+            f"data, the learning rate and the precision."
+        ),
+        "disturbed": (
+            f"Other work took CPU time in {percent(value)} of the blocks of steps; stop it and "
+            f"measure again."
+        ),
+        "throttled": (
+            f"Some steps were held back (by {percent(value)}), perhaps by {heat}; look at evener "
+            f"monitor, and measure again."
+        ),
+        "capped": (
+            f"A device ran at its power limit for {percent(value)} of the time: the figure holds "
+            f"for this limit."
+        ),
+        "drift": (
+            f"Steps got {percent(abs(value), 1)} {slower} while they were timed; measure again "
+            f"with {longer}."
+        ),
+        "changed": (
+            f"The same layout was {percent(value)} faster in one measurement than in another, "
+            f"perhaps because of {heat}: gains may be off by as much; measure again."
+        ),
+        "noisy": (
+            f"The samples/s are only known to within ± {percent(abs(value), 1)}; measure again "
+            f"with {longer}."
+        ),
+        "slow_start": f"Steps were still getting faster (by {percent(value)}) when the warm-up "
+        f"ended.",
+        "stalled": f"One block took {value:.1f} times as long as the others.",
+        "too_short": f"Only {value:.2f} s were timed; give {longer}.",
+    }[doubt.code]
+    return f"{doubt.device}: {text}" if doubt.device else text
+
+
+def _warn_of_taken_memory(verdict: Verdict) -> Iterator[str]:
+    for one in verdict.taken_memory:
+        yield (
+            f"{one.device}: other processes hold {size(one.size_bytes)} of its memory; the plan's "
+            f"batches leave it to them."
+        )
+
+
+def _warn_of_left_out_devices(verdict: Verdict) -> Iterator[str]:
+    for one in verdict.left_out:
+        if one.what != "device":
+            continue
+        fits = f"{one.rows} sample fits" if one.rows == 1 else f"{one.rows} samples fit"
+        why = {
+            "nothing_ran": "was left out, as nothing ran on it",
+            "nothing_fits": f"was left out, as not even {fits} in its memory",
+            "failed": "worked at first and then failed every time, so it was left out",
+            "gone": "worked at first and can't be used now",
+        }[one.reason]
+        yield f"{one.name} {why}: {one.why}."
+
+
+def _warn_of_pass_statistics(verdict: Verdict) -> Iterator[str]:
+    found = verdict.pass_statistics
+    if found is not None:
+        yield (
+            f"{found.layer} sees one pass of {found.rows} rows, not a device's whole share, so "
+            f"training depends on the passes; GroupNorm or LayerNorm doesn't, and --micro off "
+            f"makes a plan without passes."
+        )
+
+
+def _warn_of_slow_bfloat16(verdict: Verdict) -> Iterator[str]:
+    if verdict.slow_bfloat16:
+        many = len(verdict.slow_bfloat16) > 1
+        yield (
+            f"{join_words(verdict.slow_bfloat16)} {'have' if many else 'has'} no hardware for "
+            f"bfloat16 and {'compute' if many else 'computes'} it slowly, unlike the others: try "
+            f"float16 or float32."
+        )
+
+
+WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
+    _warn_of_notes,
+    _warn_of_left_out,
+    _warn_of_retreats,
+    _warn_of_unfinished,
+    _warn_of_doubts,
+    _warn_of_taken_memory,
+    _warn_of_left_out_devices,
+    _warn_of_pass_statistics,
+    _warn_of_slow_bfloat16,
+)
+
+
+# ---------------------------------------------------------------------- what to do next
+
+
+def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
+    """The steps after a search, the most useful first; `path` is the plan's file, if it was
+    written. `measured`: this session measured any.
+    """
+    train = write_training_step(finished.plan, path or "plan.toml")
+    write = f"plan written to {path}"
+    if not path:
+        write = f"to write the plan: evener export {run} -o plan.toml"
+    steps = [write, *([train] if train else ())]
+    if finished.interrupted:
+        steps.append(f"to go on: evener balance --resume {run}")
+    elif not measured:
+        steps.append(
+            f"the run had ended, and nothing was measured; for more: evener balance --resume {run} "
+            f"--budget +5m"
+        )
+    elif finished.found is not None and not finished.found.figure.known:
+        steps.append(f"to measure longer: evener balance --resume {run} --budget +5m")
+    return tuple(steps)
+
+
+def write_training_step(plan: Plan, path: str) -> str:
+    """The command that trains by a plan in this file; empty without a script to launch."""
+    active, (script, _, _) = plan.layout.active, plan.workload.rpartition(":")
+    simulated = is_simulated(share.device for share in active)
+    if not plan.layout.traits.by_shares or simulated or not script:
+        return ""
+    hosts = [host for host in dict.fromkeys(share.host for share in active) if host]
+    where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
+    return f"to train by it{where}: {shlex.join(['evener', 'launch', path, script])}"

@@ -1,0 +1,536 @@
+"""The verdict: what to do and why, what it gains over what, ties called ties, and nothing that its
+own figures contradict.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import msgspec
+import pytest
+
+from evener.balancer import verdict
+from evener.balancer.families import Placement, find_family, pack_on, place_on, split_evenly
+from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
+from evener.balancer.request import Request
+from evener.balancer.result.judge import RunEnd, judge, waiting_share
+from evener.balancer.result.rivals import (
+    ComparedLayout,
+    compare_all,
+    find_larger,
+    name_all,
+    name_layout,
+)
+from evener.balancer.result.sentences import REMARKS, WARNINGS, Written, write_verdict
+from evener.balancer.search.layouts import Candidate, LayoutOptions
+from evener.balancer.search.ranking import Standing
+from evener.balancer.search.report import SearchReport
+from evener.balancer.types import (
+    Doubt,
+    End,
+    Facts,
+    Failed,
+    Interval,
+    Layout,
+    Observation,
+    Probe,
+    Problem,
+    Result,
+    Stop,
+    Timed,
+    layout_of,
+    solo,
+)
+from evener.balancer.verdict import Verdict
+from evener.devices.types import Device
+
+
+def candidate(family: str, layout: Layout) -> Candidate:
+    """Of a family of this name."""
+    return Candidate(find_family(family), layout)
+
+
+SOLO = candidate("solo", solo(2, 0, 256))
+OTHER = candidate("solo", solo(2, 1, 256))
+EVEN = candidate("even", cast(Layout, split_evenly(2, (0, 1), 256)))
+SPLIT = candidate("split", Layout("split", (150, 106)))
+LARGER = candidate("split", Layout("split", (400, 300)))
+PACK = candidate("pack", pack_on(SOLO.layout, 5))
+PLACE = candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
+
+
+def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
+    """A layout's throughput with its relative error."""
+    return Result(one.layout, Interval(rate, rate * (1 - error), rate * (1 + error)), 2)
+
+
+def standing(
+    one: Candidate,
+    rate: float,
+    against: float | None = None,
+    tie: bool = False,
+    error: float = 0.0,
+) -> Standing:
+    """A place in the ranking; `against`, the difference from the winner, is known to 0.1 %."""
+    difference = None if against is None else Interval(against, against - 0.001, against + 0.001)
+    figure = Interval(rate, rate * (1 - error), rate * (1 + error))
+    return Standing(one, figure, difference, tie, 3)
+
+
+def judged(
+    chosen: Result,
+    ranking: Sequence[Standing] = (),
+    *,
+    seen: Sequence[Observation] = (),
+    kind: str = "gpu",
+    request: Request | None = None,
+    rows: int = 0,
+    facts: Facts | None = None,
+    hardware: Sequence[bool | None] = (),
+    stop: Stop = Stop.SETTLED,
+    **known: Any,
+) -> Verdict:
+    """The verdict of a search that has come to this."""
+    count = len(chosen.layout.shares)
+    devices = tuple(
+        Device(f"{kind}-{i}", i, "NVIDIA A", kind, None, bfloat16=has)
+        for i, has in enumerate(hardware or (None,) * count)
+    )
+    request = request or Request(framework="torch")
+    header = Header("run", "2026-01-01T00:00:00Z", request, devices, "train.py:build", "torch", "0")
+    observed = [ObservationEntry(one, 1.0) for one in seen]
+    known.setdefault("problem", Problem(count, (None,) * count, request.global_batch))
+    known.setdefault("results", (chosen, *(one.result for one in ranking)))
+    known.setdefault("solos", (None,) * count)
+    own = Candidate(find_family("split"), chosen.layout)
+    first = standing(own, chosen.throughput.value)
+    report = SearchReport(
+        chosen=chosen, ranking=(first, *ranking), options=LayoutOptions(), **known
+    )
+    return judge(
+        Record(header, (FactsEntry(facts or Facts(rows=rows)), *observed), 0),
+        report,
+        RunEnd(End(stop), 60.0),
+    )
+
+
+def said(*args: Any, **known: Any) -> Written:
+    """The same in words."""
+    return write_verdict(judged(*args, **known))
+
+
+# ---------------------------------------------------------------------- the headline
+
+
+def test_a_split_says_its_shares_its_figure_and_what_it_gains() -> None:
+    """Over the even split and the best single device; nothing else where nothing is to be said."""
+    words = said(result(SPLIT, 2123), [standing(EVEN, 1810, -0.147), standing(SOLO, 1345, -0.366)])
+    assert words.text == (
+        "150 + 106 on GPU:0 + GPU:1   2 123 samples/s ± 0.5 %   +17 % over even, +58 % over GPU:0 "
+        "alone"
+    )
+    assert words.warnings == ()
+
+
+def test_a_tie_is_called_one_and_a_loss_is_not_hidden() -> None:
+    tie = said(result(SPLIT, 2123), [standing(EVEN, 2120, -0.001, tie=True)])
+    assert tie.gains == "as fast as even within the error"
+    slow = said(result(SPLIT, 900), [standing(SOLO, 1000, 0.111)])
+    assert slow.gains == "10 % slower than GPU:0 alone"
+
+
+def test_passes_are_a_part_of_the_share() -> None:
+    """In a split and alone."""
+    split = candidate("split", layout_of((820, 568), (300, 568)))
+    assert said(result(split, 2123)).answer == "(820 = 2 × 273 + 274) + 568 on GPU:0 + GPU:1"
+    alone = candidate("solo", layout_of((820, 0), (410, 0)))
+    assert said(result(alone, 1000)).answer == "820 = 2 × 410 on GPU:0 alone"
+
+
+@pytest.mark.parametrize("count", [8, 16, 64])
+def test_an_answer_for_many_devices_leaves_room_for_what_is_gained(count: int) -> None:
+    """Each device's share is in the table beside it."""
+    many = candidate("split", Layout("split", tuple(range(10, 10 + count))))
+    answer = said(result(many, 5000)).answer
+    assert len(answer) < 120
+    assert (f"{count} devices" in answer) == (count > 8)
+
+
+def test_a_figure_that_is_too_uncertain_is_shown_with_its_error_and_compared_with_nothing() -> None:
+    words = said(result(SPLIT, 2123, 0.3), [standing(SOLO, 1000, -0.5)])
+    assert words.figure == "2 123 samples/s ± 30.0 %, too uncertain to compare"
+    assert words.gains == ""
+    rough = said(result(SOLO, 2123), [standing(EVEN, 2000, -0.06, error=0.4)])
+    assert "too uncertain to compare (± 40.0 %)" in rough.gains
+
+
+def test_simulated_results_begin_with_a_mark() -> None:
+    """So that no width drops it."""
+    assert said(result(SPLIT, 2123), kind="sim").headline.startswith("simulated: 150 + 106")
+    assert "simulated" not in said(result(SPLIT, 2123)).headline
+
+
+def test_one_device_alone_has_no_rivals() -> None:
+    words = said(result(candidate("solo", solo(1, 0, 64)), 90.5, 0.0))
+    assert words.text == "64 on GPU:0   90.50 samples/s"
+
+
+def test_a_pack_says_that_each_training_takes_longer() -> None:
+    """Five with 2.5 times the samples/s: each step takes twice as long."""
+    ranking = [standing(SOLO, 800, -0.6), standing(SPLIT, 1000, -0.5), standing(PLACE, 500, -0.75)]
+    words = said(result(PACK, 2000), ranking)
+    assert words.answer == "5 trainings of 256 side by side on GPU:0"
+    assert "+100 % over the best split (150 + 106)" in words.gains
+    assert words.gains.endswith("+150 % over GPU:0 alone, each training takes 2.0 times as long")
+    assert "Place towers loses 75 %." in words.remarks
+
+
+def test_a_placement_names_itself() -> None:
+    words = said(result(PLACE, 2000), [standing(PACK, 1000, -0.5)])
+    assert words.answer == "256 on GPU:0 + GPU:1, the model's parts placed as towers"
+    assert "Pack of 5 loses 50 %." in words.remarks
+
+
+def test_packs_that_tie_and_those_that_may_are_named() -> None:
+    """They are no loss, and no gain that anybody could show."""
+    unclear = Standing(PLACE, Interval(950, 900, 1000), Interval(-0.05, -0.1, 0.01), True, 2)
+    words = said(result(SOLO, 1000), [standing(PACK, 997, -0.003, tie=True), unclear])
+    assert "pack of 5 ties with it." in words.remarks
+    assert "place towers can't be told apart from it yet." in words.remarks
+
+
+def test_a_knob_is_named_whichever_way_it_went() -> None:
+    xla, mixed = (
+        candidate("solo", msgspec.structs.replace(SOLO.layout, knobs=(knob,)))
+        for knob in ("xla", "mixed")
+    )
+    words = said(result(xla, 1200), [standing(SOLO, 1000, -1 / 6), standing(mixed, 1165, -0.029)])
+    assert words.answer == "256 on GPU:0 alone, with XLA"
+    assert "XLA gives 20 %." in words.remarks
+    assert "Mixed precision loses 3 %." in words.remarks
+    same = said(result(SOLO, 1000), [standing(xla, 999, -0.001, tie=True)])
+    assert "XLA makes no difference." in same.remarks
+
+
+# ---------------------------------------------------------------------- why
+
+
+def test_one_device_says_why_several_are_slower() -> None:
+    """With the cost of keeping in step, where it is known."""
+    chosen, ranking = result(SOLO, 1345), [standing(SPLIT, 1223, -0.0907)]
+    words = said(chosen, ranking, sync_seconds=0.034)
+    assert words.gains == "+10 % over the best split (150 + 106)"
+    because = "The split is slower because synchronizing the devices costs 34 ms a step."
+    assert words.remarks == (because,)
+    tie = said(chosen, [standing(SPLIT, 1341, -0.003, tie=True)])
+    assert tie.gains == "as fast as the best split (150 + 106) within the error"
+    assert said(chosen).remarks == ("No split over several devices was measured near 256 samples.",)
+
+
+def test_what_does_not_shrink_with_the_share_is_named_where_it_costs_more_than_sync() -> None:
+    """150 of 256 samples that take nearly as long alone gain nothing, however cheap the rest is."""
+    whole = 256 / 1345
+    (because,) = said(
+        result(SOLO, 1345),
+        [standing(SPLIT, 1223, -0.0907)],
+        sync_seconds=0.0004,
+        apart_seconds={SPLIT.layout: 0.9 * whole},
+    ).remarks
+    assert because == (
+        f"The split is slower because its longest part alone still takes {900 * whole:.0f} ms, "
+        f"against {1000 * whole:.0f} ms for all 256 samples."
+    )
+
+
+def test_a_cause_that_does_not_cover_the_loss_is_not_named() -> None:
+    """A step of 2.8 ms became 7.2, and keeping in step takes 0.16 of them."""
+    (because,) = said(
+        result(SOLO, 256 / 0.0028),
+        [standing(SPLIT, 256 / 0.0072, 2.8 / 7.2 - 1)],
+        sync_seconds=0.00016,
+        apart_seconds={SPLIT.layout: 0.0017},
+    ).remarks
+    assert because == (
+        "The split is slower: its step takes 7.2 ms, its longest part alone 1.7 ms; the rest is "
+        "unexplained."
+    )
+
+
+def test_a_larger_batch_that_is_faster_is_named_with_the_tolerance() -> None:
+    """A reader who sees its row in a table must not ask why it isn't the plan; also within the
+    error.
+    """
+    words = said(result(SPLIT, 1000), [standing(LARGER, 1015, 0.015)])
+    (why,) = [line for line in words.remarks if "--tolerance" in line]
+    assert (
+        "700 samples a step (400 + 300 on GPU:0 + GPU:1) reach 1 015 samples/s, 1.5 % more" in why
+    )
+    assert "within --tolerance 2 %" in why
+    tie = said(result(SPLIT, 1000), [standing(LARGER, 1015, 0.015, tie=True)])
+    assert any("--tolerance" in line and "within the error" in line for line in tie.remarks)
+    assert not said(result(SPLIT, 1000), [standing(LARGER, 990, -0.01)]).remarks
+
+
+def test_every_figure_above_the_plan_s_is_explained() -> None:
+    """Measured in turn the plan was faster; or within the error; or measured at another time."""
+    fixed = Request(framework="torch", global_batch=256)
+    in_turn = said(result(SPLIT, 1000), [standing(EVEN, 1100, -0.1)], request=fixed)
+    assert any("measured in turn, the plan is 11.1 % faster" in one for one in in_turn.remarks)
+    tie = said(result(EVEN, 1000), [standing(SPLIT, 1003, 0.003, tie=True)], request=fixed)
+    assert any("(within the error); the plan is simpler" in one for one in tie.remarks)
+    stray = result(candidate("split", Layout("split", (200, 56))), 1200)
+    other = said(result(SPLIT, 1000), request=fixed, results=(stray, result(SPLIT, 1000)))
+    assert any("figures of different times differ" in one for one in other.remarks)
+    other_batch = result(candidate("solo", solo(2, 0, 64)), 6011)
+    given = judged(result(SPLIT, 1000), request=fixed, results=(other_batch,))
+    assert not any(one.why_not for one in given.rivals), "the batch was given"
+
+
+def test_equal_devices_have_a_verdict_of_their_own() -> None:
+    """The user needs nothing of evener's to train so."""
+    words = said(result(EVEN, 1810), [standing(SOLO, 1345, -0.257)])
+    equal = (
+        "Equal shares are right: plain DDP trains this as fast; evener adds nothing here but the "
+        "batch, 256 samples a step."
+    )
+    assert words.remarks[0] == equal
+    given = Request(framework="torch", global_batch=256)
+    (other,) = said(result(EVEN, 1810), [standing(SOLO, 1345, -0.257)], request=given).remarks
+    assert "plain DDP trains this as fast" in other
+    assert "samples a step" not in other
+    passes = candidate("even", layout_of((128, 128), (64, 64)))
+    some = candidate("even", cast(Layout, split_evenly(3, (0, 1), 256)))
+    for one in (SPLIT, passes, some):
+        assert not judged(result(one, 1810)).equal_shares
+
+
+def test_a_limit_of_the_user_s_code_is_explained() -> None:
+    """Its message, and about where it is."""
+    ran = Timed(
+        Probe(solo(2, 0, 197), "solo", 1.0), 1.0, 1.0, 1.0, 5, (None, None), (None, None), 1.0, 5.0
+    )
+    detail = "GPU:0, warming up: limit.py:9: ValueError: this table holds 200 rows"
+    raised = Failed(Probe(solo(2, 0, 212), "solo", 1.0), "raised", detail, (0,), 1.0)
+    (line,) = [
+        one for one in said(result(SPLIT, 1000), seen=[ran, raised]).remarks if "code" in one
+    ]
+    assert line.startswith("Your code fails above about 197 rows")
+    assert line.endswith("ValueError: this table holds 200 rows.")
+
+
+@pytest.mark.parametrize(
+    ("precision", "known", "hardware", "slow"),
+    [
+        ("mixed_bfloat16", False, (True, False), ("GPU:1",)),
+        ("float32", True, (True, False), ("GPU:1",)),
+        ("float32", False, (True, False), ()),
+        ("mixed_float16", False, (True, False), ()),
+        ("mixed_bfloat16", False, (False, False), ()),
+        ("mixed_bfloat16", False, (True, None), ()),
+    ],
+)
+def test_bfloat16_on_a_card_without_hardware_for_it_is_noted_beside_one_with_it(
+    precision: str, known: bool, hardware: tuple[bool | None, ...], slow: tuple[str, ...]
+) -> None:
+    """Asked for, or because the model computes in it; not where all cards are alike, or unknown."""
+    found = judged(
+        result(SPLIT, 1000),
+        request=Request(framework="torch", precision=precision),
+        facts=Facts(bfloat16=known),
+        hardware=hardware,
+    )
+    assert found.slow_bfloat16 == slow
+    warnings = write_verdict(found).warnings
+    assert bool(slow) == any("GPU:1 has no hardware for bfloat16" in line for line in warnings)
+
+
+def test_a_short_epoch_is_said_where_the_batch_was_evener_s_choice() -> None:
+    free = said(result(SPLIT, 1000), rows=20_000)
+    assert any("--max-global-batch 200" in line for line in free.remarks)
+    given = Request(framework="torch", global_batch=256)
+    assert not said(result(SPLIT, 1000), rows=20_000, request=given).remarks
+
+
+# ---------------------------------------------------------------------- rivals
+
+
+def test_another_batch_is_not_compared_where_it_is_far_off() -> None:
+    """A split of 256 samples says nothing of a plan of 4096."""
+    alone = result(candidate("solo", solo(2, 0, 4096)), 1000)
+    far = said(alone, results=(alone, result(SPLIT, 30)))
+    assert far.gains == ""
+    assert "near 4096 samples" in far.remarks[0]
+    near = result(candidate("split", Layout("split", (2000, 1000))), 800)
+    assert said(alone, results=(alone, near)).gains == "+25 % over the best split (2000 + 1000)"
+
+
+def test_a_device_that_is_faster_in_the_split_than_alone_is_no_rival() -> None:
+    """It made 400 samples/s alone and makes 890 of the split's, so alone it wasn't at its best
+    batch.
+    """
+    assert said(result(SPLIT, 2123), [standing(SOLO, 400, -0.81)]).gains == ""
+    good = said(result(SPLIT, 2123), [standing(SOLO, 1257, -0.408)])
+    assert good.gains == "+69 % over GPU:0 alone"
+
+
+def test_the_best_single_device_is_compared_whether_raced_or_not() -> None:
+    words = said(result(SPLIT, 2123), single=result(SOLO, 1257))
+    assert words.gains == "+69 % over GPU:0 alone"
+    other = said(result(SOLO, 1257), single=result(SOLO, 1257), solos=(None, result(OTHER, 900)))
+    assert "+40 % over GPU:1 alone" in other.gains, "a plan of one device has the other one"
+
+
+def test_one_device_that_was_faster_before_is_said_to_have_been() -> None:
+    """The figure of the gain is of the race; the table beside it has an earlier one."""
+    words = said(
+        result(SPLIT, 2664),
+        [standing(OTHER, 1801, -0.324)],
+        solos=(result(SOLO, 2271), result(OTHER, 1801)),
+        results=(result(SPLIT, 2664), result(SOLO, 2271), result(OTHER, 1801)),
+    )
+    assert words.gains == "+48 % over GPU:1 alone"
+    assert "measured in turn: 1 801 samples/s now, 2 271 earlier." in words.remarks[-1]
+
+
+def test_rivals_are_compared_turn_by_turn_with_the_winner() -> None:
+    """The figures alone would say 25 %; the turns that both took say 20, and the verdict says which
+    it is.
+    """
+    ranking = [standing(SOLO, 1000.0), standing(EVEN, 800.0, -1 / 6)]
+    (found,) = compare_all(result(SOLO, 1000), ranking)
+    assert found.candidate == EVEN
+    assert found.gain == pytest.approx(0.2)
+    assert (
+        "+20 % over the even split (128 + 128), measured in turn"
+        in said(result(SOLO, 1000), ranking[1:]).gains
+    )
+    (found,) = compare_all(result(SOLO, 1000), [ranking[0], standing(EVEN, 833.0, -1 / 6)])
+    assert found.gain == 1000 / 833 - 1
+    assert not found.paired
+
+
+def test_rivals_of_a_layout_that_did_not_win_the_race_are_compared_by_throughput() -> None:
+    """Intervals that overlap are a tie."""
+    ranking = [standing(SOLO, 1000.0), standing(EVEN, 800.0, -0.2), standing(PACK, 905.0, -0.095)]
+    found = {one.candidate: one for one in compare_all(result(SPLIT, 900, 0.01), ranking)}
+    assert found[EVEN].gain == pytest.approx(0.125)
+    assert found[SOLO].gain == pytest.approx(-0.1)
+    assert [one.tie for one in found.values()] == [False, False, True]
+    assert not any(one.unclear for one in found.values())
+
+
+def test_one_device_is_compared_with_the_fastest_split_that_was_measured_whether_raced_or_not() -> (
+    None
+):
+    """The race had only the even split of a small batch."""
+    ranking = [standing(SOLO, 1000.0), standing(EVEN, 360.0, -0.64)]
+    results = [result(SOLO, 1000), result(SPLIT, 730), result(EVEN, 360)]
+    found = compare_all(result(SOLO, 1000), ranking, results)
+    assert [one.candidate for one in found] == [SPLIT, EVEN]
+    raced = compare_all(result(SOLO, 1000), [*ranking, standing(SPLIT, 730.0, -0.27)], results)
+    assert raced[0].candidate == EVEN
+    assert compare_all(result(SPLIT, 1000), [standing(SPLIT, 1000.0)], results) == ()
+
+
+def test_only_a_faster_layout_of_one_training_with_more_samples_is_a_larger_batch() -> None:
+    def rival(one: Candidate, gain: float) -> ComparedLayout:
+        rate = 1000 / (1 + gain)
+        return ComparedLayout(one, Interval(rate, rate, rate), gain)
+
+    most = candidate("split", Layout("split", (800, 600)))
+    found = [rival(LARGER, -0.01), rival(most, -0.02), rival(PACK, -0.3), rival(SOLO, 0.5)]
+    assert find_larger(result(SPLIT, 1000), found) == found[1]
+    assert find_larger(result(most, 1000), found) is None
+    assert find_larger(result(PACK, 1000), found) is None
+    assert find_larger(result(SPLIT, 1000), [rival(LARGER, 0.0)]) is None
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (SOLO, "best single device"),
+        (EVEN, "even split"),
+        (SPLIT, "best split"),
+        (PLACE, "place towers"),
+        (PACK, "pack of 5"),
+        (candidate("pack", pack_on(SOLO.layout, 2, "mps")), "pack of 2 under MPS"),
+    ],
+)
+def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
+    assert name_layout(one, 2) == expected
+
+
+def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
+    some = split_evenly(4, (0, 2), 64)
+    assert some is not None
+    assert name_layout(candidate("even", some), 4) == "even over 2"
+    three = candidate("split", Layout("split", (100, 80, 60)))
+    two = candidate("even", cast(Layout, split_evenly(3, (0, 1), 240)))
+    assert "over even" not in said(result(three, 1000), [standing(two, 800, -0.2)]).gains
+
+
+def test_no_two_layouts_have_one_name() -> None:
+    """The slower of two of a kind is another one; the third says its samples."""
+    found = [SPLIT, *(candidate("split", Layout("split", (n, 10))) for n in (20, 30)), SOLO]
+    assert name_all(found, 2) == (
+        "best split",
+        "another split",
+        "another split, 30 + 10",
+        "best single device",
+    )
+
+
+# ---------------------------------------------------------------------- as a value
+
+
+def test_a_verdict_survives_json() -> None:
+    one = judged(result(SPLIT, 2123), [standing(EVEN, 1810, -0.147)], rows=20_000)
+    assert msgspec.json.decode(msgspec.json.encode(one), type=Verdict) == one
+    assert one.limits == ()
+
+
+def test_every_sentence_is_a_function_of_the_verdict() -> None:
+    """Whoever adds one names it in one of two lists, and each writes for any verdict."""
+    one = judged(result(SPLIT, 2123))
+    assert len(set(REMARKS + WARNINGS)) == len(REMARKS) + len(WARNINGS)
+    for write in REMARKS + WARNINGS:
+        assert all(isinstance(line, str) for line in write(one))
+
+
+def turn(layout: Layout, step: float, own: tuple[float | None, ...]) -> Timed:
+    """One measured turn with each device's own part of the step."""
+    return Timed(Probe(layout, "race", 1.0), step, step, step, 9, (None, None), own, step, 1.0)
+
+
+def test_waiting_is_what_the_busiest_device_does_not_compute() -> None:
+    assert waiting_share([turn(EVEN.layout, 1.0, (0.7, 0.6))]) == pytest.approx(0.3)
+    assert waiting_share(
+        [turn(EVEN.layout, 1.0, (0.7, 0.6)), turn(EVEN.layout, 2.0, (1.8, 0.6))]
+    ) == pytest.approx(0.2)
+    assert waiting_share([turn(EVEN.layout, 1.0, (0.7, None))]) is None
+    assert waiting_share([turn(layout_of((1, 1)), 0.0, (0.0, 0.0))]) is None
+    assert waiting_share([]) is None
+
+
+def test_every_field_is_in_the_docs() -> None:
+    """And every word that a field may have."""
+    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    written = set(re.findall(r"`(\w+)`", page))
+    structs = [one for one in vars(verdict).values() if _is_struct(one)]
+    assert len(structs) > 12
+    fields = {name for one in structs for name in one.__struct_fields__}
+    assert fields - written == set()
+    words = [verdict.StopCode, verdict.LayoutKind, verdict.WhyNot, Doubt]
+    assert {word for one in words for word in get_args(one)} - written == set()
+    assert {stop.name.lower() for stop in Stop} == set(get_args(verdict.StopCode))
+
+
+def _is_struct(one: Any) -> bool:
+    mine = isinstance(one, type) and one.__module__ == verdict.__name__
+    return mine and issubclass(one, msgspec.Struct)
