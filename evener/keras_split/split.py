@@ -15,6 +15,7 @@ import tensorflow as tf
 from ..errors import PlanError, RequestError
 from ..plan.check import check_fit, check_global_batch, describe
 from ..plan.file import Plan, Share, load_plan
+from ..plan.use import note_use
 from ..shares.divisions import Cut
 from ..shares.whole_rows import is_ratio
 from ..training.dealing import make_dealer
@@ -65,6 +66,7 @@ class Split:
                 f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}."
             )
         check_backend()
+        note_use()  # also of ratios, which are a plan by hand
         if not isinstance(plan, Plan) and gpus is None and devices is None:
             plan = launched_plan(plan)
         _check_one(plan, gpus, devices)

@@ -30,6 +30,7 @@ from .layout import (
     complete_layout,
     make_layout,
 )
+from .use import note_use
 
 __all__ = [
     "BEST_SINGLE",
@@ -198,6 +199,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     and where.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
+    note_use()
     return parse_plan(text, str(path))
 
 

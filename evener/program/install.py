@@ -12,6 +12,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
+from ..plan.use import PLAN_USED
 from ..training.launched import PROGRAM, launched_device
 
 # functions that exchange between ranks, as evener.program.exchanges knows them; those that this
@@ -54,12 +55,12 @@ _HOOKS = {
     "lightning.pytorch.loops.fit_loop": _FIT_LOOP,
     "pytorch_lightning.loops.fit_loop": _FIT_LOOP,
 }
-_LIBRARIES = {name.partition(".")[0] for name in _HOOKS}
+_LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
 def install() -> None:
     """Have the hooks registered, in a process that trains on a device of its own."""
-    if not launched_device():
+    if not (launched_device() or os.environ.get(PLAN_USED)):
         return
     if _LIBRARIES & sys.modules.keys():
         _register()
@@ -85,7 +86,11 @@ class _First:
 def _register() -> None:
     from wrapt import register_post_import_hook
 
-    register_post_import_hook(_replace_rendezvous, "torch")
+    if launched_device():
+        register_post_import_hook(_replace_rendezvous, "torch")
+    if os.environ.get(PLAN_USED):
+        register_post_import_hook(_count_steps, "torch")
+        register_post_import_hook(_begin_fits, "keras")
     if not os.environ.get(PROGRAM):
         return
     alone = (
@@ -98,6 +103,18 @@ def _register() -> None:
 def _replace_rendezvous(torch: Any) -> None:
     if torch.distributed.is_available():
         import_module("evener.torch_stores").replace_rendezvous()
+
+
+def _count_steps(_: Any) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(_later("plan_check:count_step"))
+
+
+def _begin_fits(keras: Any) -> None:
+    from wrapt import wrap_function_wrapper
+
+    wrap_function_wrapper(keras, "Model.fit", _later("plan_check:begin_fit"))
 
 
 def _wrap(module: Any) -> None:

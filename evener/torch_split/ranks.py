@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..errors import DeviceError, EvenerError, PlanError, RequestError
 from ..plan.check import check_fit, describe
 from ..plan.file import Plan, Share, load_plan
+from ..plan.use import note_use
 from ..shares.whole_rows import count_passes, even
 from ..system.cores import allowed_cpus, core_groups, slice_cores
 from ..torch_messages import gather_messages
@@ -320,6 +321,7 @@ def find_shares(
     read its plan, if not each share has a process, or with `strict` if the plan was measured on
     other devices, which is a warning else; RequestError if `options` aren't the same on every rank.
     """
+    note_use()  # also of ratios, which are a plan by hand
     if plan is not None and ratios is not None:
         raise RequestError(
             "Both a plan and ratios are given.", "Give one of them; the plan has its own ratios."

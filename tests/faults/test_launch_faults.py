@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from evener.plan.file import load_plan
 from tests.support.forked_evener import ForkedEvener
 from tests.support.killed_launchers import list_processes
 from tests.support.launched_plan import plan
+from tests.support.listeners import list_tree
 from tests.support.python_path import python_path
 from tests.support.rank_server import RankServer
 
@@ -49,6 +51,49 @@ def test_a_killed_launcher_leaves_nothing_behind(folder: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120 + KILLS)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+HELPER = """
+import signal, subprocess, sys, time
+if "helper" not in sys.argv:
+    subprocess.Popen([sys.executable, __file__, "helper"], start_new_session=True)
+    open(__file__ + ".runs", "w").close()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(300)
+"""
+
+
+def test_a_killed_run_leaves_nothing_though_its_guard_was_told_to_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where SIGTERM goes to all processes at once: the guard stays until its launcher ends."""
+    (folder / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder / "temporary"))
+    (folder / "train.py").write_text(HELPER)
+    plan(["cpu-0-of-2"]).save(folder / "plan.toml")
+    words = [sys.executable, "-m", "evener", "run", "--plan", str(folder / "plan.toml"), "--"]
+    evener = subprocess.Popen([*words, sys.executable, str(folder / "train.py")])
+    wait_until((folder / "train.py.runs").exists)
+    assert [each.name[:11] for each in (folder / "temporary").iterdir()] == ["evener-run-"]
+    guards = [each for each in list_tree(evener.pid) if _is_guard(each)]
+    assert len(guards) == 1
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(guards[0], number)
+    evener.kill()
+    evener.wait()
+    wait_until(lambda: not list_processes(folder) and not any((folder / "temporary").iterdir()))
+
+
+def _is_guard(pid: int) -> bool:
+    return b"watcher.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for something that must come."""
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 LEAVER = """

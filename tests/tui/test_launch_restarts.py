@@ -63,10 +63,13 @@ def prepare(folder: Path, device: str = "cpu-1-of-2") -> dict[str, str]:
     }
 
 
-def launch(folder: Path, device: str = "cpu-1-of-2") -> subprocess.CompletedProcess[str]:
+def launch(
+    folder: Path, device: str = "cpu-1-of-2", *options: str
+) -> subprocess.CompletedProcess[str]:
     """Launch train.py with two restarts."""
+    command, *words = LAUNCH
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "evener", *LAUNCH, "train.py"],
+        [sys.executable, "-W", "ignore", "-m", "evener", command, *options, *words, "train.py"],
         cwd=folder,
         env={**os.environ, **prepare(folder, device)},
         capture_output=True,
@@ -161,7 +164,7 @@ def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(
     made = plan(["cpu-0-of-2", "cpu-1-of-2"], framework="tensorflow", engine="multiworker")
     made.save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text(KERAS)
-    done = launch(tmp_path)
+    done = launch(tmp_path, "cpu-1-of-2", "--no-plan-check")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "alone").read_text().endswith("plan-1.toml")
     for device in ("cpu-0-of-2", "cpu-1-of-2"):

@@ -5,6 +5,7 @@ speed.
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +16,11 @@ import typer
 from evener.balancer.number_format import duration, write_share
 from evener.errors import RequestError
 from evener.plan.file import Plan
+from evener.plan.use import OPTION, describe_unused, is_used
 from evener.program.notes import ProgramSettings
 
 from ..launch.guard import GuardedTraining, start_guard
-from ..launch.job import HostJob, make_job
+from ..launch.job import HostJob, find_imports, make_job
 from ..launch.program import (
     choose_plan,
     measure_plan,
@@ -71,6 +73,13 @@ def launch(
         typer.Option("--ray", help="Start it on all hosts of the plan, through their Ray cluster."),
     ] = False,
     ray_address: RayAddressOption = "",
+    plan_check: Annotated[
+        bool,
+        typer.Option(
+            " /--no-plan-check",
+            help="Allow a script that never reads the plan, as it divides the rows itself.",
+        ),
+    ] = True,
 ) -> int:
     """Train by a plan: start the script once for each of its devices, as torchrun does; for Keras
     with TF_CONFIG.
@@ -85,8 +94,11 @@ def launch(
     if ray:
         from ..launch.cluster import launch_on_cluster
 
-        return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address, wait_seconds)
-    job = make_job(plan, script, host, rendezvous, wait_seconds)
+        more = [] if plan_check else [OPTION]
+        return launch_on_cluster(
+            plan, script, max_restarts, rendezvous, ray_address, wait_seconds, more
+        )
+    job = make_job(plan, script, host, rendezvous, wait_seconds, check_use=plan_check)
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
     with start_guard("evener-launch-") as guard:
@@ -105,6 +117,10 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
     job = msgspec.structs.replace(job, run=guard.run, folder=guard.folder)
     with named_output(job.names) as output:
         code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
+    if not code and job.use_file and not is_used(job.use_file):
+        text = describe_unused(find_imports(job), program=job.framework == "torch")
+        print(f"evener: {name}: {text}", file=sys.stderr, flush=True)
+        code = RequestError.exit_code
     guard.well = not code
     if not code:
         say(f"{name} has ended, after {duration(time.monotonic() - began)}")
@@ -135,8 +151,9 @@ def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
             place = ["--host", other, "--rendezvous", "{}:{}".format(*job.meeting)]
             script, *words = job.command
             script = script if script == "-m" else str(Path(script).absolute())
+            check = [] if job.use_file else [OPTION]
             line = shlex.join(
-                ["evener", "launch", *restarts, *place, str(job.path), script, *words]
+                ["evener", "launch", *restarts, *check, *place, str(job.path), script, *words]
             )
             say(f"on {plain(other)} run: {plain(line)}")
 

@@ -50,9 +50,10 @@ def launch_on_cluster(
     rendezvous: str | None,
     address: str,
     wait_seconds: float,
+    more: Sequence[str] = (),
 ) -> int:
     """Start the training on each host of the plan and wait for its end; the exit code. EvenerError
-    if it can't start.
+    if it can't start. Each host's launch gets the options `more`.
 
     The plan and the script, with the Python files beside it, are sent to each host. Up to
     `max_restarts` times hosts that are lost are left out, by a plan for the others.
@@ -64,6 +65,7 @@ def launch_on_cluster(
     with caught_signals() as caught:
         for attempt in range(max_restarts + 1):
             options = ["--max-restarts", str(max_restarts - attempt), "--wait", f"{wait_seconds:g}"]
+            options += more
             options += [] if attempt or rendezvous is None else ["--rendezvous", rendezvous]
             make = functools.partial(HostTraining, to_toml(plan), str(path.absolute()), script)
             code, lost = _train(agents, make, options, command, caught)

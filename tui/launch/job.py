@@ -4,10 +4,13 @@ all hosts meet.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from evener.devices.registry import BACKENDS, child_environment, find_backend, i
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError, RequestError
 from evener.plan.file import Plan, Share, load_plan, to_json
+from evener.plan.use import PLAN_USED
+from evener.system.memory_files import make_memory_file
 from evener.training.launched import (
     DEVICE,
     HOST,
@@ -32,7 +37,7 @@ from evener.training.launched import (
     resolve,
 )
 from evener.training.start_rank import STARTS
-from evener.workloads.user_code import script_framework
+from evener.workloads.user_code import list_imports, package_of, script_framework
 
 HOOKS = Path(evener.program.__file__).parent / "site"
 WAIT_SECONDS = 60.0
@@ -60,6 +65,7 @@ class HostJob(msgspec.Struct, frozen=True):
     output: tuple[
         tuple[str, str], ...
     ] = ()  # the files that each process has for standard output and error
+    use_file: str = ""  # to which processes write that read the plan; empty: nobody looks
     executable: str = ""  # that takes the command as its arguments, where it isn't for Python
 
     @property
@@ -97,7 +103,7 @@ class HostJob(msgspec.Struct, frozen=True):
         """The processes' environment: what all share, and for `start_rank` what each has for
         itself, with `more`.
         """
-        hooks = str(HOOKS) if self.framework == "torch" else ""
+        hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         others = import_path(os.pathsep.join(each for each in inherited if each != hooks))
         variables = {
@@ -108,6 +114,7 @@ class HostJob(msgspec.Struct, frozen=True):
         variables |= {REPLACED_PLAN: str(self.replaced or ""), RUN: self.run, RESTART: self.reason}
         alone = not self.plan.layout.engine and len(self.processes) < len(self.own)
         variables |= {ONE_PROCESS: "1" if alone else ""}
+        variables[PLAN_USED] = self.use_file
         if self.host:
             variables |= {HOST: self.host, **choose_interface(self.host, self.hosts)}
         if len(self.hosts) == 1:
@@ -143,11 +150,13 @@ def make_job(
     meeting: str | None,
     wait_seconds: float = WAIT_SECONDS,
     executable: str = "",
+    check_use: bool = False,
 ) -> HostJob:
     """The training by the plan in this file; EvenerError, in a sentence, if it can't be started
     here.
 
-    With an `executable`, the command is its arguments, and trains with PyTorch.
+    With an `executable`, the command is its arguments, and trains with PyTorch. With `check_use`, a
+    script that reads no plan is ended.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -184,6 +193,7 @@ def make_job(
         wait_seconds=wait_seconds,
         replaced=Path(os.environ[REPLACED_PLAN]) if os.environ.get(REPLACED_PLAN) else None,
         executable=executable,
+        use_file=make_memory_file() if check_use else "",
     )
 
 
@@ -271,3 +281,12 @@ def _parse_meeting(text: str) -> tuple[str, int]:
             f"Write HOST:PORT, as in node1:{RENDEZVOUS_PORT}.",
         )
     return host, int(port)
+
+
+def find_imports(job: HostJob) -> frozenset[str]:
+    """The framework of a job, and the packages that its script imports, as far as its text says."""
+    script = Path(job.command[0])
+    with suppress(OSError, SyntaxError, ValueError):
+        names = chain.from_iterable(map(list_imports, ast.walk(ast.parse(script.read_bytes()))))
+        return frozenset([job.framework, *map(package_of, names)])
+    return frozenset([job.framework])

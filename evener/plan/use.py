@@ -1,0 +1,74 @@
+"""Whether the script that evener launch started trains by the plan: some process of it has read
+one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container
+from contextlib import suppress
+
+PLAN_USED = "EVENER_PLAN_USED"  # the file that a process writes to as it reads a plan
+OPTION = "--no-plan-check"
+
+# The lines to add, by a library that the script imports; the first that fits.
+_LINES = {
+    "transformers": (
+        "from evener.huggingface import with_plan",
+        "with_plan(Trainer)(model=..., args=..., train_dataset=...).train()",
+    ),
+    "lightning": (
+        "from evener.torch_split import Split",
+        "split = Split()",
+        "trainer = Trainer(strategy=split.strategy(), use_distributed_sampler=False)",
+        "trainer.fit(module, split.loader(dataset))",
+    ),
+    "keras": (
+        "from evener.keras_split import Split",
+        "split = Split()  # before the first tensor or model",
+        "model = split.build(make_model)  # make_model() returns a compiled model",
+    ),
+    "torch": (
+        "from evener.torch_split import Split",
+        "split = Split()",
+        "loader, model = split.loader(dataset), split.wrap(model)",
+        "loss = split.step(batch, compute)  # in the loop: forward and backward",
+    ),
+}
+_SAME = {"pytorch_lightning": "lightning", "tensorflow": "keras", "trl": "transformers"}
+
+
+def note_use() -> None:
+    """Let the launcher know that this process trains by a plan."""
+    path = os.environ.get(PLAN_USED)
+    if path:
+        with suppress(OSError), open(path, "ab") as stream:  # the launcher may have ended
+            stream.write(b".")
+
+
+def is_used(path: str) -> bool:
+    """True if a process has read a plan, by the launcher's file; also where that can't be known."""
+    try:
+        return os.stat(path).st_size > 0
+    except OSError:
+        return True
+
+
+def describe_unused(imported: Container[str], program: bool) -> str:
+    """What is wrong with a script that reads no plan, and the lines to add for its libraries.
+
+    `program`: evener run could balance it as it is.
+    """
+    known = [*_LINES, *_SAME]
+    found = [_SAME.get(name, name) for name in known if name in imported]
+    library = next((name for name in _LINES if name in found), "torch")
+    lines = "".join(f"\n    {line}" for line in _LINES[library])
+    other = (
+        "A program that trains on several GPUs by itself needs no line: evener run -- "
+        "python train.py. "
+    )
+    return (
+        "no process has read the plan, so each would train alone, on all rows. Add to the "
+        f"script:{lines}\n{other if program else ''}If it divides the rows itself, launch it "
+        f"with {OPTION}."
+    )

@@ -1,0 +1,40 @@
+"""Ends a script that evener launch started and that trains without its plan, in its first optimizer
+steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from ..errors import RequestError
+from ..plan.use import PLAN_USED, describe_unused, is_used
+
+FIRST_STEPS = 5  # in which a plan is read, if it ever is
+
+_steps = 0
+
+
+def count_step(*_: Any) -> None:
+    """An optimizer of PyTorch has stepped."""
+    global _steps
+    _steps += 1
+    if _steps == FIRST_STEPS:
+        check_use()
+
+
+def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """A Keras model is about to train."""
+    check_use()
+    return wrapped(*arguments, **keywords)
+
+
+def check_use() -> None:
+    """End this process unless a process of the launch has read a plan."""
+    if is_used(os.environ[PLAN_USED]):
+        return
+    if os.environ.get("RANK", "0") == "0":
+        words = describe_unused(sys.modules, program="torch" in sys.modules)
+        print(f"evener: {words}", file=sys.stderr, flush=True)
+    raise SystemExit(RequestError.exit_code)
