@@ -37,6 +37,7 @@ SIMULATED = "Measured on simulated devices, whose speeds are written down, not o
 NOT_RUN = "simulated devices have the speeds of a model of their own."
 REAL_ALONE = {"precision": "--precision", "xla": "--xla", "input": "--input", "engine": "--engine"}
 LARGEST_BATCH = 1 << 30
+LARGEST_SEED = (1 << 63) - 1  # that a plan keeps
 MOST_DEVICES = 1024
 
 
@@ -244,6 +245,10 @@ def _check_batches(request: Request) -> None:
 
 
 def _check_numbers(request: Request) -> None:
+    if not -LARGEST_SEED <= request.seed <= LARGEST_SEED:
+        raise RequestError(
+            f"--seed {str(request.seed)[:40]} has more than 63 bits.", "Give a smaller number."
+        )
     budget = request.budget_seconds
     if budget is not None and not (math.isfinite(budget) and budget > 0):
         raise RequestError(

@@ -10,19 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from .printable import printable
+
 
 class EvenerError(Exception):
     """An error with one sentence that says what is wrong and one that says what to do; only
     subclasses are raised.
+
+    Both may quote a plan or a driver, and Python prints an exception as it is: characters that
+    control a terminal are replaced.
     """
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
 
     def __init__(self, message: str, remedy: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = remedy
+        self.message = printable(message)
+        self.remedy = printable(remedy)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..errors import PlanError
+from ..printable import printable
 from ..shares.whole_rows import apportion
 from ..system.files import read_whole, write_atomically
 from .layout import (
@@ -213,6 +214,8 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
             "Update evener on this machine.",
         )
     try:
+        data = _as_printable(data)
+        _check_whole_numbers(data, source)
         known = {**data, "layout": complete_layout(data.get("layout", {}))}
         plan = msgspec.convert(known, Plan, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -315,6 +318,31 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
             f"{source} is not a plan: it has no keys.", "Give the file that --export wrote."
         )
     return data
+
+
+def _as_printable(data: Any) -> Any:
+    """A copy of the data whose texts can't control a terminal: names of devices are printed by
+    trainings, too.
+    """
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {_as_printable(key): _as_printable(value) for key, value in data.items()}
+    return [_as_printable(value) for value in data] if isinstance(data, list) else data
+
+
+def _check_whole_numbers(data: Any, where: str) -> None:
+    """PlanError, naming its key, for a whole number of more than 64 bits: msgspec compares none of
+    these with the limits of a field.
+    """
+    if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
+        raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")
+    if isinstance(data, dict):
+        for key, value in data.items():
+            _check_whole_numbers(value, f"{where}: {key}")
+    if isinstance(data, list):
+        for position, value in enumerate(data):
+            _check_whole_numbers(value, f"{where}[{position}]")
 
 
 def _check_numbers(plan: Plan, source: str) -> None:

@@ -28,7 +28,9 @@ GPU_IDS = {
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+MOST_ROWS = 1 << 32  # of a global batch; shares of more take long to solve
+Rows = Annotated[int, msgspec.Meta(ge=0, le=MOST_ROWS)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]  # of tokens, bytes, measurements
 Kind = str  # of a layout: one of KINDS
 Knots = tuple[
     tuple[float, float], ...
@@ -75,17 +77,18 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[
         str, msgspec.Meta(min_length=1)
     ]  # the GPU's UUID, or the name of a CPU slice or simulated device
-    index: int  # for display, and for frameworks that count devices
+    # for display, and for frameworks that count devices
+    index: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
     name: str
-    batch: Count  # samples; with `cost` their mean number
+    batch: Rows  # samples; with `cost` their mean number
     ratio: float  # batch / global batch; with `cost` the part of the global batch's cost
     limit: str = ""  # as given behind `@`: "60%+8GiB"
-    micro: int = 0  # rows of one forward and backward pass: `batch` where one does it
+    micro: Rows = 0  # rows of one forward and backward pass: `batch` where one does it
     cost: Cost | None = None  # where rows are of unequal length: what a padded pass takes
     tokens: Count = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
     host: str = ""  # the name or address of its machine, where the plan is for several
     curve: Knots = ()
-    most: Count = 0  # rows of one pass that its memory holds; 0: unknown
+    most: Rows = 0  # rows of one pass that its memory holds; 0: unknown
     # the part of parameters, gradients and optimizer state that it holds; 0: it has all
     state: float = 0.0
     # of that part and of gathered units, as evener's ledger counts them; 0: unknown
@@ -109,11 +112,11 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The workload's layout on the devices of the request, in their order."""
 
     kind: Kind
-    global_batch: int  # samples per optimizer step, over all devices (pack: per process)
+    global_batch: Rows  # samples per optimizer step, over all devices (pack: per process)
     share: tuple[Share, ...]
     engine: str = ""  # one of ENGINES; empty where there is no choice
     # pack: trainings that run on the device at the same time
-    processes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    processes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     placement: str = ""  # place: the workload's name for it
 
     def __post_init__(self) -> None:
@@ -184,7 +187,7 @@ def complete_layout(layout: Any) -> Any:
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
         return layout
-    batches = [batch if type(batch := share.get("batch")) is int else 0 for share in shares]
+    batches = [_read_batch(share) for share in shares]
     total = sum(batches)
     completed = [
         {
@@ -199,6 +202,12 @@ def complete_layout(layout: Any) -> Any:
     kind = "split" if sum(map(bool, batches)) > 1 else "solo"
     kind = "shard" if any(share.get("state") for share in shares) else kind
     return {"kind": kind, "global_batch": total, **layout, "share": completed}
+
+
+def _read_batch(share: dict[str, Any]) -> int:
+    """The rows of a share; 0 for what is no number of rows, as is said when the share is read."""
+    batch = share.get("batch")
+    return batch if type(batch) is int and 0 <= batch <= MOST_ROWS else 0
 
 
 def check_layout(layout: PlanLayout, where: str) -> None:

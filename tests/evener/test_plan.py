@@ -9,7 +9,9 @@ import resource
 import stat
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,15 @@ from evener.plan.file import (
     to_json,
     to_toml,
 )
+from evener.plan.layout import MOST_ROWS
 from evener.plan.solver import leave_out
+from evener.printable import printable
 from evener.shares.curves import Cost
 from evener.system.files import write_atomically
 from tests.support.launched_plan import make_plan
 
-TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
+# quotes, astral planes and all else that can be printed
+TEXT = st.text(max_size=20).map(printable)
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e9, allow_nan=False)
 CURVES = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), min_size=2, max_size=4).map(
@@ -128,7 +133,7 @@ PLANS = st.builds(
         probes=COUNT,
         out_of_memory=COUNT,
         seconds=SECONDS,
-        seed=st.integers(),
+        seed=st.integers(-(1 << 63), (1 << 63) - 1),
         why_stopped=TEXT,
     ),
     fingerprint=st.builds(
@@ -164,6 +169,97 @@ def test_a_plan_comes_back_from_both_forms_as_the_same_bytes(plan: Plan) -> None
         again = parse_plan(text)
         assert again == plan
         assert form(again) == text
+
+
+@given(PLANS, st.text(min_size=1), st.text(min_size=1))
+def test_a_plans_texts_can_not_control_the_terminal_of_a_training(
+    plan: Plan, name: str, warning: str
+) -> None:
+    """Trainings print the names of devices, and Python the message of an error."""
+    layout = plan.layout
+    shares = (
+        msgspec.structs.replace(layout.share[0], device=f"{name}!", name=name, host=""),
+        *layout.share[1:],
+    )
+    changed = msgspec.structs.replace(
+        plan,
+        layout=msgspec.structs.replace(layout, share=shares),
+        warnings=(warning,),
+    )
+    for form in (to_toml, to_json):
+        with suppress(PlanError):  # two devices of one name
+            again = parse_plan(form(changed))
+            assert _controls(again.layout.share[0].name + again.warnings[0]) == []
+            assert parse_plan(form(again)) == again
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'"\u001b]0;owned\u0007" = 1',
+        b'{"\u001b[2J": 1, "layout": {"share": [{"device": "a", "batch": 1}]}}',
+        b'[layout]\nkind = "\u009b31m"\n[[layout.share]]\ndevice = "a"\nbatch = 1',
+        b'[[layout.share]]\ndevice = "\u202ea"\nbatch = 1\nmicro = 5',
+        b'[[layout.share]]\ndevice = "a"\nbatch = 1\n"\u001b[31m" = 1',
+    ],
+)
+def test_an_error_of_a_plan_can_not_control_the_terminal(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "\x1b[2J.toml"
+    path.write_bytes(text)
+    with pytest.raises(PlanError) as caught:
+        load_plan(path)
+    error = caught.value
+    assert _controls("".join((str(error), *map(str, error.args), error.message))) == []
+
+
+def _controls(text: str) -> list[str]:
+    return [sign for sign in text if unicodedata.category(sign) in ("Cc", "Cf", "Zl", "Zp")]
+
+
+HUGE = {
+    "4200 digits": 10**4200,
+    "100 digits": 10**100,
+    "23 digits": 99999999999999999999999,
+    "65 bits": 1 << 64,
+    "64 bits": 1 << 63,
+    "61 bits": 1 << 60,
+}
+
+
+@pytest.mark.parametrize("number", HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize(
+    "key", ["batch", "index", "most", "tokens", "held_bytes", "peak_bytes", "micro"]
+)
+def test_a_number_that_no_training_has_is_refused_with_its_key(key: str, number: int) -> None:
+    """In TOML, whose integers have no end here, and in JSON."""
+    share = {"device": '"b"', "batch": "6", key: str(number)}
+    toml = "\n".join(f"{name} = {value}" for name, value in share.items())
+    json_share = ", ".join(f'"{name}": {value}' for name, value in share.items())
+    for text in (
+        f'[[layout.share]]\ndevice = "a"\nbatch = 6\n[[layout.share]]\n{toml}',
+        f'{{"layout": {{"share": [{{"device": "a", "batch": 6}}, {{{json_share}}}]}}}}',
+    ):
+        with pytest.raises(PlanError) as caught:
+            parse_plan(text.encode())
+        assert key in str(caught.value)
+        assert len(str(caught.value)) < 500
+
+
+def test_the_whole_batch_is_bounded_too() -> None:
+    shares = "".join(f'[[layout.share]]\ndevice = "{i}"\nbatch = {MOST_ROWS}\n' for i in range(2))
+    with pytest.raises(PlanError, match="global_batch"):
+        parse_plan(shares.encode())
+
+
+@pytest.mark.parametrize("most", [0, 1, 7])
+def test_a_lost_device_of_the_largest_plan_is_left_out_at_once(most: int) -> None:
+    """Of 1e100 rows that had no end."""
+    batches = (6, 60, MOST_ROWS - 66)
+    shares = (Share(name, i, "", 0, 0.0, most=most) for i, name in enumerate("abc"))
+    plan = make_plan(make_layout("split", tuple(shares), batches))
+    parse_plan(to_toml(plan))
+    for gone in "abc":
+        assert sum(leave_out(plan, [("", gone)]).layout.batches) == MOST_ROWS
 
 
 @given(st.binary(max_size=300).filter(lambda text: b"layout" not in text))

@@ -28,6 +28,7 @@ from evener.balancer.store import runs
 from evener.devices.cpu import slices
 from evener.live.reporter import read_trainings
 from evener.plan.file import load_plan
+from evener.printable import printable
 from evener.tui.cli.main import run
 from evener.tui.text.formatting import plain
 from tests.support.probe_children import at_birth
@@ -159,7 +160,7 @@ def test_what_is_escaped_still_says_the_same(
         shown = tmp_path / f"shown.{form}"
         shown.write_text(capsys.readouterr().out)
         assert load_plan(shown) == load_plan(path)
-        assert load_plan(path).workload == EVIL
+        assert load_plan(path).workload == printable(EVIL)
 
 
 def test_an_evil_plan_s_faults_are_plain(

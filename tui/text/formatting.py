@@ -14,6 +14,7 @@ import msgspec
 
 from evener.balancer.number_format import efficiency
 from evener.plan.file import as_unicode
+from evener.printable import printable
 
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
@@ -43,15 +44,8 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Foreign text with every control and format character replaced, so that it can't control a
-    terminal.
-    """
-    clean = text
-    if not text.isprintable():
-        clean = "".join(
-            " " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text
-        )
-        clean = "".join("?" if unicodedata.category(char) == "Cs" else char for char in clean)
+    """Foreign text that can't control a terminal, in at most `limit` characters."""
+    clean = printable(text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
