@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import compileall
-import fcntl
 import gc
 import itertools
 import json
@@ -21,10 +20,12 @@ from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from evener.balancer.search import budget
+from evener.balancer.store import locks
 from evener.workloads import registry
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
 from tests.support.keras_start import make_configs
+from tests.support.light_start.device_locks import SYS_VARIABLE, keep_off_the_kernels_files
 from tests.support.light_start.synthetic_entry import add_to
 from tests.support.python_path import LIGHT_START
 from tests.support.quick_probes import QUICK
@@ -64,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # other workers' tests, and small operations ten times as long; read when PyTorch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     add_to(registry)
+    os.environ[SYS_VARIABLE] = os.devnull  # for this process and the Pythons that tests start
+    keep_off_the_kernels_files(locks)
     sys.path.append(str(LIGHT_START))  # for the workload itself
     paths = [str(LIGHT_START), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -275,26 +278,12 @@ def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[An
 
 
 @pytest.fixture
-def own_folder(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The test runs in a folder of its own, as commands do that read and write files beside
     them.
     """
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def cores_of_one_user(shared_folder: Path) -> Iterator[int]:
-    """For tests that measure on the machine's cores: a file that each of them holds with a shared
-    lock.
-
-    Tests run in several workers at once. A test that plays another user on these cores takes the
-    lock alone (LOCK_EX).
-    """
-    descriptor = os.open(shared_folder / "cores", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    yield descriptor
-    os.close(descriptor)
 
 
 @pytest.fixture

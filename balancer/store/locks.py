@@ -1,9 +1,9 @@
 """Keep sessions apart: no two on one run, nor on one device unless the user says so.
 
 Locks are the kernel's (flock), so they end with the process that holds them. One user's sessions
-lock files in that user's state folder. Between users, the file by which the kernel itself shows a
-device is locked: everybody can read it and nobody can replace it, so nothing lies where others
-could tamper with it.
+lock files in that user's state folder, which say the run. Between users, and between state folders
+of one user, the file by which the kernel itself shows a device is locked: everybody can read it and
+nobody can replace it, so nothing lies where others could tamper with it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
-    """Keep other users' sessions off the devices; DeviceError if one has them."""
+    """Keep the sessions of other users and of other state folders off the devices; DeviceError if
+    one has them.
+    """
     with ExitStack() as held:
         for device in devices:
             for path in kernel_files(device):
@@ -140,18 +142,17 @@ def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """DeviceError if another user's process has it; a file system without locks is no reason to
-    stop.
-    """
+    """DeviceError if another process has it; a file system without locks is no reason to stop."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         held.callback(os.close, descriptor)
         pid = try_lock(descriptor)
-        if pid is not None and (not pid or _user_id(pid) != os.getuid()):
+        if pid is not None and pid != os.getpid():
+            whose = "another evener"
+            if not pid or _user_id(pid) != os.getuid():
+                whose = "another user's evener"
             who = _describe_process(pid)
-            raise DeviceError(
-                f"{device.label} is being measured by another user's evener{who}.", REMEDY
-            )
+            raise DeviceError(f"{device.label} is being measured by {whose}{who}.", REMEDY)
 
 
 def kernel_files(device: Device) -> list[Path]:

@@ -24,8 +24,6 @@ from tests.support.cores import two_cores
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")
 REAL = Request(devices="cpu/2", workload="synthetic", framework="none", settings={"base_ms": 1.0})
 
-pytestmark = pytest.mark.usefixtures("cores_of_one_user")
-
 
 def foresee(request: Request) -> Outlook:
     """What the dry run says; it makes no run."""

@@ -74,7 +74,7 @@ def test_limits_that_an_engine_can_keep_are_let_through(
 @two_cores
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_servers")
-def test_one_process_trains_on_both_slices_by_the_engine_asked_for(cores_of_one_user: int) -> None:
+def test_one_process_trains_on_both_slices_by_the_engine_asked_for() -> None:
     """Real steps of uneven shares, by the engine that nothing else would choose; the plan would
     name it.
     """

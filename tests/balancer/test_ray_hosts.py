@@ -77,7 +77,6 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
     ),
-    pytest.mark.usefixtures("cores_of_one_user"),
     two_cores,
 ]
 BOTH = f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu:1"

@@ -36,7 +36,6 @@ from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan.file import Plan, load_plan, parse_plan, to_json, to_toml
 from evener.plan.solver import read_curves, solve_shares
 
-pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")
 
 COSTLY = """

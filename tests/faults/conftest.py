@@ -1,4 +1,4 @@
-"""Most of these tests measure on the machine's cores; some fill a disk."""
+"""Some of these tests fill a disk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def share_cores(cores_of_one_user: int) -> None:
-    """No other worker's test plays another user meanwhile."""
 
 
 @pytest.fixture

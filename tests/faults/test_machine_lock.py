@@ -1,4 +1,6 @@
-"""Two users on one device: the kernel's own file of it is locked, and the second learns by whom."""
+"""Two users, or two state folders, on one device: the kernel's own file of it is locked, and the
+second learns by whom.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import pwd
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,40 +20,50 @@ from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store import locks
-from evener.balancer.store.locks import kernel_files, lock_kernel_files
+from evener.balancer.store.locks import find_holder, kernel_files, lock_kernel_files
 from evener.devices.cpu import slices
 from evener.devices.discover import discover
 from evener.devices.types import Device
 from evener.errors import DeviceError
 
 SOMEBODY = 12345
+Hold = Callable[..., int]
 
 
 @pytest.fixture
-def somebody(cores_of_one_user: int) -> Iterator[Callable[[tuple[Device, ...]], int]]:
-    """Forks a process of another user that takes the lock and holds it."""
-    if os.geteuid():
-        pytest.skip("only root can be somebody else")
-    fcntl.flock(cores_of_one_user, fcntl.LOCK_EX)  # no other worker's test meets this user
+def kernel_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files of all cores like the kernel's, which everybody may read and nobody else has locked."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        Path(folder).chmod(0o755)
+        monkeypatch.setattr(locks, "SYS", Path(folder))
+        for path in (path for each in slices() for path in kernel_files(each)):
+            path.parent.mkdir(parents=True)
+            path.touch(mode=0o444)
+        yield
+
+
+@pytest.fixture
+def somebody(kernel_cores: None) -> Iterator[Hold]:
+    """Forks a process, of another user unless `user` says which, that takes the lock and holds
+    it.
+    """
     born: list[int] = []
 
-    def hold(devices: tuple[Device, ...]) -> int:
+    def hold(devices: tuple[Device, ...], user: int = SOMEBODY) -> int:
         reading, writing = os.pipe()
         pid = os.fork()
-        if not pid:  # the other user
+        if not pid:
             try:
-                os.setuid(SOMEBODY)
+                os.setuid(user)
                 lock_kernel_files(devices)
                 os.write(writing, b"held")
                 signal.pause()
             finally:  # never back into the tests
-                os.write(writing, b"busy")
                 os._exit(0)
         born.append(pid)
-        if os.read(reading, 4) != b"held":
-            pytest.skip("somebody measures on this machine just now")
-        os.close(reading)
         os.close(writing)
+        assert os.read(reading, 4) == b"held"
+        os.close(reading)
         return pid
 
     yield hold
@@ -59,15 +72,8 @@ def somebody(cores_of_one_user: int) -> Iterator[Callable[[tuple[Device, ...]], 
         os.waitpid(pid, 0)
 
 
-needs_sysfs = pytest.mark.skipif(
-    not all(path.exists() for path in kernel_files(slices(1)[0])), reason="no sysfs here"
-)
-
-
-@needs_sysfs
-def test_a_core_that_somebody_else_measures_on_is_not_taken(
-    somebody: Callable[[tuple[Device, ...]], int],
-) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Hold) -> None:
     """The process is named; another core is free, all are with --share, and once it has ended."""
     first, *others = slices()
     pid = somebody((first,))
@@ -81,6 +87,30 @@ def test_a_core_that_somebody_else_measures_on_is_not_taken(
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     Session(open_run(Request(devices="cpu", workload="synthetic"))).close()
+
+
+def test_one_user_with_another_state_folder_is_somebody_else(somebody: Hold) -> None:
+    """As where jobs have HOME or XDG_STATE_HOME of their own, or all are root."""
+    first, *others = slices()
+    pid = somebody((first,), os.getuid())
+    with pytest.raises(
+        DeviceError, match=rf"CPU:0 is being measured by another evener \(process {pid}[) ]"
+    ) as fault:
+        Session(open_run(Request(devices="cpu", workload="synthetic")))
+    assert "--share" in fault.value.remedy
+    lock_kernel_files(others).close()
+    Session(open_run(Request(devices="cpu", workload="synthetic", share=True))).close()
+
+
+def test_the_kernel_has_a_file_of_each_core_and_says_who_locks_it() -> None:
+    """Everybody may read and lock it; here one is locked by which no session goes."""
+    path = Path("/sys/devices/system/cpu/online")
+    if not path.exists():
+        pytest.skip("no sysfs here")
+    assert Path("/sys/devices/system/cpu/cpu0/topology/core_id").exists()
+    with path.open() as mine, path.open() as other:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        assert find_holder(other.fileno()) == os.getpid()
 
 
 def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
@@ -125,11 +155,12 @@ def test_a_gpu_is_certain_by_its_place_on_the_bus(
     path.parent.mkdir(parents=True)
     path.write_text("0x10de")
     held = lock_kernel_files(gpus)
-    lock_kernel_files(gpus).close()  # runs keep one user's own sessions apart
-    me, uid = pwd.getpwuid(os.getuid()).pw_name, os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(DeviceError, match=rf"GPU:1 .* \(process {os.getpid()} of {me}\)"):
-        lock_kernel_files(gpus)
+    lock_kernel_files(gpus).close()  # what this process holds keeps it off nothing
+    me, pid = pwd.getpwuid(os.getuid()).pw_name, os.getpid()
+    with monkeypatch.context() as another:
+        another.setattr(os, "getpid", lambda: pid + 1)
+        with pytest.raises(DeviceError, match=rf"GPU:1 .* evener \(process {pid} of {me}\)"):
+            lock_kernel_files(gpus)
     held.close()
     held.close()
     lock_kernel_files(gpus).close()

@@ -177,9 +177,7 @@ SLICES = ("--devices", "cpu/2", "--workload", "torch_mnist", "--framework", "tor
 @two_cores
 @pytest.mark.slow
 @pytest.mark.parametrize("way", SEARCHES)
-def test_a_group_that_is_measured_listens_on_loopback_alone(
-    way: str, cores_of_one_user: None, own_folder: Path
-) -> None:
+def test_a_group_that_is_measured_listens_on_loopback_alone(way: str, own_folder: Path) -> None:
     """Until a group of two ranks was there, and then to the search's end."""
     skip_without("torch")
     words = [*QUICK_EVENER, *SEARCHES[way], *SLICES]

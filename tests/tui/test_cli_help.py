@@ -69,7 +69,7 @@ def test_the_page_has_the_scripts_of_help() -> None:
 
 @two_cores
 @pytest.mark.slow
-@pytest.mark.usefixtures("cores_of_one_user", "quick_probes", "shared_servers")
+@pytest.mark.usefixtures("quick_probes", "shared_servers")
 @pytest.mark.parametrize(("name", "script"), SCRIPTS, ids=[name for name, _ in SCRIPTS])
 def test_a_pasted_script_is_measured_and_trains(
     name: str, script: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]

@@ -20,8 +20,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.usefixtures("cores_of_one_user")
-
 RUN = "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))"
 # in the form
 SYNTHETIC = (

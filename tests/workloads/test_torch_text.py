@@ -248,7 +248,7 @@ def test_a_function_beside_the_data_says_lengths(tmp_path: Path, said: str, name
 
 
 @two_cores
-@pytest.mark.usefixtures("cores_of_one_user", "shared_servers")
+@pytest.mark.usefixtures("shared_servers")
 def test_children_measure_rows_that_are_dealt_by_cost() -> None:
     """Two real ranks: tokens of whole batches, each rank's own work, and less padding than rows as
     they come.

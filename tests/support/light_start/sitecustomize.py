@@ -8,9 +8,10 @@ finds them. PyTorch's compiler, which each optimizer imports only to say that it
 compiled, is imported once something is compiled: a second of CPU. Shapes and decompositions of its
 operations in Python, a quarter of its own import, are imported with the first that asks for them.
 
-The registry has the synthetic workload, which is beside this file. A step of it sleeps instead of
-spinning, and its process counts that as CPU time: tests that run real children for seconds leave
-the cores to others, and are disturbed less by them.
+Devices aren't locked by the kernel's own files, as workers measure on the same cores
+(device_locks.py). The registry has the synthetic workload, which is beside this file. A step of it
+sleeps instead of spinning, and its process counts that as CPU time: tests that run real children
+for seconds leave the cores to others, and are disturbed less by them.
 
 A `sitecustomize` further on the path is run, too: one of a test's own.
 """
@@ -25,6 +26,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+from device_locks import keep_off_the_kernels_files
 from synthetic_entry import add_to
 
 TYPE_CHECKING = False
@@ -58,8 +60,8 @@ class HiddenFromKeras:
 
 
 class Synthetic:
-    """A finder that changes two modules as they are imported: the workload rests, and the registry
-    knows it.
+    """A finder that changes modules as they are imported: the workload rests, the registry knows
+    it, and the kernel's files of devices are the test's.
     """
 
     slept = 0.0  # seconds
@@ -70,7 +72,12 @@ class Synthetic:
         cls, name: str, path: Sequence[str] | None = None, _target: object = None
     ) -> ModuleSpec | None:
         """The module with what is done to it behind it."""
-        change = {"synthetic_workload": cls.let_rest, "evener.workloads.registry": add_to}.get(name)
+        changes = {
+            "synthetic_workload": cls.let_rest,
+            "evener.workloads.registry": add_to,
+            "evener.balancer.store.locks": keep_off_the_kernels_files,
+        }
+        change = changes.get(name)
         spec = PathFinder.find_spec(name, path) if change else None
         if change is None or spec is None or spec.loader is None:
             return None
