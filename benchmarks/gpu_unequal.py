@@ -19,9 +19,11 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -89,12 +91,15 @@ def main() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"This Python has no {', '.join(missing)}: put them on PYTHONPATH.")
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the daemon, too
-    limits: Any = contextlib.nullcontext({})
-    if options.kind == "gpu":
-        limits = mps_daemon(options.out / "mps")
-    with limits as variables:
+    with contextlib.ExitStack() as stack:
+        variables = {}
+        if options.kind == "gpu":
+            # a short path, as it has a socket
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mps-"))
+            variables = stack.enter_context(mps_daemon(Path(folder)))
         Bench(options, variables).run()
 
 
@@ -142,7 +147,8 @@ class Bench:
     def _train(self, case: Case, seconds: float) -> dict[str, Any]:
         """Start a training, wait for its end, and read what it left."""
         folder = self._options.out / f"{case.name}-{case.way}"
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # with shares that evener run would take again
+        folder.mkdir()
         script = str(JOBS / f"{case.program}.py")
         words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._world)]
         if case.way != "own":
