@@ -220,6 +220,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 "Lightning would share the rows of split.loader out again, evenly.",
                 "Write L.Trainer(..., use_distributed_sampler=False).",
             )
+        if not self.lightning_module.automatic_optimization:
+            self._planned.weights.computes_at_once = True  # a pass can't be computed again
         if self._passes > 1 and not self.lightning_module.automatic_optimization:
             raise RequestError(
                 f"The plan takes {self._passes} passes for a step, which manual optimization "

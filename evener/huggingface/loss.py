@@ -47,6 +47,13 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     multiplied: int = 1
     certain: bool = True
 
+    @property
+    def excess(self) -> int:
+        """The factor by which the trainer's own loss is too large: the number of processes where
+        it multiplies a mean as if that were a part of a sum; else 1.
+        """
+        return 1 if self.mean_over == ITEMS else self.multiplied
+
     def count(self, batch: Any) -> float:
         """The number of a pass's labels that the loss is a mean over; 0 if it is a mean over
         something else.
@@ -142,6 +149,15 @@ def has_ignored(batch: Any) -> bool:
     """True if some labels of the batch are ignored, which shows that the loss allows that."""
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
+
+
+def has_uneven_labels(batch: Any) -> bool:
+    """True if rows of the batch have different numbers of labels that aren't ignored."""
+    labels, _ = _labels(batch)
+    if labels is None:
+        return False
+    counts = (labels != IGNORED).reshape(len(labels), -1).sum(1)
+    return len(set(counts.tolist())) > 1
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:

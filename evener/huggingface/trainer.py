@@ -33,12 +33,15 @@ from ..torch_split.ranks import find_shares, open_plan
 from ..torch_split.wrapped import check_normalization, has_own_work
 from .gathering import Gathering, processes, share_evaluation
 from .loss import (
+    ITEMS,
+    ROWS,
     Survival,
     TrainerLoss,
     assume_loss,
     count_tokens,
     find_loss,
     has_ignored,
+    has_uneven_labels,
     weigh_loss,
     weigh_passes,
 )
@@ -107,6 +110,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     """Placed before a Trainer class, whose methods do the rest."""
 
     _given: SimpleNamespace  # to with_plan
+    # train by the loss of the program's own launcher, where that is another than one process's
+    keeps_launcher = False
     args: Any
     state: Any
     _tr_loss: Any
@@ -147,6 +152,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         )  # rows of this rank in an optimizer step, and their tokens without and with padding
         self._is_last = True  # the part that runs is its batch's last
         self._factor: Any = None  # of the loss of the pass that runs
+        self._evaluates = False  # a batch of an evaluation
         self._tokens = 0
         self._logged: list[tuple[Any, ...]] = []  # in a pass
         self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(
@@ -267,6 +273,14 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """
         checked = self._rows_checked()
         self._loss = self._find_loss(checked is not None and has_ignored(checked.whole))
+        by_labels = self._loss.mean_over not in (ITEMS, ROWS)
+        if by_labels and self.keeps_launcher and checked and has_uneven_labels(checked.whole):
+            raise RequestError(
+                "its loss is a mean over a rank's own labels, of which rows have different "
+                "numbers: its own launcher averages the means of ranks, and by shares it would be "
+                "the mean over all labels",
+                "Train it with with_plan, which takes the mean over all labels.",
+            )
 
     def _check_parts(self, part: Any, rows: int) -> None:
         """RequestError where smaller passes learn something else, which one process looks at as it
@@ -305,9 +319,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         assert self._loss is not None  # found before the first pass
         return self._loss
 
+    @property
+    def excess(self) -> int:
+        """The factor of the trainer's own loss that is kept, once the loss was checked."""
+        return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
+
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
         self._is_last = is_last
         self._factor = part.weight * (self._shares.world / self._loss_found().multiplied)
+        self._factor *= self.excess
         try:
             result: torch.Tensor = super().training_step(model, part.batch, items)
         finally:
@@ -321,17 +341,25 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
-        if self._factor is None:
+        multiplied = self._evaluates and kwargs.get("num_items_in_batch") is not None
+        if self._factor is None and not multiplied:
             return result
         loss, *others = result if isinstance(result, tuple) else (result,)
-        loss = weigh_loss(loss, self._factor, model)
-        self._survival.note(loss)
+        if self._factor is None:
+            loss = loss * self.excess
+        else:
+            loss = weigh_loss(loss, self._factor, model)
+            self._survival.note(loss)
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a batch of an evaluation, whose loss is its own, as in one process."""
-        with processes(self.accelerator, 1):
-            return super().prediction_step(*args, **kwargs)
+        self._evaluates = True
+        try:
+            with processes(self.accelerator, 1):
+                return super().prediction_step(*args, **kwargs)
+        finally:
+            self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Sum the tokens of all passes over ranks, once an optimizer step, as ranks differ in their

@@ -52,6 +52,7 @@ def _plan(trainer: Any) -> None:
             own.__name__,
             own.__qualname__,
         )  # which programs print
+        planned.keeps_launcher = True
         trainer.__class__ = planned
         trainer.begin_plan()
         trainer.get_train_dataloader()
@@ -59,6 +60,13 @@ def _plan(trainer: Any) -> None:
         if world > 1:
             _tell_of_tail(trainer, global_batch)
         PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
+        if trainer.excess > 1:
+            model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+            PROGRAM.notebook.warn(
+                f"its loss is {trainer.excess} times the mean, as by its own launcher: {model} "
+                f"ignores num_items_in_batch, and transformers multiplies by the number of "
+                f"processes"
+            )
 
 
 def _tell_of_tail(trainer: Any, global_batch: int) -> None:

@@ -38,8 +38,8 @@ class Exchange:
 
     A backward pass through what `watch` was given is summed at its end where `sync` says so.
     `begun` is called as one comes to such outputs, with the batch that they are of and the one of
-    those before in this pass; `ready` when the last gradient is there, and `done` when the sums
-    are.
+    those before in this pass; `ready` when the last gradient is there, `sent` when all are on their
+    way, and `done` when the sums are there.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Exchange:
             self._agree([*named.values(), *common])
         self.begun: Callable[[Any, Any], None] = lambda *_: None
         self.ready: Callable[[], None] = lambda: None
+        self.sent: Callable[[], None] = lambda: None
         self.done: Callable[[], None] = lambda: None
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
@@ -307,6 +308,7 @@ class Exchange:
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
             return
+        self.sent()
         for bucket in self._buckets:
             bucket.receive()
         if self.noise is not None:

@@ -108,6 +108,7 @@ class TimedStep(NamedTuple):
     disturbed: bool = False  # evener looked at the loss, or memory ran out
     behind: float = math.nan  # 1 if the GPU was behind its host when gradients were sent, else 0
     computing: float = math.nan  # the part of own work in which the CPU computed for the loop
+    idle_input_s: float = math.nan  # of input_s: the loop's thread waited for others to fetch rows
 
 
 class _Marked(NamedTuple):
@@ -121,6 +122,7 @@ class _Marked(NamedTuple):
     disturbed: bool
     behind: float
     computed_s: float  # by the CPU, in own work
+    idle_input_s: float
 
 
 class StepTimer:
@@ -146,12 +148,15 @@ class StepTimer:
         self._behind = math.nan
         self._computed_s = (math.nan, math.nan)  # as own work began, and when gradients were ready
         self._thread = 0  # in which own work began
+        self._idle_s = math.nan  # of this thread so far, as the loop asked for its batch
+        self._idle_input_s = math.nan  # of the newest batch
         self._steps: deque[_Marked | TimedStep] = deque(maxlen=KEPT_STEPS)
         _timers.add(self)
 
     def begin(self, sizes: tuple[int, ...]) -> None:
         """Begin a batch of which the ranks have these rows."""
         self.sizes = sizes
+        self._idle_input_s = _idle_seconds() - self._idle_s
         self._marks = [(OWN, self._clock.mark())]
         self._batches += 1
         self._computed = self._applied = False
@@ -184,13 +189,16 @@ class StepTimer:
         ready_s = self._clock.computed() if get_ident() == self._thread else math.nan
         self._computed_s = (self._computed_s[0], ready_s)
 
-    def note_backward(self) -> None:
-        """Note that the backward pass has ended, with its waiting for other ranks.
+    def note_sent(self) -> None:
+        """Note that the host has enqueued the sum of all gradients.
 
         A GPU that hasn't come to the last gradient by now is behind its host.
         """
         if self._marks and self._marks[-1][0] == SUM and math.isnan(self._clock.computed()):
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
+
+    def note_backward(self) -> None:
+        """Note that the backward pass has ended, with its waiting for other ranks."""
         self._enter(BETWEEN, SUM)
 
     def note_update(self) -> None:
@@ -240,16 +248,17 @@ class StepTimer:
                 self._disturbed,
                 self._behind,
                 ready_s - began_s,
+                self._idle_input_s,
             )
             self._steps.append(step)
         computed = self._computed
         self.pause()
-        self._asked = done
+        self._asked, self._idle_s = done, _idle_seconds()
         return computed
 
     def pause(self) -> None:
         """End a loop: time before the next batch belongs to no step."""
-        self._asked, self._marks = None, []
+        self._asked, self._marks, self._idle_s = None, [], math.nan
         self._computed = self._applied = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
@@ -279,6 +288,7 @@ class StepTimer:
 
     def _time(self, marked: _Marked) -> TimedStep:
         seconds, asked, marks = self._clock.seconds, marked.asked, marked.marks
+        input_s = math.nan if asked is None else seconds(asked, marks[0][1])
         spans = dict.fromkeys((OWN, SUM, UPDATE, BETWEEN), math.nan)
         closed = (
             [*marks, (BETWEEN, marked.done)] if marks[-1][0] == BETWEEN else marks
@@ -289,14 +299,20 @@ class StepTimer:
             marked.sizes,
             spans[OWN] if self.has_own_work else math.nan,
             spans[SUM] if self.has_own_work else math.nan,
-            math.nan if asked is None else seconds(asked, marks[0][1]),
+            input_s,
             math.nan if asked is None else seconds(asked, marked.done),
             spans[BETWEEN],
             marked.number,
             marked.disturbed,
             marked.behind,
             marked.computed_s / spans[OWN] if spans[OWN] > 0 else math.nan,
+            min(input_s, marked.idle_input_s),
         )
+
+
+def _idle_seconds() -> float:
+    """Seconds in which this thread hasn't computed, from some point of time on."""
+    return time.perf_counter() - time.thread_time()
 
 
 def make_timer(device: torch.device, alone: bool) -> StepTimer:

@@ -413,7 +413,7 @@ class Rebalancing:
 
         return RankFigures(
             middle("own_work_s", 0.0) if self._settling < 0 else 0.0,
-            middle("input_s", 0.0),
+            middle("idle_input_s", 0.0),
             middle("step_s", 0.0),
             middle("behind", math.nan),
             middle("computing", math.nan),
@@ -465,7 +465,7 @@ class Rebalancing:
         self._window_steps = int(
             min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)
         )
-        fewest = fewest_windows(find_bottleneck(figures, batches > 0), window_s)
+        fewest = fewest_windows(find_bottleneck(figures), window_s)
         for place, end in enumerate(ends):
             own_work_s = [each[2 * place] for each in every]
             limits = [int(each[2 * place + 1]) for each in every]

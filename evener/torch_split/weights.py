@@ -127,7 +127,8 @@ class BatchWeights(BatchTracker):
             return
         self._sample(exchange)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
-        exchange.ready, exchange.done = self.timer.note_gradients, self.timer.note_backward
+        exchange.ready, exchange.sent = self.timer.note_gradients, self.timer.note_sent
+        exchange.done = self.timer.note_backward
         if self.by_loss:
             exchange.weigh(1.0 / self.shares.world)
         self._exchanges.add(exchange)

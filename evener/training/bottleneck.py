@@ -26,20 +26,19 @@ class RankFigures(NamedTuple):
     """Medians of a rank's steps in a window; NaN for what isn't known."""
 
     own_work_s: float
-    input_s: float  # waiting for rows
+    input_s: float  # idle, as other threads or processes fetch its rows
     step_s: float
     behind: float = math.nan  # part of the steps in which the GPU was behind its host
     computing: float = math.nan  # part of own work in which the CPU computed for this rank
 
 
-def find_bottleneck(ranks: Sequence[RankFigures], fetched_ahead: bool) -> Bottleneck:
-    """The limit of steps with these figures; `fetched_ahead`: other processes or threads fetch rows
-    meanwhile.
+def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
+    """The limit of steps with these figures.
 
     Rows that the loop fetches itself are work of its rank, and count as any part of the step.
     """
     last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
-    if fetched_ahead and last.input_s > INPUT_PART * last.step_s:
+    if last.input_s > INPUT_PART * last.step_s:
         return "input"
     slowest = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s))
     if slowest.behind < BEHIND_PART:

@@ -423,7 +423,8 @@ class Rebalancer:
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
         rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
-        if abs(shifts[rank]) < LEAST_SHIFT:
+        apart = math.log(max(factors) / min(factors))
+        if abs(shifts[rank]) < max(LEAST_SHIFT, apart / 2):  # it was so from the beginning
             rank = max(range(len(factors)), key=factors.__getitem__)
             percent = 100 * (factors[rank] / min(factors) - 1)
             if percent < 100 * LEAST_SHIFT and max(self._counts) > 1:

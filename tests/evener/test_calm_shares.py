@@ -128,14 +128,14 @@ FIGURES = RankFigures(own_work_s=0.1, input_s=0.0, step_s=0.12, behind=1.0)
 
 def test_what_limits_steps_is_told_by_the_rank_that_is_last() -> None:
     fast = FIGURES._replace(own_work_s=0.05)
-    assert find_bottleneck([fast, FIGURES], False) == "own work"
-    assert find_bottleneck([fast._replace(behind=0.0), FIGURES], False) == "own work"
-    assert find_bottleneck([fast, FIGURES._replace(behind=0.2)], False) == "host"
+    assert find_bottleneck([fast, FIGURES]) == "own work"
+    assert find_bottleneck([fast._replace(behind=0.0), FIGURES]) == "own work"
+    assert find_bottleneck([fast, FIGURES._replace(behind=0.2)]) == "host"
     late = FIGURES._replace(input_s=0.05, step_s=0.16)
-    assert find_bottleneck([fast, late], True) == "input"
-    assert find_bottleneck([fast, late], False) == "own work"
+    assert find_bottleneck([fast, late]) == "input"
+    assert find_bottleneck([fast._replace(input_s=0.02), FIGURES]) == "own work"
     shared = FIGURES._replace(behind=math.nan, computing=0.5)
-    assert find_bottleneck([fast, shared], False) == "shared core"
+    assert find_bottleneck([fast, shared]) == "shared core"
 
 
 @given(st.floats(0.0, 100.0))

@@ -183,6 +183,7 @@ class FakeEvent:
     """An event of a GPU; `computed` are the milliseconds at which it comes to the next ones."""
 
     computed: ClassVar[deque[float]] = deque()
+    past: ClassVar[float] = 100
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -192,7 +193,7 @@ class FakeEvent:
         self.at = self.computed.popleft()
 
     def query(self) -> bool:
-        return self.at <= 100
+        return self.at <= self.past
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return other.at - self.at
@@ -212,6 +213,77 @@ def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
     take_step(timer)
     (step,) = timer.last()
     assert step[1:3] == pytest.approx((0.020, 0.008))
+
+
+@pytest.mark.parametrize(("ready", "behind"), [(30, 0.0), (130, 1.0)])
+def test_a_gpu_is_behind_its_host_that_has_not_come_to_the_last_gradient(
+    ready: int, behind: float
+) -> None:
+    """Events up to 100 are past when the sum is on its way; by the time that steps are read, all
+    are.
+    """
+    FakeEvent.computed = deque([10, ready, 140, 141])
+    timer = StepTimer(GpuClock(FakeEvent), alone=False)
+    timer.begin(SIZES)
+    timer.note_gradients()
+    timer.note_sent()
+    timer.note_backward()
+    timer.finish()
+    FakeEvent.past = 200
+    try:
+        (step,) = timer.last()
+    finally:
+        FakeEvent.past = 100
+    assert step.behind == behind
+    assert math.isnan(step.computing), "that is a CPU's"
+
+
+def test_the_part_of_own_work_in_which_a_cpu_computes_is_seen() -> None:
+    """A thread that sleeps, or whose core others have, takes longer than it computes."""
+    timer, clock = run("b3g1eu")
+    timer.finish()
+    timer.begin(SIZES)
+    clock.now += 4
+    clock.slept += 3
+    timer.note_gradients()
+    timer.note_sent()
+    timer.note_backward()
+    timer.finish()
+    assert [step.computing for step in timer.last()] == [1.0, 0.25]
+    assert all(math.isnan(step.behind) for step in timer.last()), "that is a GPU's"
+    real = StepTimer(HostClock(), alone=False)
+    real.begin(SIZES)
+    time.sleep(0.1)
+    real.note_gradients()
+    real.finish()
+    assert real.last()[0].computing < 0.5
+
+
+def test_waiting_for_others_to_fetch_rows_is_told_from_fetching_them() -> None:
+    timer = StepTimer(HostClock(), alone=False)
+    take_step(timer)
+    time.sleep(0.05)
+    take_step(timer)
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    take_step(timer)
+    _, waited, fetched = timer.last()
+    assert waited.idle_input_s >= 0.04
+    assert fetched.input_s >= 0.05
+    assert fetched.idle_input_s <= fetched.input_s - 0.04
+
+
+def test_a_disturbed_step_says_so_and_the_next_one_does_not() -> None:
+    timer, clock = run("b")
+    timer.disturb()
+    for _ in range(2):
+        clock.now += 1
+        timer.note_gradients()
+        timer.note_backward()
+        timer.finish()
+        timer.begin(SIZES)
+    assert [(step.number, step.disturbed) for step in timer.last()] == [(1, True), (2, False)]
 
 
 def test_events_are_recorded_again_once_they_were_read() -> None:

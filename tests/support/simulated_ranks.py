@@ -151,7 +151,7 @@ def train(
             [
                 RankFigures(
                     own,
-                    late,
+                    late if ahead else 0.0,
                     step_s,
                     float(behind) if on_gpu else math.nan,
                     math.nan if on_gpu else 1.0,
@@ -171,7 +171,7 @@ def train(
             peak.note(most, device.bytes(most), device.fixed_bytes)
             fits.append(peak.most_rows(device.capacity_bytes, LEFT_AT_RISK))
         middle_s = max(each.step_s for each in medians)
-        fewest = fewest_windows(find_bottleneck(medians, ahead > 0), window_steps * middle_s)
+        fewest = fewest_windows(find_bottleneck(medians), window_steps * middle_s)
         window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / middle_s), MOST_STEPS))
         for end, own_work_s in windows:
             change = rule.observe(

@@ -113,13 +113,14 @@ class TurnedClock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.slept = 0.0  # of that; the CPU has computed in the rest
         self.past = math.inf
 
     def mark(self) -> float:
         return self.now
 
     def computed(self) -> float:
-        return self.now
+        return self.now - self.slept
 
     def is_past(self, mark: float) -> bool:
         return mark <= self.past

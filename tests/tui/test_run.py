@@ -41,6 +41,7 @@ PROGRAM, TRAINER, ACCELERATED, LIGHTNING = (
     str(ROOT / f"tests/support/{name}_program.py")
     for name in ("ddp", "trainer", "accelerated", "lightning")
 )
+OWN_MEANS = str(ROOT / "tests/support/trainer_own_means.py")
 UNEVEN = """
 [[layout.share]]
 device = "cpu-0-of-2"
@@ -140,6 +141,18 @@ def test_a_trainer_learns_the_same_by_other_shares(train: Ranks) -> None:
     assert "3+1 = 4 rows a step, by Trainer, a transformers.Trainer" in first["said"]
     assert first["said"].count("it is a sum, not a mean over rows") == 1  # the second training
     assert first["last trainer"] == "SumTrainer"
+
+
+@pytest.mark.slow
+def test_a_loss_that_transformers_multiplies_by_the_processes_stays_so(train: Ranks) -> None:
+    """As its own launcher learns and logs it; a mean over a rank's own labels can't be uneven."""
+    (evenly, _), (found, _) = train(OWN_MEANS, "transformers.trainer")
+    for name in ("classes", "masked", "masked unevenly"):
+        assert difference(found[name]["weights"], evenly[name]["weights"]) <= 1e-12
+        assert found[name]["logged"] == pytest.approx(evenly[name]["logged"], rel=1e-6)
+    assert found["said"].count("3+1 = 4 rows a step, by Trainer") == 2
+    assert "its loss is 2 times the mean, as by its own launcher" in found["said"]
+    assert found["said"].count("a mean over a rank's own labels") == 1
 
 
 @pytest.mark.slow
