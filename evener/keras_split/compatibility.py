@@ -295,12 +295,14 @@ class PartKinds(msgspec.Struct, frozen=True):
 
     `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of
     COUNTS, or OTHER. `states` has the same for the changes of states by their place in
-    `model.non_trainable_variables`: ROWS, SUM, SAME.
+    `model.non_trainable_variables`: ROWS, SUM, SAME; `attributes` for tensors that a call leaves in
+    attributes, and that aren't rows.
     """
 
     loss: str = ROWS
     added: tuple[str, ...] = ()
     states: dict[int, str] = {}
+    attributes: dict[str, str] = {}
     seen: str = ""  # a sentence on the loss, where it is OTHER
     fault: str = ""  # why no engine can put parts together
 

@@ -156,20 +156,56 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
     return call
 
 
+class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
+    """A scope in which a model's weights are `copies`, and states have these values.
+
+    What is assigned stays in the scope. `others` are variables besides these that were assigned.
+    """
+
+    def __init__(
+        self, model: Any, copies: Sequence[Any], states: Sequence[tuple[Any, Any]]
+    ) -> None:
+        self._weights = list(zip(model.trainable_variables, copies, strict=True))
+        known = [*self._weights, *states]
+        super().__init__(state_mapping=known, collect_losses=True)
+        self._known = {id(variable) for variable, _ in known}
+        self.others: dict[int, Any] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Keep a variable's new value."""
+        variable, _ = update
+        super().add_update(update)
+        if id(variable) not in self._known:
+            self.others[id(variable)] = variable
+
+    def check_weights(self) -> None:
+        """Refuse a model that has assigned its weights."""
+        pairs = self._weights
+        check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
+
+    def assign_others(self) -> None:
+        """Assign what isn't the model's, such as centres that a loss object keeps."""
+        for key, variable in self.others.items():
+            variable.assign(self.state_mapping[key])
+
+
 def call_on_copies(
     model: Any, x: Tensors, training: bool, copies: Sequence[Any], states: Sequence[tuple[Any, Any]]
-) -> tuple[Tensors, list[Any], list[Any], Any]:
+) -> tuple[Tensors, list[Any], list[Any], CopiesScope]:
     """The model with these weights and states: outputs, losses that it added, regularizers, scope
     of its updates.
     """
-    weights = list(zip(model.trainable_variables, copies, strict=True))
-    with keras.StatelessScope(state_mapping=[*weights, *states], collect_losses=True) as scope:
-        outputs = call_model(model, x, training)
-        losses = list(model.losses)
-    check_assigned(
-        [weight for weight, copy in weights if scope.get_current_value(weight) is not copy]
-    )
-    return outputs, *split_losses(model, losses), scope
+    with CopiesScope(model, copies, states) as scope:
+        outputs, added, regularizers = call_in_scope(model, x, training)
+    scope.check_weights()
+    scope.assign_others()
+    return outputs, added, regularizers, scope
+
+
+def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list[Any], list[Any]]:
+    """The outputs of a call, and the losses that it added, and regularizers."""
+    outputs = call_model(model, x, training)
+    return outputs, *split_losses(model, list(model.losses))
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:

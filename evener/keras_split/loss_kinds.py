@@ -23,6 +23,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from ..training.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
+from .attributes import CallTensors
 from .compatibility import COUNTS, OTHER, ROWS, SUM, warn
 from .keras_step import Tensors, cut_rows, loss_with, own_loss, take_rows
 
@@ -114,23 +115,27 @@ CLOSE = {"float64": 1e-10}  # of figures that aren't tried with other labels
 def judge_loss(
     model: Any,
     data: Tensors,
-    outputs: Tensors,
-    losses: Sequence[Any],
+    call: Any,
+    calls: Sequence[CallTensors],
     edges: Sequence[int],
     training: bool,
 ) -> tuple[str, str]:
-    """The kind of the model's loss on these rows, and a sentence where there is none; `losses` are
-    those of layers.
+    """The kind of the model's loss on these rows, and a sentence where there is none.
+
+    `call` has the outputs of a call on all of them and the losses of layers; `calls` put back what
+    this and the calls on the parts have left in attributes.
     """
     x, y, weight = data
+    outputs, losses = call.outputs, call.losses
     left: list[str] | None = None
     for number, changed in enumerate(_variants(model, y, outputs, weight)):
         try:
-            figures, together = _read(model, x, changed, losses, edges, training)
+            figures, together = _read(model, x, changed, losses, edges, training, calls)
         except Exception as error:
             if number:
                 continue
             said = first_line(error)
+            calls[0].restore()
             if _is_computed(model, (*data, outputs), losses, training):
                 return (
                     OTHER,
@@ -201,12 +206,15 @@ def _read(
     losses: Sequence[Any],
     edges: Sequence[int],
     training: bool,
+    calls: Sequence[CallTensors],
 ) -> tuple[LossFigures, float]:
     """Figures of the loss of all rows and of each part, and the loss of all rows with those of
     layers.
     """
     figures, counts, totals = [], [], []
-    for start, stop in ((0, edges[-1]), *pairwise(edges)):
+    ranges = [(0, edges[-1]), *pairwise(edges)]
+    for (start, stop), left in zip(ranges, calls, strict=True):
+        left.restore()
         own, (y, outputs, weight) = (
             cut_rows(x, start, stop),
             [_cut_masked(each, start, stop) for each in changed],

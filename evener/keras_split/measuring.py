@@ -9,7 +9,7 @@ pipeline that the training doesn't train on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
+from .attributes import CallTensors, Leaves
 from .compatibility import (
     OTHER,
     ROWS,
@@ -50,6 +51,8 @@ class CallResult(NamedTuple):
     losses: list[Any]  # of layers
     added: list[float]  # the same without regularizers
     states: dict[int, Any]  # new values by place
+    attributes: Leaves  # tensors that were left in attributes
+    left: CallTensors  # puts them there again
 
 
 def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
@@ -110,13 +113,19 @@ def _say_alone(rows: int, batch: int, error: Exception) -> str:
 
 
 def _call(
-    model: Any, x: Tensors, training: bool, states: dict[int, Any] | None = None
+    model: Any,
+    x: Tensors,
+    training: bool,
+    states: dict[int, Any] | None = None,
+    varied: Sequence[tuple[Any, Any]] = (),
 ) -> CallResult:
-    """The model on these rows, without a trace; `states` have these values instead of theirs."""
-    every = model.non_trainable_variables
+    """The model on these rows, without a trace; `states`, by place, and `varied` variables have
+    these values instead of theirs.
+    """
+    every, before = model.non_trainable_variables, CallTensors(model)
     with (
         traceless(
-            model, [(every[place], value) for place, value in (states or {}).items()]
+            model, [*((every[place], value) for place, value in (states or {}).items()), *varied]
         ) as scope,
         equal_rows(),
     ):
@@ -127,12 +136,10 @@ def _call(
             for place, state in enumerate(every)
             if not is_seed(state) and (value := scope.state_mapping.get(id(state))) is not None
         }
-    return CallResult(
-        outputs,
-        losses,
-        [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]],
-        states,
-    )
+    attributes, after = before.collect(), CallTensors(model)
+    before.restore()
+    added = [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]]
+    return CallResult(outputs, losses, added, states, attributes, after)
 
 
 def _compare(
@@ -151,10 +158,7 @@ def _compare(
         return measure(model, data, False, partial)
     if fault:
         return PartKinds(fault=fault)
-    added = [
-        kind_of(one, each, sizes)
-        for one, *each in zip(whole.added, *(part.added for part in parts), strict=True)
-    ]
+    added = _judge_added(model, (x, *cut), (whole, *parts), sizes, training)
     states = _judge_states(model, {}, whole, parts, sizes)
     if whole.states:  # a sum that decays looks like a sum while it is 0
         again = [_call(model, each, training, whole.states) for each in (x, *cut)]
@@ -163,12 +167,87 @@ def _compare(
             place: kind if later.get(place, kind) == kind else OTHER
             for place, kind in states.items()
         }
-    loss, seen = (
-        judge_loss(model, data, whole.outputs, whole.losses, edges, training)
-        if partial
-        else (ROWS, "")
-    )
-    return PartKinds(loss, tuple(added), states, seen)
+    loss, seen = ROWS, ""
+    if partial:
+        now, calls = CallTensors(model), [each.left for each in (whole, *parts)]
+        try:
+            loss, seen = judge_loss(model, data, whole, calls, edges, training)
+        finally:
+            now.restore()
+    attributes = _judge_attributes(whole, parts, sizes)
+    return PartKinds(loss, tuple(added), states, attributes, seen)
+
+
+def _judge_added(
+    model: Any,
+    every: Sequence[Tensors],
+    calls: Sequence[CallResult],
+    sizes: tuple[int, ...],
+    training: bool,
+) -> list[str]:
+    """The way in which each loss that layers add does so, by calls on all rows and on the parts.
+
+    One that is 0 says nothing yet: its factor may grow from 0 on, or no row is concerned so far. It
+    is looked at again with other values of the variables, and other rows.
+    """
+    found = [(one, *each) for one, *each in zip(*(call.added for call in calls), strict=True)]
+    for change in (_raise_zeros, _change_weights):
+        if all(any(figures) for figures in found):
+            break
+        with suppress(Exception):  # values that the model can't compute with
+            varied, rows = change(model, every)
+            again = [_call(model, each, training, varied=varied).added for each in rows]
+            pairs = zip(found, zip(*again, strict=True), strict=True)
+            found = [before if any(before) else after for before, after in pairs]
+    return [kind_of(one, each, sizes) for one, *each in found]
+
+
+LATE = 1_000_000  # a step in which all that grows by steps has grown
+
+
+def _raise_zeros(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Sequence[Tensors]]:
+    """Variables that are 0 as 1, and counters of steps as those of a late step."""
+    varied = []
+    for variable in [*model.non_trainable_variables, model.optimizer.iterations]:
+        value = tf.convert_to_tensor(variable)
+        if is_seed(variable) or value.dtype.is_bool:
+            continue
+        if value.dtype.is_floating:
+            varied.append((variable, tf.where(value == 0, tf.ones_like(value), value)))
+        elif value.shape.rank == 0:
+            varied.append((variable, value + tf.cast(LATE, value.dtype)))
+    return varied, every
+
+
+def _change_weights(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Sequence[Tensors]]:
+    """Other weights besides, and rows with the other sign."""
+    varied, _ = _raise_zeros(model, every)
+    for number, variable in enumerate(model.trainable_variables):
+        value = tf.convert_to_tensor(variable)
+        noise = tf.random.stateless_normal(value.shape, (number, 5), dtype=value.dtype)
+        varied.append((variable, value + 0.5 * noise))
+    return varied, [tf.nest.map_structure(_negated, each) for each in every]
+
+
+def _negated(leaf: Any) -> Any:
+    return -leaf if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating else leaf
+
+
+def _judge_attributes(
+    whole: CallResult, parts: list[CallResult], sizes: tuple[int, ...]
+) -> dict[str, str]:
+    """The way in which those of an attribute's numbers add up that aren't rows, such as a mean."""
+    found = {}
+    for name, value in whole.attributes.items():
+        own = [part.attributes.get(name) for part in parts]
+        if any(each is None or each.shape != value.shape for each in own):
+            continue
+        if value.dtype.is_floating:
+            first, *others = (np.asarray(each, np.float64) for each in (value, *own))
+            found[name] = _judge_state(np.zeros_like(first), first, others, sizes)
+        else:
+            found[name] = SAME
+    return found
 
 
 def _find_fault(whole: Tensors, parts: list[Tensors], rows: int, sizes: tuple[int, ...]) -> str:

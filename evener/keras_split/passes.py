@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric
 from .keras_step import (
+    CopiesScope,
     Tensors,
-    call_on_copies,
+    call_in_scope,
     cut_rows,
     main_part,
     part_of_loss,
@@ -53,6 +54,8 @@ class StepStates:
     def __init__(self, model: Any, found: PartKinds) -> None:
         self._kinds = kinds_of_states(model, found)
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
+        losses = model._compile_loss.metrics if model._compile_loss else []
+        self._losses = {id(each) for metric in losses for each in metric.variables}
         every = {
             id(variable): variable for variable in model.non_trainable_variables
         } | self._metrics
@@ -78,7 +81,8 @@ class StepStates:
         """The update of a state by a device's passes."""
         if id(state) not in self._metrics:
             return StateUpdate(state, value, self._kinds[id(state)])
-        warn_inner_metric(state)
+        if id(state) not in self._losses:
+            warn_inner_metric(state)
         return StateUpdate(state, value, ADDED)
 
     def after_pass(
@@ -265,12 +269,15 @@ class DevicePasses:
             copies = [tf.identity(copy) for copy in self._copies]
             tape.watch(copies)
             states = self._begin(values)
-            outputs, added, regularizers, scope = call_on_copies(model, x, True, copies, states)
             part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
             parts = (part, main_part(self.found.loss, part))
-            loss = part_of_loss(
-                model, self.found, [*added, *regularizers], (x, y, outputs, weight), True, parts
-            )
+            # the loss too, as it may read weights or call the model again
+            with CopiesScope(model, copies, states) as scope:
+                outputs, added, regularizers = call_in_scope(model, x, True)
+                batch = x, y, outputs, weight
+                loss = part_of_loss(model, self.found, [*added, *regularizers], batch, True, parts)
+            scope.check_weights()
+            scope.assign_others()
             scaled = scale_loss(model, loss)
         with tf.device(self.device):
             gradients = tape.gradient(scaled, copies)

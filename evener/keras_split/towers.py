@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from ..errors import RequestError
 from ..shares.divisions import Cut
+from .attributes import CallTensors, Leaves, join_leaves
 from .compatibility import PartKinds
 from .data import DealtArrays, cut_pieces, pad_steps
 from .keras_step import (
@@ -46,7 +47,18 @@ class Tower(NamedTuple):
     updates: list[StateUpdate]
     copies: list[Any]  # the device's copy of the trainable weights
     tape: Any
-    part: Any  # rows / rows of the batch
+    size: Any  # rows that count
+    part: Any  # the same / rows of the batch
+    attributes: Leaves  # tensors that the call left in attributes
+
+    def heads(self) -> list[Any]:
+        """All that a loss may be computed from, and has a gradient, each tensor once."""
+        every = [
+            *_floats(self.outputs),
+            *self.losses,
+            *_floats(list(self.attributes.values())),
+        ]
+        return list({id(each): each for each in every}.values())
 
 
 class Towers:
@@ -105,13 +117,14 @@ class Towers:
         """The step on rows that are cut already: for each device its piece and how many of its rows
         count.
         """
-        model = self.model
-        towers = self._run(pieces, rows, training=True)
+        model, left = self.model, CallTensors(self.model)
+        towers = self._run(pieces, rows, True, left)
         with tf.device(self.devices[0]):
             with tf.GradientTape() as tape:
                 for tower in towers:
-                    tape.watch(_floats(tower.outputs) + tower.losses)
+                    tape.watch(tower.heads())
                 outputs = _join_outputs(towers, x, dealt)
+                left.put(self._join_attributes(towers, x, dealt, training=True))
                 loss = self._loss(x, y, outputs, weight, towers, training=True)
                 scaled = scale_loss(model, loss)
             apply_gradients(
@@ -122,10 +135,11 @@ class Towers:
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, with the rows spread over the devices."""
         dealt, (x, y, weight) = _open(data)
-        rows = count_rows(x)
-        towers = self._run(self.pieces(x, dealt), rows, training=False)
+        rows, left = count_rows(x), CallTensors(self.model)
+        towers = self._run(self.pieces(x, dealt), rows, False, left)
         with tf.device(self.devices[0]):
             outputs = _join_outputs(towers, x, dealt)
+            left.put(self._join_attributes(towers, x, dealt, training=False))
             loss = self._loss(x, y, outputs, weight, towers, training=False)
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
@@ -138,7 +152,8 @@ class Towers:
                 "data.",
                 "Predict on split.data without lengths, or on the arrays.",
             )
-        towers = self._run(self.pieces(x), count_rows(x), training=False)
+        left = CallTensors(self.model)
+        towers = self._run(self.pieces(x), count_rows(x), False, left)
         with tf.device(self.devices[0]):
             return _join_outputs(towers, x, None)
 
@@ -152,18 +167,20 @@ class Towers:
             edges = self.cut.bounds(count_rows(x))
             return [(cut_rows(x, start, stop), stop - start) for start, stop in pairwise(edges)]
 
-    def _run(self, pieces: list[tuple[Tensors, Any]], rows: Any, training: bool) -> list[Tower]:
+    def _run(
+        self, pieces: list[tuple[Tensors, Any]], rows: Any, training: bool, left: CallTensors
+    ) -> list[Tower]:
         if not self.model.built:
             self.model(pieces[0][0], training=False)
         towers: list[Tower] = []
         states = StepStates(self.model, self.kinds[training])
         for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
+            if number:
+                left.restore()
             with tf.device(device):
-                towers.append(
-                    self._tower(
-                        part, size, rows, training, states, states.starts(number, apart=False)
-                    )
-                )
+                starts = states.starts(number, apart=False)
+                tower = self._tower(part, size, rows, training, states, starts)
+                towers.append(tower._replace(attributes=left.collect()))
         with tf.device(self.devices[0]):
             assign_updates([(tower.part, tower.updates) for tower in towers])
         return towers
@@ -186,9 +203,20 @@ class Towers:
             outputs, losses, _, scope = call_on_copies(model, part, training, copies, starts)
             outputs = take_rows(outputs, size)
         share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
-        return Tower(
-            outputs, losses, states.collect_updates(scope, starts, size), copies, tape, share
-        )
+        updates = states.collect_updates(scope, starts, size)
+        return Tower(outputs, losses, updates, copies, tape, size, share, {})
+
+    def _join_attributes(
+        self, towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None, training: bool
+    ) -> Leaves:
+        """The tensors that the towers' calls left in attributes, as a call on all rows leaves
+        them.
+        """
+        every = [tower.attributes for tower in towers]
+        sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
+        kinds = self.kinds[training].attributes
+        pad = (lambda leaf: leaf) if dealt is None else (lambda leaf: pad_steps(leaf, x))
+        return join_leaves(every, sizes, parts, kinds, pad)
 
     def _loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
@@ -212,7 +240,7 @@ class Towers:
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
         weights = self.model.trainable_weights
-        heads = [_floats(tower.outputs) + tower.losses for tower in towers]
+        heads = [tower.heads() for tower in towers]
         flows, direct = tape.gradient(scaled, (heads, list(weights)))
         parts = [direct]
         for device, tower, targets, flow in zip(self.devices, towers, heads, flows, strict=True):

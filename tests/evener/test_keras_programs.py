@@ -32,18 +32,35 @@ REFUSED_IN_GROUPS = {
     "state: codebook": "assigns sequential",
 }
 SAMPLES = {
-    "towers": {"rmse": EXACT, "pooler, AdamW": EXACT, **REFUSED},
-    "passes": {"sum": EXACT, "rmse": NO_MEAN, "state: steps": EXACT, **REFUSED},
+    "towers": {
+        "rmse": EXACT,
+        "pooler, AdamW": EXACT,
+        "loss of attributes: containers": EXACT,
+        "loss of attributes: means and sums": EXACT,
+        "add_loss: annealed sum": EXACT,
+        **REFUSED,
+    },
+    "passes": {
+        "sum": EXACT,
+        "rmse": NO_MEAN,
+        "state: steps": EXACT,
+        "loss of attributes: means and sums": NO_MEAN,
+        "loss of a slope": EXACT,
+        "loss of weights: kernel": EXACT,
+        **REFUSED,
+    },
     "multiworker": {
         "ignore_class": EXACT,
         "pooler, Ftrl": EXACT,
         "regularized, state: rows": EXACT,
+        "add_loss: sum over later rows": EXACT,
         **REFUSED_IN_GROUPS,
     },
     "multiworker in passes": {
         "ignore_class": "a mean over labels that aren't ignored",
         "pooler, Ftrl": EXACT,
         "regularized, state: rows": EXACT,
+        "loss of a second call": EXACT,
         **REFUSED_IN_GROUPS,
     },
 }

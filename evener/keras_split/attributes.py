@@ -1,0 +1,187 @@
+"""Tensors that a call of the model leaves in attributes, such as `self.z_mean` of a VAE, for a loss
+that reads them.
+
+A tower's call leaves those of its own rows. They are collected after each call, put together in the
+order of the rows, and written back before the loss is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from .compatibility import ROWS, all_layers
+from .keras_step import main_part
+
+DEEPEST = 4  # containers within an attribute
+LIBRARIES = ("keras.", "tensorflow.", "numpy.")
+
+Leaves = dict[str, Any]  # tensors by the name of the place where they are
+
+
+class TensorPlace(NamedTuple):
+    """A place that has a tensor or a tuple of some: an attribute, an item of a list or a dict."""
+
+    name: str
+    container: Any
+    key: Any
+
+    def leaves(self) -> Leaves:
+        """Its tensors."""
+        flat = tf.nest.flatten(self.container[self.key])
+        return {f"{self.name}/{place}": leaf for place, leaf in enumerate(flat)}
+
+
+class CallTensors:
+    """The tensors that a call of the model puts into attributes of its layers, and into lists,
+    dictionaries and plain objects there.
+
+    Make it before the first call. After each call, `collect` what it has left; before the next one,
+    `restore` what was there before the first.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [vars(layer) for layer in (model, *all_layers(model))]
+        self._attributes = [_users_attributes(layer) for layer in self._layers]
+        self._containers: list[Any] = []
+        slots = self._find_slots(self._containers)
+        self._before = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
+        self._contents = [_copy(each) for each in self._containers]
+
+    def collect(self) -> Leaves:
+        """The tensors that weren't there before."""
+        slots = self._find_slots([])
+        found = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
+        return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
+
+    def restore(self) -> None:
+        """Put back what held tensors when this was made, or holds some now."""
+        for layer, before in zip(self._layers, self._attributes, strict=True):
+            now = _users_attributes(layer)
+            for name in {**before, **now}:
+                if now.get(name) is before.get(name):
+                    continue
+                if name in before and (_can_hold(before[name]) or _can_hold(now.get(name))):
+                    layer[name] = before[name]
+                elif name not in before and any(_slots(layer, name, "", [], 0)):
+                    del layer[name]
+        for container, content in zip(self._containers, self._contents, strict=True):
+            _fill(container, content)
+
+    def put(self, leaves: Leaves) -> None:
+        """Replace tensors that the last call has left."""
+        for slot in self._find_slots([]):
+            flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
+            value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
+            slot.container[slot.key] = value
+
+    def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
+        """All places that have tensors; `containers` gets the lists and dicts in which they are."""
+        return [
+            slot
+            for number, layer in enumerate(self._layers)
+            for name in _users_attributes(layer)
+            for slot in _slots(layer, name, f"{number}.{name}", containers, 0)
+        ]
+
+
+@functools.cache
+def _keras_attributes() -> frozenset[str]:
+    """Attributes that every model and layer has. A name of its own leaves Keras' counters alone."""
+    return frozenset(vars(keras.Model(name="without_layers")))
+
+
+def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in layer.items() if name not in _keras_attributes()}
+
+
+def _slots(
+    container: Any, key: Any, name: str, containers: list[Any], depth: int
+) -> Iterator[TensorPlace]:
+    """The places with tensors in an item of a container."""
+    value = container[key]
+    if isinstance(value, tf.Tensor | tuple):
+        flat = tf.nest.flatten(value)
+        if flat and all(isinstance(leaf, tf.Tensor) for leaf in flat):
+            yield TensorPlace(name, container, key)
+        return
+    inner = _open(value)
+    if inner is None or depth == DEEPEST:
+        return
+    containers.append(inner)
+    for inner_key in inner if isinstance(inner, dict) else range(len(inner)):
+        yield from _slots(inner, inner_key, f"{name}.{inner_key}", containers, depth + 1)
+
+
+def _open(value: Any) -> Any:
+    """The list or dict that may hold tensors: the value itself, or a plain object's attributes."""
+    if isinstance(value, list | dict):
+        return value
+    if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    known = any(kind.__module__.startswith(LIBRARIES) for kind in type(value).__mro__)
+    return None if known else vars(value)
+
+
+def _can_hold(value: Any) -> bool:
+    return isinstance(value, tf.Tensor | tuple) or _open(value) is not None
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _fill(container: Any, content: Any) -> None:
+    """Give a list or dict this content, if it has another one."""
+    if isinstance(container, dict):
+        for key in [key for key in container if key not in content]:
+            del container[key]
+        for key, value in content.items():
+            if container.get(key) is not value:
+                container[key] = value
+        return
+    same = len(container) == len(content)
+    if not (same and all(one is other for one, other in zip(container, content, strict=True))):
+        container[:] = content
+
+
+def join_leaves(
+    every: Sequence[Leaves],
+    sizes: Sequence[Any],
+    parts: Sequence[Any],
+    kinds: Mapping[str, str],
+    pad: Callable[[Any], Any],
+) -> Leaves:
+    """The tensors of a whole batch, given those of each device's rows.
+
+    `sizes` are the devices' rows that count, `parts` the same by the rows of the batch. Tensors
+    that `kinds` names, such as a mean over rows, add up as it says. Others are rows.
+    """
+    joined = {}
+    for name in every[0]:
+        leaves = [each[name] for each in every if name in each]
+        if len(leaves) < len(every):
+            continue
+        if name in kinds or leaves[0].shape.rank == 0:
+            if leaves[0].dtype.is_floating:
+                weights = [main_part(kinds.get(name, ROWS), part) for part in parts]
+                joined[name] = _add_up(leaves, weights)
+        else:
+            counted = [_counted_rows(each, size) for each, size in zip(leaves, sizes, strict=True)]
+            joined[name] = tf.concat([pad(each) for each in counted], 0)
+    return joined
+
+
+def _counted_rows(leaf: Any, size: Any) -> Any:
+    """All rows, or none where they are those of a filler row."""
+    return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
+
+
+def _add_up(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
+    pairs = zip(leaves, weights, strict=True)
+    terms = [tf.where(weight > 0, leaf * tf.cast(weight, leaf.dtype), 0) for leaf, weight in pairs]
+    return tf.add_n(terms)
