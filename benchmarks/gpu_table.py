@@ -85,7 +85,7 @@ def _compared(path: Path) -> Iterator[list[str]]:
     if record.header.request.compare is None:
         return
     found = runs.make_search(record.header.job, seen=record.observations)
-    standings = found.ranking()
+    standings = found.evaluation.ranking()
     alone = [
         one.throughput.value
         for one in standings

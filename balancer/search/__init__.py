@@ -45,11 +45,11 @@ most of it that is at most `max_slowdown` slower. Otherwise the fastest is chose
 simpler one that is less than 1 % from it, or less than the tolerance if that is smaller. The choice is among the
 layouts of the race only if packs, placements or other knobs ran.
 
-Reading order: `search` (ask, tell, best, why_stopped, and what follows from the observations), `rows` and
-`texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `race`, `ranking`
-(what to measure next, and who won), `predictions` and `evener.shares.waterfill` (which layouts are worth it),
-`observations` (the evidence), `machine_model`, `device_model`, `model/` (curves, memory, exchange of noisy points),
-`budget`, `decisions` (the same in words).
+Reading order: `search` (ask, tell, best, report), `evaluation` (what follows from the observations),
+`rows` and `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`,
+`race`, `ranking` (what to measure next, and who won), `predictions` and `evener.shares.waterfill`
+(which layouts are worth it), `observations` (the evidence), `machine_model`, `device_model`, `model/`
+(curves, memory, exchange of noisy points), `time_left` and `budget`, `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).

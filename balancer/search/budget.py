@@ -16,11 +16,19 @@ from functools import cached_property
 from statistics import median
 
 from ..families import family_of
-from ..types import Layout, Probe, Problem, Stage, Timed
+from ..types import Layout, Probe, Problem, Stage
 from .layouts import LayoutOptions
-from .model.memory import SAFE_GROWTH
 from .observations import EXPLORATION, FIRST_TURN, Observations
 from .ranking import LEAST_GAIN
+from .time_left import (
+    EXPLORES,
+    FEWEST_STEPS,
+    LATER_TURNS_END_BY,
+    LONGEST_PROBE_SECONDS,
+    SHORTEST_PROBE_SECONDS,
+    TimeLeft,
+    untimed_seconds,
+)
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 3.0, "rest": 3.0, "split": 4.0, "part": 4.0, "shard": 6.0,
@@ -28,19 +36,9 @@ BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
 }  # fmt: skip
 # a probe of slow steps should have time for this many: fewer say little of their noise
 STEPS_A_PROBE = 12
-LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
-SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
 PRICE = 0.05  # relative gain that all the time that is left should bring
-FEWEST_STEPS = 5  # of a probe: with fewer it isn't worth its start
 # of the budget: packs grow until then, as knobs follow whose children have to start
 GROWS = 0.65
-# of the budget: exploration and later turns stop here, as probes may overrun
-LATER_TURNS_END_BY = 0.95
-# of the budget, where packs and placements follow, whose children have to start; and of what is
-# left,
-# for a round that is expected to gain, as what follows decides too. Half of that before the first
-# split, which adds to all curves
-EXPLORES = 0.4
 # an exploring probe has 1 / this of what is left: a level curve hides long steps, and other batches
 # may matter more; but steps that are slow and noisy need the seconds
 SURPRISE = 10
@@ -54,27 +52,25 @@ class Budget:
         problem: Problem,
         options: LayoutOptions,
         seen: Observations,
-        race_is_over: bool = False,
         predict_rate: Callable[[Layout], float] = lambda _: 0.0,
+        race_is_over: bool = False,
     ) -> None:
-        self._problem = problem
         self._options = options
         self._seen = seen
         self.race_is_over = race_is_over
         self._predict_rate = predict_rate
         self._timed = seen.timed()
-        self.seconds = math.inf if problem.budget_seconds is None else problem.budget_seconds
-        part = EXPLORES if options.needs_more_children else LATER_TURNS_END_BY
-        self.explore_seconds = part * self.seconds
+        self.time = TimeLeft(problem, options, seen)
+        self.seconds = self.time.seconds
         # without a budget, once the race is over: would a search that is over go on?
         self._endless = race_is_over and math.isinf(self.seconds)
         # the least relative gain that is worth a probe
         self.least_gain = max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN
 
-    @cached_property
+    @property
     def spent(self) -> float:
         """Seconds of all probes so far."""
-        return self._seen.spent_seconds()
+        return self.time.spent
 
     def probe_seconds(
         self,
@@ -133,21 +129,6 @@ class Budget:
         part = EXPLORES / 2 if after else EXPLORES
         return seconds + after <= left and seconds <= part * left
 
-    def growth(self, step_seconds: float) -> float:
-        """The factor by which two steps may turn out longer than predicted.
-
-        A level curve says nothing of larger batches, so a step may take longer in proportion.
-        """
-        if not step_seconds:
-            return math.inf
-        split_ran = self._problem.devices == 1 or bool(self._seen.in_stage("split"))
-        part = EXPLORES if split_ran else EXPLORES / 2
-        return max(1.0, part * self._left_to_explore / (2 * step_seconds))
-
-    @cached_property
-    def _left_to_explore(self) -> float:
-        return max(0.0, self.explore_seconds - self._seen.spent_seconds(*EXPLORATION))
-
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left: enough for a look where nothing
         is expected.
@@ -197,17 +178,10 @@ class Budget:
         if self.race_is_over or later:  # once it is over, exploration may have the rest
             return LATER_TURNS_END_BY * self.seconds
         if stage in EXPLORATION:
-            return self.explore_seconds
+            return self.time.explore_seconds
         if stage == "pack":
             return GROWS * self.seconds
         return self.seconds
-
-    def longest_step(self) -> float:
-        """The longest step, in seconds, of a device alone or in a split: one probe leaves time for
-        others.
-        """
-        left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
-        return min(LONGEST_PROBE_SECONDS, left) / (FEWEST_STEPS + self.tuning_steps)
 
     # ------------------------------------------------------------------ what probes cost
 
@@ -261,37 +235,8 @@ class Budget:
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
         """What a probe takes besides its start and the time that it may measure."""
-        own = [_untimed_seconds(one) for one in self._seen.timed_in(layout)]
-        return min(own, default=self.overhead_seconds + self.tuning_steps * step_seconds)
-
-    @cached_property
-    def overhead_seconds(self) -> float:
-        """Seconds of a typical probe that are not timed steps: tracing, warm-up. Starts are counted
-        separately.
-        """
-        return median([_untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
-
-    @cached_property
-    def tuning_steps(self) -> float:
-        """The time of the first step at a new size, in usual steps, as kernels are tuned for it:
-        with TensorFlow up to 100.
-
-        From each device's quickest and slowest step alone. A first step's fixed cost is part of the
-        overhead.
-        """
-        alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for seen in self._seen.timed("solo"):
-            layout = seen.probe.layout
-            if layout.by_rows and not layout.in_passes:
-                alone[layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
-        found = []
-        for steps in alone.values():
-            quick, first_of_quick = min(steps)
-            slow, first_of_slow = max(steps)
-            if slow > SAFE_GROWTH * quick:
-                more = first_of_slow - first_of_quick
-                found.append(max(0.0, more / (slow - quick) - 1))
-        return median(found or [0.0])
+        own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
+        return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _step(self, layout: Layout) -> float:
         """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none
@@ -320,7 +265,3 @@ class Budget:
                 position = layout.active[0]
                 rates[position] = max(rates.get(position, 0.0), seen.samples_per_second)
         return rates
-
-
-def _untimed_seconds(seen: Timed) -> float:
-    return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)

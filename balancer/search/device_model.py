@@ -25,11 +25,11 @@ from evener.shares.curves import Curve, PassCurve, step_in_passes
 from evener.shares.waterfill import DeviceCurve, single_best
 
 from ..types import Layout, Problem
-from .budget import Budget
 from .model.evidence import CLEAR, DeviceEvidence
 from .model.hope import bend_is_open, hopeful_curve
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
+from .time_left import TimeLeft
 
 STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
 
@@ -45,7 +45,7 @@ class DeviceModel:
         self,
         position: int,
         problem: Problem,
-        budget: Budget,
+        time: TimeLeft,
         evidence: Sequence[DeviceEvidence],
         group: Sequence[int],
     ) -> None:
@@ -59,7 +59,7 @@ class DeviceModel:
         self.lost = self.evidence.lost
         self.out_of_use = self.evidence.out_of_use(self.quantum)
         self._problem = problem
-        self._budget = budget
+        self._time = time
         self._group = [evidence[i] for i in group]
         self._among = sum(not one.out_of_use(self.quantum) for one in evidence)
 
@@ -167,15 +167,15 @@ class DeviceModel:
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.ran)
         rises = last > (1 + LEVEL + CLEAR * curve.error) * first
-        return math.inf if rises else self._budget.growth(last)
+        return math.inf if rises else self._time.growth(last)
 
     def _quick(self, curve: Curve | PassCurve, limit: int) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the
         largest that ran.
         """
-        if math.isinf(self._budget.seconds):
+        if math.isinf(self._time.seconds):
             return limit
-        longest = max(self._budget.longest_step(), SAFE_GROWTH * curve.seconds(self.memory.ran))
+        longest = max(self._time.longest_step(), SAFE_GROWTH * curve.seconds(self.memory.ran))
         quick = curve.largest(longest, limit, self.quantum)
         return max(self.quantum, min(limit, max(self.memory.ran, quick)))
 

@@ -17,11 +17,11 @@ from functools import cached_property
 from evener.shares.waterfill import Costs, DeviceCurve
 
 from ..types import Layout, Problem, Timed, layout_of
-from .budget import Budget
 from .device_model import DeviceModel
 from .model.evidence import group_devices, read_device, relative_error, with_drift
 from .model.step_time import rising_line
 from .observations import Observations
+from .time_left import TimeLeft
 
 SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
 ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, standard error in seconds
@@ -59,19 +59,17 @@ class MachineModel:
     # devices take rows in the order of the data: packs and placements can train so too
     by_rows = True
 
-    def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
+    def __init__(self, problem: Problem, seen: Observations, time: TimeLeft) -> None:
         self.problem = problem
         self.seen = seen
-        self.budget = budget
+        self.time = time
         self.quantum = problem.multiple_of
         self.fewest = problem.devices if problem.all_together else 2  # devices of a split
         self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
         self.groups = group_devices(evidence, problem.limits)
         groups = sorted((i, group) for group in self.groups for i in group)
-        self.devices = tuple(
-            DeviceModel(i, problem, budget, evidence, group) for i, group in groups
-        )
+        self.devices = tuple(DeviceModel(i, problem, time, evidence, group) for i, group in groups)
         self.live = tuple(one.position for one in self.devices if not one.out_of_use)
 
     @cached_property

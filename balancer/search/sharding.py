@@ -34,6 +34,7 @@ from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .model.memory import UNBOUNDED
 from .observations import Observations
 from .rows import RowDevices
+from .time_left import TimeLeft
 
 # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for
 # each sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
@@ -66,7 +67,9 @@ class Sharding:
         """
         if self.parts is None:
             return ()
-        probes = self.devices.next_probes(self.devices.budget, True)
+        devices = self.devices
+        budget = Budget(devices.problem, BALANCE, devices.seen)
+        probes = devices.next_probes(budget, with_splits=True)
         whole = any(probe.layout.traits.together for probe in probes)
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
@@ -141,7 +144,7 @@ class Sharding:
         for one in self._seen:
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
                 known.add(self._as_rows(one))
-        return RowDevices(problem, known, Budget(problem, BALANCE, known))
+        return RowDevices(problem, known, TimeLeft(problem, BALANCE, known))
 
     def _without_state(
         self, sizes: Sequence[int | None], parts: Sequence[float]

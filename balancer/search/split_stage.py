@@ -17,10 +17,11 @@ from evener.shares.waterfill import Allocation
 
 from ..statistics import LONE_BLOCK
 from ..types import Failed, Layout, Probe, Stage
-from .budget import SHORTEST_PROBE_SECONDS, Budget
+from .budget import Budget
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
+from .time_left import SHORTEST_PROBE_SECONDS
 
 LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed
 

@@ -355,7 +355,7 @@ class TextModel(MachineModel):
             return problem.global_batch
         sizes = self._free_batches()
         seconds = {batch: self.seconds(self.able, batch) for batch in sizes}
-        longest = max(self.budget.longest_step(), seconds[sizes[0]])
+        longest = max(self.time.longest_step(), seconds[sizes[0]])
         rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
         least = max(rates.values()) * (1 - problem.tolerance)
         return min(batch for batch, rate in rates.items() if rate >= least)

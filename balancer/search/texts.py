@@ -133,7 +133,7 @@ class TextDevices(TextModel):
         return next(
             (
                 layout
-                for layout in self._passes(position, budget.longest_step())
+                for layout in self._passes(position, budget.time.longest_step())
                 if layout not in tried
             ),
             None,

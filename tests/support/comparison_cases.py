@@ -99,9 +99,9 @@ def compare(case: ComparisonCase) -> tuple[Search, int, float]:
 def score(case: ComparisonCase) -> Score:
     """Run one machine and compare its verdict with the truth."""
     comparison, probes, seconds = compare(case)
-    truths = truth(case, comparison.race.common_batch)
+    truths = truth(case, comparison.evaluation.race.common_batch)
     best = max(truths, key=lambda name: truths[name])
-    standing = comparison.ranking()[0]
+    standing = comparison.evaluation.ranking()[0]
     layout = standing.candidate.layout
     reached = true_throughput(case.machine, layout)
     family = "split" if standing.candidate.family.name == "even" else standing.candidate.family.name

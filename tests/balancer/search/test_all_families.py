@@ -77,7 +77,7 @@ def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> 
     search = run(
         machine(device("A", 40.0), early), LayoutOptions(("even",), scaling=False), batch=None
     )
-    (even,) = search.race.all
+    (even,) = search.evaluation.race.all
     assert 100 <= even.layout.shares[0] == even.layout.shares[1] <= 600
 
 
@@ -120,7 +120,7 @@ def test_equal_devices_without_a_cost_are_split_evenly() -> None:
     best = search.best()
     assert best is not None
     assert best.layout.shares == (128, 128)
-    assert search.ranking()[0].candidate.family.name == "even"
+    assert search.evaluation.ranking()[0].candidate.family.name == "even"
 
 
 def test_packing_is_measured_against_memory_and_out_of_memory_ends_it() -> None:
@@ -174,7 +174,7 @@ def test_asking_changes_nothing_and_the_order_of_telling_does_not_matter() -> No
         other = Search(problem(of), ALL)
         for one in random.Random(seed).sample([*seen, *seen[:5]], len(seen) + 5):
             other.tell(one)
-        assert other.ranking() == search.ranking()
+        assert other.evaluation.ranking() == search.evaluation.ranking()
         assert other.ask() == ()
 
 
@@ -195,15 +195,20 @@ def test_a_journal_in_the_middle_asks_the_same_next() -> None:
 def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     of = machine(device("A", 40.0), device("B", 30.0))
     search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
-    assert [(c.layout.placement, type(seen).__name__) for c, seen in search.race.list_broken()] == [
-        ("unknown", "Failed")
-    ]
-    assert {one.candidate.family.name for one in search.ranking()} >= {"solo", "even", "place"}
+    assert [
+        (c.layout.placement, type(seen).__name__)
+        for c, seen in search.evaluation.race.list_broken()
+    ] == [("unknown", "Failed")]
+    assert {one.candidate.family.name for one in search.evaluation.ranking()} >= {
+        "solo",
+        "even",
+        "place",
+    }
 
 
 def test_one_device_has_nothing_to_split_or_place() -> None:
     search = run(machine(device("A", 40.0)))
-    assert {one.candidate.family.name for one in search.ranking()} <= {"solo", "pack"}
+    assert {one.candidate.family.name for one in search.evaluation.ranking()} <= {"solo", "pack"}
 
 
 def test_the_budget_holds() -> None:
@@ -246,9 +251,9 @@ def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
     while asked := search.ask():
         for probe in asked:
             search.tell(measure(probe))
-    first, second = search.ranking()
+    first, second = search.evaluation.ranking()
     assert first.candidate.layout.knobs == ("xla",)
-    power = mean_power(search.turns(first.candidate.layout))
+    power = mean_power(search.evaluation.turns(first.candidate.layout))
     assert power is not None
     assert power.watts == 200.0
     assert second.against is not None

@@ -133,8 +133,8 @@ def test_every_way_is_measured_within_the_budget(budget: float, start: float) ->
     from a long step.
     """
     search, _ = compared(budget, start)
-    assert search.race.unmeasured == ()
-    found = search.ranking()
+    assert search.evaluation.race.unmeasured == ()
+    found = search.evaluation.ranking()
     assert {one.candidate.family.name for one in found} >= {"solo", "even", "place", "pack"}, (
         "the best split may be even"
     )
@@ -202,7 +202,7 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(
     named suffices.
     """
     search, _ = compared(budget, start)
-    missing = search.race.unmeasured
+    missing = search.evaluation.race.unmeasured
     assert missing
     assert search.best() is not None
     assert search.why_stopped() == Stop.BUDGET.value
@@ -212,7 +212,7 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(
     assert {one.reason for one in left_out} == {"no_time"}
     enough = float(left_out[0].enough_seconds)
     assert budget < enough < 400
-    assert compared(enough, start)[0].race.unmeasured == ()
+    assert compared(enough, start)[0].evaluation.race.unmeasured == ()
 
 
 def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Search, SlowStarts]:
@@ -238,7 +238,9 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
     enough = float(growing[0].enough_seconds)
     assert budget < enough < 200
     again, _ = packed(enough, start, *modes)
-    tried = [seen.probe.layout for _, packing in again.race.packings for seen in packing.seen]
+    tried = [
+        seen.probe.layout for _, packing in again.evaluation.race.packings for seen in packing.seen
+    ]
     larger = [one.layout for one in reported(search).ungrown]
     assert larger
     for layout in larger:
@@ -249,7 +251,7 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
 def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
     search, _ = packed(600.0, 3.0, "")
     assert missing_in(search, 1) == []
-    assert search.ranking()[0].candidate.layout.processes in (5, 6, 7)
+    assert search.evaluation.ranking()[0].candidate.layout.processes in (5, 6, 7)
 
 
 def test_modes_of_packing_grow_in_step() -> None:
@@ -268,7 +270,7 @@ def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: floa
     """Their children are started once, with as many trainings as ran best."""
     search, prober = packed(budget, 2.0, "", "logical")
     best = max(
-        dict(search.race.packings)[""].seen,
+        dict(search.evaluation.race.packings)[""].seen,
         key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0,
     )
     sizes = {
@@ -276,7 +278,7 @@ def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: floa
     }
     assert len(sizes) == 1
     assert abs(sizes.pop() - best.probe.layout.processes) <= 1, "of equals the fewest"
-    assert search.race.unmeasured == ()
+    assert search.evaluation.race.unmeasured == ()
 
 
 @given(
@@ -309,7 +311,7 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
 
 def test_without_a_budget_nothing_is_left_out() -> None:
     search, _ = compared(None, 12.0)
-    assert search.race.unmeasured == ()
+    assert search.evaluation.race.unmeasured == ()
     assert missing_in(search, 2) == []
     assert find_retreats(reported(search), 2) == ()
 
@@ -319,7 +321,7 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
     search, _ = compared(None, 0.0)
     even = next(
         one.candidate.layout
-        for one in search.ranking()
+        for one in search.evaluation.ranking()
         if one.candidate.layout.placement == "towers"
     )
     again = SlowStarts(machine(), 0.0)
@@ -328,11 +330,11 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
     found = again.run(Search(Problem(2, sizes), ALL))
     towers = [
         one.candidate.layout
-        for one in found.ranking()
+        for one in found.evaluation.ranking()
         if one.candidate.layout.placement == "towers"
     ]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
-    assert found.race.list_broken() == []
+    assert found.evaluation.race.list_broken() == []
     (retreat,) = find_retreats(reported(found), 2)
     assert retreat.name == "place towers"
     assert retreat.wished != retreat.instead
@@ -342,14 +344,14 @@ def test_a_batch_that_is_given_does_not_shrink() -> None:
     search, _ = compared(None, 0.0, batch=64)
     towers = next(
         one.candidate.layout
-        for one in search.ranking()
+        for one in search.evaluation.ranking()
         if one.candidate.layout.placement == "towers"
     )
     prober = SlowStarts(machine(), 0.0)
     prober.full = {towers}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
     found = prober.run(Search(Problem(2, sizes, global_batch=64), ALL))
-    assert [candidate.layout for candidate, _ in found.race.list_broken()] == [towers]
+    assert [candidate.layout for candidate, _ in found.evaluation.race.list_broken()] == [towers]
 
 
 @pytest.mark.parametrize("budget", [40.0, 100.0, None])

@@ -40,7 +40,7 @@ def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, lis
     """The layouts of a whole race, by family."""
     search = run_search(Search(bench.problem(**problem), options), bench.measure)
     found: dict[str, list[Layout]] = {}
-    for one in search.race.all:
+    for one in search.evaluation.race.all:
         found.setdefault(one.family.name, []).append(one.layout)
     return found
 
@@ -133,10 +133,10 @@ def test_a_family_s_further_candidates_are_extra() -> None:
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
     search = run_search(Search(three.problem(), LayoutOptions(("solo", "split"))), three.measure)
     for family, most in (("split", 2 + len(PARTS)), ("solo", 1)):
-        extra = [one.extra for one in search.race.all if one.family.name == family]
+        extra = [one.extra for one in search.evaluation.race.all if one.family.name == family]
         assert extra == [i > 0 for i in range(len(extra))]
         assert len(extra) <= most
-    assert len([one for one in search.race.all if one.family.name == "split"]) > 1
+    assert len([one for one in search.evaluation.race.all if one.family.name == "split"]) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -162,20 +162,20 @@ def test_devices_that_fail_in_an_even_split_leave_the_others() -> None:
     """The best single device of those that did not break."""
     search = Search(FOUR.problem(global_batch=800), LayoutOptions(("solo",)))
     run_search(search, FOUR.measure)
-    assert search.best_single() is not None
-    assert [one.candidate.layout for one in search.ranking()] == [solo(4, 0, 800)]
+    assert search.evaluation.best_single() is not None
+    assert [one.candidate.layout for one in search.evaluation.ranking()] == [solo(4, 0, 800)]
 
 
 def test_results_are_listed_from_the_fastest() -> None:
     """Every layout that ran, with what it had over its turns; each device's own best alone."""
     search = run_search(Search(FOUR.problem()), FOUR.measure)
-    rates = [one.throughput.value for one in search.results()]
+    rates = [one.throughput.value for one in search.evaluation.results()]
     assert len(rates) > 8
     assert rates == sorted(rates, reverse=True)
-    for position, alone in enumerate(search.solos()):
+    for position, alone in enumerate(search.evaluation.solos()):
         assert alone is not None
         assert alone.layout.active == (position,)
-        own = [one for one in search.results() if one.layout.active == (position,)]
+        own = [one for one in search.evaluation.results() if one.layout.active == (position,)]
         assert alone == own[0]
 
 
@@ -185,11 +185,13 @@ def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
         Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)),
         FOUR.measure,
     )
-    (fastest,) = [one.layout for one in search.race.all if one.family.name == "split"]
+    (fastest,) = [one.layout for one in search.evaluation.race.all if one.family.name == "split"]
     slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
     for seen in FOUR.measure([slow]):
         search.tell(seen)
-    assert [one.layout for one in search.race.all if one.family.name == "split"] == [fastest]
+    assert [one.layout for one in search.evaluation.race.all if one.family.name == "split"] == [
+        fastest
+    ]
     assert fastest.shares[0] > fastest.shares[3]
 
 
@@ -205,4 +207,4 @@ def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_t
                     Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0
                 )
             )
-    assert search.race.common_batch == 4
+    assert search.evaluation.race.common_batch == 4

@@ -112,7 +112,7 @@ def test_a_figure_that_the_devices_contradict_is_doubted(times: float, unsure: s
     assert best is not None
     figure = best.throughput
     other = type(figure)(*(times * one for one in (figure.value, figure.low, figure.high)))
-    doubt = find_doubt(search.model, msgspec.structs.replace(best, throughput=other))
+    doubt = find_doubt(search.evaluation.model, msgspec.structs.replace(best, throughput=other))
     assert unsure in doubt
     assert bool(unsure) == bool(doubt)
 

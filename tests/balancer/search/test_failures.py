@@ -75,8 +75,8 @@ def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
                 search.tell(OutOfMemory(probe, (0,), "full", 1.0))
             else:
                 search.tell(_seen(probe, (0,) if rows > 1 else ()))
-    assert search.model.live == (0, 1)
-    assert search.model.devices[0].memory.failed is not None
+    assert search.evaluation.model.live == (0, 1)
+    assert search.evaluation.model.devices[0].memory.failed is not None
 
 
 def test_a_device_that_is_lost_at_the_second_try_is_left_out() -> None:
@@ -86,7 +86,7 @@ def test_a_device_that_is_lost_at_the_second_try_is_left_out() -> None:
     search.tell(PAIR.measure([first])[0])
     search.tell(Failed(second, "exit", "exit code 1", (1,), 2.0))
     search.tell(Failed(second, "device", "GPU:1 is lost", (1,), 1.0))
-    assert search.model.devices[1].lost == "GPU:1 is lost"
+    assert search.evaluation.model.devices[1].lost == "GPU:1 is lost"
     assert all(probe.layout.active == (0,) for probe in search.ask())
 
 
@@ -109,4 +109,4 @@ def test_a_device_that_goes_late_is_left_out_of_the_plan_and_of_its_rivals(stage
     assert gone
     assert best is not None
     assert best.layout.active == (0, 1)
-    assert not any(one.candidate.layout.shares[2] for one in search.ranking())
+    assert not any(one.candidate.layout.shares[2] for one in search.evaluation.ranking())

@@ -110,7 +110,7 @@ def test_the_network_decides_how_many_hosts_take_part(network_ms: float, batch: 
     hosts = {machine.devices[i].host for i in layout.active}
     assert len(hosts) == (3 if network_ms == 0 else 1 if network_ms == 400 else len(hosts))
     if network_ms == 400:
-        raced = [one.candidate.layout for one in search.ranking()]
+        raced = [one.candidate.layout for one in search.evaluation.ranking()]
         assert any(len({machine.devices[i].host for i in one.active}) == 3 for one in raced), (
             "it is compared"
         )

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE, same_measurement
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
+from evener.balancer.search.time_left import TimeLeft
 from evener.balancer.types import (
     Layout,
     Observation,
@@ -53,7 +53,7 @@ def model(
 
 def read(problem: Problem, seen: Observations) -> Predictions:
     """As a search reads them."""
-    budget = Budget(problem, BALANCE, seen)
+    budget = TimeLeft(problem, BALANCE, seen)
     return Predictions(problem, seen, budget)
 
 

@@ -41,7 +41,11 @@ def searched(runs: int, budget: float | None = None) -> Search:
 
 def logical(search: Search) -> list[int]:
     """How many trainings the logical packs of the race have."""
-    return [one.layout.processes for one in search.race.all if one.layout.placement == "logical"]
+    return [
+        one.layout.processes
+        for one in search.evaluation.race.all
+        if one.layout.placement == "logical"
+    ]
 
 
 def packs(
@@ -109,7 +113,7 @@ def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
             tried += [(size, rows)] if size > 1 and probe.stage == "pack" else []
             (seen,) = ONE.measure([probe])
             search.tell(seen if size * rows <= 3000 else OutOfMemory(probe, (0,), "full", 1.0))
-    most = search.race.singles[0].global_batch
+    most = search.evaluation.race.singles[0].global_batch
     assert [rows for size, rows in tried if size == 2] == [
         most,
         int(0.7 * most),
@@ -167,7 +171,9 @@ def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
 ) -> None:
     """Not one on which a larger pack failed: there, that is how the largest was found."""
     layouts: list[Layout] = [
-        one.layout for one, _ in searched(runs).race.list_broken() if one.layout.placement == ""
+        one.layout
+        for one, _ in searched(runs).evaluation.race.list_broken()
+        if one.layout.placement == ""
     ]
     assert [layout.processes for layout in layouts] == named
 

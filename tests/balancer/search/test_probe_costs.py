@@ -77,11 +77,11 @@ def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=2.0, start_seconds=1.0))
     left = 100 - 2 - 1.5
     assert found.probe_seconds(SPLIT, "race", 40, 0.01) == pytest.approx(
-        left / 40 - found.overhead_seconds, abs=0.001
+        left / 40 - found.time.overhead_seconds, abs=0.001
     )
     assert found.probe_seconds(SPLIT, "race", 2, 0.01) == BASE_SECONDS["race"]
     assert found.probe_seconds(SPLIT, "race", 40, 0.01, reserved=20) == pytest.approx(
-        (left - 20) / 40 - found.overhead_seconds, abs=0.001
+        (left - 20) / 40 - found.time.overhead_seconds, abs=0.001
     )
     assert found.probe_seconds(SPLIT, "race", 0, 1.0) == 12.0
     assert found.probe_seconds(SPLIT, "race", 10_000, 0.01) == 0.2
@@ -174,11 +174,11 @@ def test_the_shortest_probe_has_five_steps_and_its_warm_up() -> None:
         timed(solo(2, 1, 8), elapsed_seconds=4.0),
         timed(solo(2, 0, 64), turn=1, elapsed_seconds=7.0),
     )
-    assert found.overhead_seconds == pytest.approx(3.0)  # 1, 3 and 6 s
+    assert found.time.overhead_seconds == pytest.approx(3.0)  # 1, 3 and 6 s
     assert found.least_seconds(solo(2, 0, 8), 0.01) == pytest.approx(1.0 + 0.2)
     assert found.least_seconds(solo(2, 0, 8), 1.0) == pytest.approx(1.0 + 5.0)
     assert found.least_seconds(solo(2, 1, 64), 0.01) == pytest.approx(3.0 + 0.2)
-    assert budget().overhead_seconds == 0.0
+    assert budget().time.overhead_seconds == 0.0
 
 
 def test_steps_that_try_kernels_out_are_counted_by_how_they_grow() -> None:
@@ -188,12 +188,12 @@ def test_steps_that_try_kernels_out_are_counted_by_how_they_grow() -> None:
     quick = timed(solo(2, 0, 8), step=0.01, first_step_seconds=0.3)
     slow = timed(solo(2, 0, 64), step=0.11, turn=1, first_step_seconds=11.2)
     found = budget(quick, slow, seconds=None)
-    assert found.tuning_steps == pytest.approx(108.0)
-    assert found.longest_step() == pytest.approx(60 / 113)
+    assert found.time.tuning_steps == pytest.approx(108.0)
+    assert found.time.longest_step() == pytest.approx(60 / 113)
     near = timed(solo(2, 0, 64), step=0.0119, turn=1, first_step_seconds=11.2)
-    assert budget(quick, near).tuning_steps == 0.0
+    assert budget(quick, near).time.tuning_steps == 0.0
     sooner = timed(solo(2, 0, 64), step=0.11, turn=1, first_step_seconds=0.1)
-    assert budget(quick, sooner).tuning_steps == 0.0
+    assert budget(quick, sooner).time.tuning_steps == 0.0
 
 
 def test_a_layout_that_never_ran_steps_as_its_devices_alone_promise() -> None:
@@ -201,10 +201,10 @@ def test_a_layout_that_never_ran_steps_as_its_devices_alone_promise() -> None:
     found = budget(timed(solo(2, 0, 10)), timed(solo(2, 1, 5)), timed(solo(2, 0, 1), turn=1))
     assert found.least_seconds(
         Layout("split", (300, 300))
-    ) - found.overhead_seconds == pytest.approx(5 * 600 / 150)
+    ) - found.time.overhead_seconds == pytest.approx(5 * 600 / 150)
     assert found.least_seconds(
         Layout("pack", (100, 0), 4)
-    ) - found.overhead_seconds == pytest.approx(5 * 400 / 100)
+    ) - found.time.overhead_seconds == pytest.approx(5 * 400 / 100)
 
 
 # ---------------------------------------------------------------------- turns and longer budgets
@@ -234,21 +234,21 @@ def test_a_budget_that_grows_packs_counts_the_first_turns_alone() -> None:
 
 def test_a_plan_may_explore_with_all_of_its_budget_and_a_comparison_with_a_part() -> None:
     """Packs and placements follow it, each with children that have to start."""
-    assert budget().explore_seconds == 95
+    assert budget().time.explore_seconds == 95
     for options in (ALL, LayoutOptions(("solo", "pack"))):
-        assert budget(options=options).explore_seconds == pytest.approx(40)
+        assert budget(options=options).time.explore_seconds == pytest.approx(40)
 
 
 def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
     """40 % of it for a probe of five steps, alone or in a split."""
-    assert budget().longest_step() == pytest.approx(0.4 * 95 / 5)
+    assert budget().time.longest_step() == pytest.approx(0.4 * 95 / 5)
     spent = timed(solo(2, 0, 8), elapsed_seconds=31.0)
     split = timed(SPLIT, "split", elapsed_seconds=20.0)
     found = budget(spent, split)
-    assert found.longest_step() == pytest.approx(
-        max(0.2, 0.4 * (95 - 51) - found.overhead_seconds) / 5
+    assert found.time.longest_step() == pytest.approx(
+        max(0.2, 0.4 * (95 - 51) - found.time.overhead_seconds) / 5
     )
-    assert budget(seconds=None).longest_step() == pytest.approx(60 / 5)
-    assert budget(timed(solo(2, 0, 8), elapsed_seconds=99.9)).longest_step() == pytest.approx(
+    assert budget(seconds=None).time.longest_step() == pytest.approx(60 / 5)
+    assert budget(timed(solo(2, 0, 8), elapsed_seconds=99.9)).time.longest_step() == pytest.approx(
         0.2 / 5
     )

@@ -49,7 +49,7 @@ def test_a_race_of_two_is_settled_and_of_one_is_no_race(
         Search(PAIR.problem(global_batch=1000), LayoutOptions(families, scaling=False)),
         PAIR.measure,
     )
-    assert len(search.ranking()) == len(families)
+    assert len(search.evaluation.ranking()) == len(families)
     assert search.why_stopped() == why.value
 
 
@@ -72,7 +72,7 @@ def test_what_was_faster_than_all_that_raced_races_too(factor: float) -> None:
         ]
         before = [one for one in singles if one.probe.stage != "race"]
         fastest = max(before, key=lambda one: one.samples_per_second)
-        assert fastest.probe.layout in {one.candidate.layout for one in search.ranking()}
+        assert fastest.probe.layout in {one.candidate.layout for one in search.evaluation.ranking()}
 
 
 def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
@@ -100,7 +100,7 @@ def test_a_race_ends_settled_only_if_no_rival_may_gain_what_matters() -> None:
             search, _ = noisy(PAIR, deviation, seed, tolerance=0.01, budget_seconds=200.0)
             why = search.why_stopped()
             reasons.add(why)
-            race = search.race
+            race = search.evaluation.race
             leader = max(race.turns, key=lambda layout: throughput(race.turns[layout]).value)
             gains = [
                 compare_turns(taken, race.turns[leader]).expected_gain()
@@ -114,7 +114,7 @@ def test_a_race_ends_settled_only_if_no_rival_may_gain_what_matters() -> None:
 def test_one_device_with_one_layout_says_that_there_was_no_choice() -> None:
     search, _ = searched(bench := Bench(((10.0, 0.1, 0, 800),)), bench.problem(global_batch=256))
     assert search.why_stopped() == Stop.ONLY_ONE
-    assert len(search.ranking()) == 1
+    assert len(search.evaluation.ranking()) == 1
 
 
 def test_a_budget_that_ends_the_search_is_the_reason() -> None:
@@ -184,7 +184,7 @@ def test_a_layout_that_breaks_in_the_race_takes_no_more_turns() -> None:
                 search.tell(PAIR.measure([probe])[0])
     assert broken is not None
     assert not after
-    assert broken not in {one.candidate.layout for one in search.ranking()}
+    assert broken not in {one.candidate.layout for one in search.evaluation.ranking()}
     best = search.best()
     assert best is not None
     assert best.layout != broken

@@ -44,7 +44,7 @@ def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: rando
     for one in shuffled:
         other.tell(one)
     assert other.best() == search.best()
-    assert other.results() == search.results()
+    assert other.evaluation.results() == search.evaluation.results()
     assert other.ask() == search.ask() == ()
     assert other.why_stopped() == search.why_stopped()
 
@@ -138,9 +138,15 @@ def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
 def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
     """Whatever was measured, the answer is not slower than the rivals it was measured against."""
     search, _ = searched(bench, bench.problem(tolerance=0.0))
-    best, lone, everyone = search.best(), search.best_single(), tuple(range(len(bench.devices)))
+    best, lone, everyone = (
+        search.best(),
+        search.evaluation.best_single(),
+        tuple(range(len(bench.devices))),
+    )
     even = (
-        one for one in search.results() if is_even(one.layout, 1) and one.layout.active == everyone
+        one
+        for one in search.evaluation.results()
+        if is_even(one.layout, 1) and one.layout.active == everyone
     )
     assert best is not None
     for rival in (next(even, None), lone):

@@ -106,6 +106,6 @@ def test_the_best_single_device_is_certain_by_the_batch_asked_for_if_none_races(
     """A comparison of splits alone still says what they gain over one device."""
     options = LayoutOptions(("even", "split"), scaling=False)
     search = run_search(Search(PAIR.problem(global_batch=1000), options), PAIR.measure)
-    alone = search.best_single()
+    alone = search.evaluation.best_single()
     assert alone is not None
     assert alone.layout.shares == (1000, 0)

@@ -78,16 +78,16 @@ def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, 
     true = machine.step_seconds(layout, [RankCost(cost) for cost in costs], 60)
     own = machine.step_seconds(layout, [RankCost(cost) for cost in layout.costs if cost], 60)
     assert own <= 1.03 * true
-    families = {one.candidate.family.name: one for one in search.ranking()}
+    families = {one.candidate.family.name: one for one in search.evaluation.ranking()}
     assert set(families) == {"solo", "even", "split"}
     assert best.throughput.value > 1.3 * families["even"].throughput.value
-    assert padding_share(search.turns(layout)) < padding_share(
-        search.turns(families["even"].candidate.layout)
+    assert padding_share(search.evaluation.turns(layout)) < padding_share(
+        search.evaluation.turns(families["even"].candidate.layout)
     )
     assert not is_even(layout)
-    assert len([one for one in search.solos() if one and one.layout.global_batch == 64]) == len(
-        costs
-    )
+    assert len(
+        [one for one in search.evaluation.solos() if one and one.layout.global_batch == 64]
+    ) == len(costs)
 
 
 def test_a_free_batch_is_the_smallest_within_the_tolerance() -> None:
@@ -128,7 +128,9 @@ def test_no_pass_is_larger_than_memory() -> None:
     dealt = [one for one in seen if one.probe.layout.costs]
     assert dealt
     assert not any(isinstance(one, OutOfMemory) for one in dealt)
-    assert best.throughput.value > 2.6 * max(one.throughput.value for one in search.solos() if one)
+    assert best.throughput.value > 2.6 * max(
+        one.throughput.value for one in search.evaluation.solos() if one
+    )
 
 
 def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes() -> None:
@@ -176,8 +178,8 @@ def test_a_device_that_can_not_hold_the_longest_row_leaves_the_others_to_train()
 def test_a_placement_trains_by_rows_and_has_no_batch_where_they_go_by_cost() -> None:
     options = LayoutOptions(placements=(Placement("towers"),))
     search, _ = TextMachine((FAST, SLOW)).searched(options, global_batch=64)
-    assert "place" not in {one.layout.kind for one in search.race.all}
-    assert search.race.common_batch is None
+    assert "place" not in {one.layout.kind for one in search.evaluation.race.all}
+    assert search.evaluation.race.common_batch is None
 
 
 def test_one_device_trains_by_cost_too() -> None:
@@ -187,7 +189,7 @@ def test_one_device_trains_by_cost_too() -> None:
     assert best is not None
     assert best.layout.kind == "solo"
     assert best.layout.costs[0] is not None
-    assert padding_share(search.turns(best.layout)) < 0.15
+    assert padding_share(search.evaluation.turns(best.layout)) < 0.15
 
 
 def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
@@ -200,13 +202,19 @@ def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
         again.tell(one)
     assert again.best() == search.best()
     assert again.why_stopped() == search.why_stopped()
-    assert [one.layout for one in again.race.all] == [one.layout for one in search.race.all]
+    assert [one.layout for one in again.evaluation.race.all] == [
+        one.layout for one in search.evaluation.race.all
+    ]
 
 
 def test_a_comparison_leaves_out_what_trains_by_rows() -> None:
     """Packs of random rows aren't comparable with rows that are dealt."""
     search, seen = TextMachine((FAST, FAST)).searched(LayoutOptions(scaling=False), global_batch=64)
-    assert {one.candidate.family.name for one in search.ranking()} == {"solo", "even", "split"}
+    assert {one.candidate.family.name for one in search.evaluation.ranking()} == {
+        "solo",
+        "even",
+        "split",
+    }
     assert not any(one.probe.layout.kind == "pack" for one in seen)
 
 
@@ -230,18 +238,18 @@ def test_lengths_are_counted_without_padding() -> None:
     """Tokens/s are samples/s times the mean length."""
     machine = TextMachine((FAST, SLOW), lengths=lognormal(20, 0.5, 128))
     search, seen = machine.searched(global_batch=32)
-    assert search.mean_length == sum(machine.lengths) / len(machine.lengths)
+    assert search.evaluation.mean_length == sum(machine.lengths) / len(machine.lengths)
     timed = [one for one in seen if isinstance(one, Timed) and one.probe.layout.costs]
     assert timed
     for one in timed:
-        assert one.tokens == pytest.approx(32 * search.mean_length, rel=0.2)
+        assert one.tokens == pytest.approx(32 * search.evaluation.mean_length, rel=0.2)
         assert 0 < one.padding < 0.3
 
 
 def test_devices_of_one_speed_have_one_cost_in_spite_of_noise() -> None:
     """And others have not."""
     search, _ = TextMachine((FAST, SLOW, FAST), noise=0.01).searched(global_batch=64)
-    alone = [one.layout for one in search.solos() if one]
+    alone = [one.layout for one in search.evaluation.solos() if one]
     costs = [cost for layout in alone for cost in layout.costs if cost]
     assert len(costs) == 3
     assert costs[0] == costs[2] != costs[1]
@@ -272,7 +280,7 @@ def test_a_slow_network_leaves_one_host_to_train(across_s: float, devices: tuple
     best = search.best()
     assert best is not None
     assert best.layout.active == devices
-    one, two = (costs[-1] for costs in search.devices.exchange[1:])
+    one, two = (costs[-1] for costs in search.evaluation.devices.exchange[1:])
     assert two - one == pytest.approx(across_s, abs=0.003)
 
 
@@ -314,5 +322,7 @@ def test_a_fast_gpu_is_certain_by_passes_in_which_tokens_show() -> None:
     assert best is not None
     found = [one.per_token_s for one in best.layout.costs if one]
     assert found == pytest.approx([3.7e-6, 6.2e-6], rel=0.4)
-    families = {one.candidate.family.name: one.throughput.value for one in search.ranking()}
+    families = {
+        one.candidate.family.name: one.throughput.value for one in search.evaluation.ranking()
+    }
     assert families["split"] > 2.4 * families["even"], "random rows, padded to 512 in every pass"

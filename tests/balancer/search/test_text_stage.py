@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
+from evener.balancer.search.time_left import TimeLeft
 from evener.balancer.types import (
     Facts,
     Failed,
@@ -37,7 +37,7 @@ class Launched(Cost, frozen=True):
 
 
 def model(problem: Problem, seen: Observations) -> TextModel:
-    return TextModel(problem, seen, Budget(problem, BALANCE, seen))
+    return TextModel(problem, seen, TimeLeft(problem, BALANCE, seen))
 
 
 def passes_of(
@@ -69,8 +69,8 @@ def test_until_there_is_a_cost_passes_may_take_all_of_the_budget() -> None:
         LayoutOptions(), budget_seconds=6.0, global_batch=64
     )
     assert sum(one.elapsed_seconds for one in seen if one.probe.layout.shares[0]) > 0.4 * 6.0 + 2.0
-    assert isinstance(search.devices, TextModel)
-    assert all(search.devices.alone)
+    assert isinstance(search.evaluation.devices, TextModel)
+    assert all(search.evaluation.devices.alone)
 
 
 @pytest.mark.parametrize("median", [20, 64, 200])
@@ -125,7 +125,7 @@ def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_ta
     """By what the rows should take alone."""
     machine = TextMachine((FAST, SLOW), sync_s=0.05, noise=0.0)
     search, seen = machine.searched(global_batch=64)
-    assert search.devices.sync_seconds == pytest.approx(0.05, rel=0.1)
+    assert search.evaluation.devices.sync_seconds == pytest.approx(0.05, rel=0.1)
     for knows_work in (True, False):
         stored = Observations(search.problem)
         for one in seen:

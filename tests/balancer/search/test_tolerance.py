@@ -30,7 +30,9 @@ def searched_with(slow: Layout | None, factor: float) -> Search:
 def splits(search: Search) -> list[Layout]:
     """The uneven splits of the race, the smallest first."""
     found = [
-        one.candidate.layout for one in search.ranking() if one.candidate.family.name == "split"
+        one.candidate.layout
+        for one in search.evaluation.ranking()
+        if one.candidate.family.name == "split"
     ]
     return sorted(found, key=lambda layout: layout.global_batch)
 
@@ -78,7 +80,7 @@ def test_a_miss_that_no_measurement_can_tell_is_forgiven() -> None:
 def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) -> None:
     """The less that may be missed, the larger the batch; each misses no more than it may."""
     search, _ = searched(bench, bench.problem(tolerance=0.02))
-    found = search.model
+    found = search.evaluation.model
     fastest = max(
         one.samples_per_second for one in (found.fastest_split, found.fastest_single) if one
     )

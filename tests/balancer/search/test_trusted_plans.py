@@ -105,14 +105,14 @@ def test_the_best_single_device_is_the_fastest_at_any_batch(seed: int) -> None:
         (falling("A", 2048, 9700, 0.8), falling("B", 16_384, 9000, 0.98)), Sync(60_000.0)
     )
     search, ran = searched(machine, seed, tolerance=0.0)
-    single, best = search.best_single(), search.best()
+    single, best = search.evaluation.best_single(), search.best()
     assert single is not None
     assert best is not None
     top = fastest([one for one in ran if one.probe.layout.kind == "solo"], None)
     assert top.probe.layout.active == (0,)
     assert single.layout.active == (0,)
     assert true_rate(machine, single) >= true_rate(machine, top) * (1 - SLACK)
-    assert single.layout in {one.candidate.layout for one in search.ranking()}
+    assert single.layout in {one.candidate.layout for one in search.evaluation.ranking()}
     assert true_rate(machine, best) >= true_rate(machine, top) * (1 - SLACK)
 
 
@@ -294,7 +294,7 @@ def test_no_share_of_the_plan_is_faster_than_its_device_was_alone(seed: int) -> 
     isn't its best.
     """
     search, _ = searched(machine_families.machine("bent memory", 2, 0.005, seed), seed)
-    best, solos = search.best(), search.solos()
+    best, solos = search.best(), search.evaluation.solos()
     assert best is not None
     for i in best.layout.active:
         alone = solos[i]

@@ -1,0 +1,415 @@
+"""What the observations say: which probes come next, which layout is best, and why the search ends.
+
+An evaluation is made anew after each observation; everything in it is computed once, when it is
+first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from statistics import fmean
+
+import msgspec
+
+from evener.plan.layout import Knots
+
+from ..families import PACK, family_of
+from ..statistics import is_known
+from ..types import (
+    Belief,
+    End,
+    Layout,
+    Probe,
+    Problem,
+    Result,
+    Stop,
+    Timed,
+    layout_of,
+)
+from .budget import Budget
+from .decisions import explain_nobody, explain_probe, find_doubt
+from .layouts import Candidate, LayoutOptions, same_measurement
+from .observations import SHARDED, STAGES, Observations
+from .race import Race
+from .ranking import Standing, center, choose_winner, throughput
+from .report import SearchReport
+from .rows import RowDevices
+from .sharding import Sharding
+from .texts import TextDevices
+from .time_left import TimeLeft
+
+
+class Evaluation:
+    """What one set of observations says about a problem."""
+
+    def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
+        self.problem = problem
+        self.options = options
+        self._seen = seen
+
+    # ------------------------------------------------------------------ what comes next
+
+    @cached_property
+    def next_probes(self) -> tuple[Probe, ...]:
+        """The probes to run now, at the same time; empty when the search is over."""
+        return next(filter(None, self._wishes()), ())
+
+    def _wishes(self) -> Iterator[tuple[Probe, ...]]:
+        """What each part of the search would measure now, in the order in which they are asked;
+        empty for nothing.
+
+        The race is interrupted whenever exploration wants a probe and its part of the budget isn't
+        spent. When it is over, exploration may spend the rest of the budget; so it may after a
+        check, which adds to the curves.
+        """
+        yield self._retries()
+        if not self._seen.timed("check"):
+            yield self._explore(self.budget)
+        if self.sharding is not None:
+            yield self.sharding.next_probes()
+        if self._why_none and not self.race.running:
+            return
+        yield self.race.next_probes()
+        if self.problem.budget_seconds is not None:
+            yield self._explore_rest(max(0.0, self.problem.budget_seconds - self._check_seconds))
+        if self.best:
+            yield self.race.check(self.best)
+            if self.problem.spend_all:
+                yield self.race.repeat_best(self.best.layout)
+
+    def _retries(self) -> tuple[Probe, ...]:
+        """The probes that failed once and are tried again now: one, or a whole round of devices
+        alone.
+        """
+        failed = self._seen.open_failures()
+        if failed and failed[0].stage == "solo":
+            return tuple(probe for probe in failed if probe.stage == "solo")
+        return tuple(failed[:1])
+
+    @property
+    def _check_seconds(self) -> float:
+        """The least seconds of the winner's check."""
+        winner = self.race.ranking[:1]
+        return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
+
+    def _explore(self, budget: Budget) -> tuple[Probe, ...]:
+        """The next batch of every device alone, else the next split; empty when nothing is wanted
+        or affordable.
+        """
+        if self._why_none:
+            return ()
+        return self.devices.next_probes(budget, self.options.with_splits)
+
+    def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
+        """The next probe of exploration once the race is over, with a budget of `seconds`; None
+        means no budget.
+        """
+        problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
+        rate = self.devices.predicted_rate
+        return self._explore(Budget(problem, self.options, self._seen, rate, race_is_over=True))
+
+    def belief(self) -> Belief:
+        """The search's view between two probes, to be drawn."""
+        model = self.model
+        if self.sharding is not None and not model.live:
+            model = self.sharding.devices
+        curves = tuple(model.sketch(i) for i in range(self.problem.devices))
+        return Belief(curves, self._explain_next())
+
+    def _explain_next(self) -> str:
+        """What is measured next and why, in a sentence."""
+        if self._seen.open_failures():
+            return "Tries once more what failed."
+        if not self.next_probes:
+            return "Done."
+        probe = self.next_probes[0]
+        running = len(self.race.running) if probe.stage == "race" else 0
+        return explain_probe(probe, bool(self.devices.splits), running)
+
+    # ------------------------------------------------------------------ why it ends
+
+    def ended(self) -> End | None:
+        """Why nothing more is asked; None while something is."""
+        return None if self.next_probes else self._why_over()
+
+    @cached_property
+    def _why_none(self) -> End | None:
+        """Why no device can train; None if one can."""
+        return self.devices.why_none() if self.model.live else explain_nobody(self.model)
+
+    def _why_over(self) -> End:
+        if self._why_none and not self.race.running:
+            return self._why_none
+        found = self.race.ranking
+        if not found:
+            spent = self._seen.in_stage("split") or self.model.holds_batch
+            return End(Stop.BUDGET if spent else Stop.NO_FIT)
+        waiting, tied = self.race.waiting
+        if waiting or self._explore_rest(None):
+            return End(Stop.BUDGET)
+        if tied:
+            leaders = sorted(found, key=lambda one: -one.throughput.value)[:2]
+            known = all(is_known(one.throughput) for one in leaders)
+            return End(Stop.TIED if known else Stop.UNCERTAIN)
+        if len(found) == 1:
+            return End(Stop.ONLY_ONE)
+        doubt = find_doubt(self.model, self.best) if self.best and self.devices.by_rows else ""
+        return End(Stop.UNSURE, doubt) if doubt else End(Stop.SETTLED)
+
+    # ------------------------------------------------------------------ models of the machine
+
+    @cached_property
+    def time(self) -> TimeLeft:
+        """The time that is left, as the devices' models have to know it."""
+        return TimeLeft(self.problem, self.options, self._seen)
+
+    @cached_property
+    def model(self) -> RowDevices:
+        """The curves and limits of the devices, and what they say if all rows cost the same."""
+        return RowDevices(self.problem, self._seen, self.time)
+
+    @cached_property
+    def devices(self) -> RowDevices | TextDevices:
+        """The model of the devices: by the lengths of rows, or by their number if no unequal
+        lengths are known.
+        """
+        if not self.problem.lengths:
+            return self.model
+        return TextDevices(self.problem, self._seen, self.time)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The part of the budget that is left, and what probes cost."""
+        return Budget(self.problem, self.options, self._seen, self.devices.predicted_rate)
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """A sharded training; None where the workload has none, or each device holds the model and
+        nobody asks.
+        """
+        problem = self.problem
+        asked = any(family.traits.sharded for family in self.options.wanted)
+        if not problem.shards or not asked or problem.devices < 2:
+            return None
+        if not self.options.shards and not self._lacks_memory():
+            return None
+        if problem.budget_seconds is not None:
+            others = self._seen.spent_seconds(*set(STAGES) - set(SHARDED))
+            left = max(0.0, problem.budget_seconds - others)
+            problem = msgspec.structs.replace(problem, budget_seconds=left)
+        return Sharding(problem, self._seen.sharded)
+
+    def _lacks_memory(self) -> bool:
+        """True if a device can't hold the model, though nobody else holds its memory."""
+        for position, device in enumerate(self.model.devices):
+            all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
+            if device.out_of_use and not device.lost and all_its_own:
+                return True
+        return False
+
+    @cached_property
+    def race(self) -> Race:
+        """The layouts that exploration and families offer, and the race between them."""
+        shards = self.sharding.layouts() if self.sharding else []
+        return Race(self.options, self.devices, self.budget, shards)
+
+    # ------------------------------------------------------------------ who is best
+
+    @cached_property
+    def best(self) -> Result | None:
+        """The layout to take, of everything that was measured and may still run; None before
+        anything was.
+
+        Its figure is that of the turns since it was chosen, if there are any: of noisy figures the
+        highest is too high.
+        """
+        chosen = self._chosen
+        if chosen is None:
+            return None
+        fresh = self._seen.turns_once_chosen(chosen.layout)
+        if not fresh:
+            return chosen
+        both = (*self._seen.turns(chosen.layout).values(), *fresh.values())
+        every = {one.probe: one for one in both}.values()
+        figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
+        return Result(chosen.layout, figure, len(every))
+
+    @cached_property
+    def _chosen(self) -> Result | None:
+        """The best layout, by the turns that chose it.
+
+        A layout that the race has not measured yet counts with what exploration measured, unless no
+        measurement could tell its shares from those of one of the race. If no layout may run any
+        more, the best of those that ran.
+        """
+        raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
+        if not all(candidate.synchronous for candidate in raced.values()):
+            return self.race.ranking[0].result  # packs and placements are compared in the race
+        layouts = self._choices(raced)
+        if not layouts:
+            return None
+        candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
+        turns = {layout: self._turns(layout) for layout in layouts}
+        return self._ran[choose_winner(candidates, turns, self.problem).layout]
+
+    def _choices(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
+        """The layouts with a batch asked for that may be chosen: those of the race, and others, of
+        families asked for, whose shares a measurement could tell from the race's.
+        """
+        fit = [one for one in self._ran if self.problem.global_batch in (None, one.global_batch)]
+        apart = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
+        wanted = self.options.families
+        return [one for one in apart if one in raced or family_of(one).name in wanted] or apart
+
+    @cached_property
+    def _ran(self) -> dict[Layout, Result]:
+        """Every layout that ran as one whole training and may run again, over its turns; all that
+        ran, if none may.
+        """
+        found = self._seen.timed("solo", "rest", "split", "shard", "race")
+        trainings = [one for one in found if one.probe.layout.traits.by_shares]
+        ran = [one for one in trainings if self.devices.is_training(one.probe.layout)]
+        layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
+        turns = {layout: self._turns(layout) for layout in layouts}
+        return {layout: Result(layout, throughput(own), len(own)) for layout, own in turns.items()}
+
+    def _turns(self, layout: Layout) -> dict[int, Timed]:
+        """The turns that give a layout's figure; of one that was never measured uncontended, its
+        measurements of the solo stage.
+        """
+        return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
+
+    def turns(self, layout: Layout) -> tuple[Timed, ...]:
+        """The turns that give a layout's figures."""
+        return tuple(self._turns(layout).values())
+
+    # ------------------------------------------------------------------ the report
+
+    def report(self, own_batch: int | None = None) -> SearchReport | None:
+        """All that a plan, a verdict and tables are made of; None before anything was measured.
+
+        `own_batch` is that of the user's script today, whose samples/s are predicted.
+        """
+        if self.best is None:
+            return None
+        ranking = self.ranking()
+        results = self.results()
+        race = self.race
+        named = (
+            self.best.layout,
+            *(one.candidate.layout for one in ranking),
+            *(one.layout for one in results),
+        )
+        layouts = list(dict.fromkeys(named))
+        splits = [one.layout for one in results if one.layout.traits.together]
+        return SearchReport(
+            problem=self.problem,
+            options=self.options,
+            chosen=self.best,
+            ranking=ranking,
+            results=results,
+            solos=self.solos(),
+            single=self.best_single(),
+            turns={layout: self.turns(layout) for layout in layouts},
+            at_rest=frozenset(layout for layout in layouts if self._seen.turns(layout)),
+            broken=tuple(race.list_broken()),
+            retreats=tuple(pair for pair in race.retreats if self._seen.turns(pair[1].layout)),
+            unmeasured=race.unmeasured,
+            ungrown=self._ungrown,
+            packings=tuple((mode, tuple(packing.seen)) for mode, packing in race.packings),
+            enough_seconds=self._enough_seconds,
+            mean_length=self.mean_length,
+            sync_seconds=self.devices.sync_seconds,
+            apart_seconds={layout: self.devices.apart_seconds(layout) for layout in splits},
+            network_seconds=self._network_seconds(),
+            curves=self._curves(self.best.layout),
+            own_rate=self.model.rate_of(own_batch) if own_batch else 0.0,
+        )
+
+    def ranking(self) -> tuple[Standing, ...]:
+        """Every layout of the race, the winner first, each with the one figure that is said of
+        it.
+        """
+        found = list(self.race.ranking)
+        for place, one in enumerate(found):
+            if self.best and self.best.layout == one.candidate.layout:
+                figure = self.best.throughput
+                found[place] = msgspec.structs.replace(one, throughput=figure)
+        return tuple(found)
+
+    def results(self) -> tuple[Result, ...]:
+        """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
+
+        def order(one: Result) -> tuple[float, int, tuple[int, ...]]:
+            return -one.throughput.value, one.layout.global_batch, one.layout.shares
+
+        return tuple(sorted(self._ran.values(), key=order))
+
+    def solos(self) -> tuple[Result | None, ...]:
+        """Each device's highest throughput alone, as measured; None for one that never ran."""
+        alone = [one for one in self.results() if one.layout.traits.alone]
+        fastest = {one.layout.active[0]: one for one in reversed(alone)}
+        return tuple(fastest.get(i) for i in range(self.problem.devices))
+
+    def best_single(self) -> Result | None:
+        """The best single device: as raced, else the fastest measured at the global batch asked
+        for.
+        """
+        for one in self.ranking():
+            if one.candidate.layout.traits.alone:
+                return one.result
+        batch = self.problem.global_batch
+        alone = [one for one in self.solos() if one and batch in (None, one.layout.global_batch)]
+        return max(alone, key=lambda one: one.throughput.value, default=None)
+
+    @property
+    def _ungrown(self) -> tuple[Candidate, ...]:
+        """The next pack in each mode whose throughput still grew when packing's part of the budget
+        was spent.
+        """
+        packings = [packing for _, packing in self.race.packings if packing.still_gains]
+        found = [packing.next_layout() for packing in packings]
+        return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
+
+    @property
+    def _enough_seconds(self) -> float:
+        """Seconds of a budget that would just have been enough to measure every layout once, and
+        another pack of each mode.
+        """
+        budget = self.budget
+        live = self.model.live
+        missing = [one.layout for one in self.race.unmeasured]
+        if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
+            missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
+        enough = budget.enough_for(sum(map(budget.least_seconds, missing)))
+        grown = sum(budget.least_seconds(one.layout) for one in self._ungrown)
+        if not grown:
+            return enough
+        return max(enough, budget.enough_to_grow(grown + self.race.turn_seconds))
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a row, without padding; 0 where rows have no lengths."""
+        return fmean(self.problem.lengths) if self.problem.lengths else 0.0
+
+    def _network_seconds(self) -> tuple[float, ...]:
+        """The seconds of exchange by the number of hosts, beyond those of one host; empty on one
+        host.
+        """
+        exchange = self.devices.exchange
+        if len(exchange) < 2:
+            return ()
+        return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
+
+    def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
+        """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing
+        for other layouts.
+        """
+        sharding = self.sharding if layout.traits.sharded else None
+        return (sharding or self.devices).curves(layout)
+
+
+def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
+    """True if no measurement could tell the layout's shares from those of one of the others."""
+    return any(same_measurement(layout, each) for each in others)
