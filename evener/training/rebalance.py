@@ -319,7 +319,7 @@ class Rebalancer:
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
-        least = self._needed_gain(span, factors, self._planned)
+        least = self._needed_gain(span, factors, self._planned, rest_s)
         if max(self._counts) == 1 and self._most_gain(factors, rest_s) < least:
             return None  # passes come and go by leaps
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
@@ -336,19 +336,21 @@ class Rebalancer:
         gaining = [self._gain([each], seconds) > 0 for each in recent]
         if not all(gaining[-2:]) or sum(gaining) < AGREEING * span:
             return None
-        if gain < self._needed_gain(span, factors, seconds):
+        if gain < self._needed_gain(span, factors, seconds, rest_s):
             return None
         return shares, factors, gain
 
-    def _needed_gain(self, span: int, factors: Sequence[float], seconds: Sequence[float]) -> float:
+    def _needed_gain(
+        self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
+    ) -> float:
         """The gain that this number of windows has to show, by how much windows vary: from one to
         the next, and slowly.
 
-        A rank's variation counts as far as these seconds, times its factor, come near the slowest
-        rank's.
+        A rank's variation counts by the part of the step that its own work is: these seconds, times
+        its factor.
         """
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
-        weights = [each / max(own) for each in own]
+        weights = [each / (max(own) + rest_s) for each in own]
         noise: float = max(map(mul, self._noise, weights))
         needed: float = LEAST_SHIFT if self._last else FIRST_SHIFT
         needed += NOISE_ERRORS * noise / math.sqrt(span)
