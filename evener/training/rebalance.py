@@ -102,6 +102,8 @@ class Rebalancer:
     ) -> None:
         self._curves = list(curves)
         self._proportional = [_is_proportional(curve) for curve in curves]
+        # nobody knew more of the devices when the training began
+        self._even = all(self._proportional) and len(set(shares)) == 1
         self._most = tuple(most)
         self._unmeasured = tuple(math.ceil(GROWTH * share) for share in shares)
         self._walls = tuple(map(_first_above_zero, self._most, self._unmeasured))
@@ -432,7 +434,9 @@ class Rebalancer:
             if percent < 100 * LEAST_SHIFT and max(self._counts) > 1:
                 rank = max(range(len(factors)), key=self._counts.__getitem__)
                 return f"{self._names[rank]} takes {self._counts[rank]} passes"
-            return f"{self._names[rank]} slower by {percent:.0f} % than planned"
+            fastest = self._names[factors.index(min(factors))]
+            than = fastest if self._even else "planned"
+            return f"{self._names[rank]} slower by {percent:.0f} % than {than}"
         word, percent = (
             "slower" if shifts[rank] > 0 else "faster",
             100 * abs(math.expm1(shifts[rank])),

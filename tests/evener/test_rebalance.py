@@ -138,8 +138,11 @@ def test_devices_are_named_as_in_the_monitor_and_by_rank_where_nothing_tells_the
 def test_what_was_wrong_from_the_start_is_told_apart_from_what_changed() -> None:
     rebalancer = Rebalancer((100, 100), proportional_curves((100, 100)), (200, 200), False)
     (change,) = feed(rebalancer, [1.0, 1.5], proportional_curves((100, 100)), 10)
-    assert change.reason == "rank 1 slower by 50 % than planned"
+    assert change.reason == "rank 1 slower by 50 % than rank 0"
     assert change.shares == (120, 80)
+    curves = proportional_curves((200, 100))
+    (change,) = feed(Rebalancer((200, 100), curves, (300, 300), False), [1.0, 1.5], curves, 10)
+    assert change.reason == "rank 1 slower by 50 % than planned"
 
 
 @pytest.mark.parametrize("passes", [False, True])
