@@ -52,6 +52,13 @@ _QUERIES = {
     ),
     "torch": "import torch as m; print(m.__version__, m.cuda.device_count())",
 }
+# by the child itself, before it imports for seconds; 1 is PR_SET_PDEATHSIG of prctl.h
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+"""
 _INSTALL = {
     "tensorflow": "pip install 'evener[tensorflow]', or evener[gpu] with an NVIDIA GPU",
     "torch": "pip install 'evener[torch]'",
@@ -122,7 +129,8 @@ def _check_framework(name: str, gpus: int) -> Check:
     if importlib.util.find_spec(name) is None:
         return Check(name, "problem", "not installed", f"To use it: {_INSTALL[name]}.")
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-P", "-c", _QUERIES[name]]
+    program = _END_WITH_PARENT + _QUERIES[name]
+    command = [sys.executable, "-P", "-c", program, str(os.getpid())]
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=environment

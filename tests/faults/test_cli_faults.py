@@ -182,6 +182,26 @@ def test_a_signal_ends_with_the_best_plan_so_far(
     nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_nothing_behind_that_the_doctor_started(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    """It checks frameworks in children, which import for seconds."""
+    for framework in ("torch", "tensorflow"):
+        (tmp_path / "slow" / framework).mkdir(parents=True)
+        (tmp_path / "slow" / framework / "__init__.py").write_text(
+            "import pathlib, time\n"
+            f"pathlib.Path({str(tmp_path)!r}, __name__).touch()\n"
+            "time.sleep(600)\n"
+        )
+    process = start("doctor", path=[tmp_path / "slow"])
+    wait_for(lambda: (tmp_path / "torch").exists() and (tmp_path / "tensorflow").exists())
+    children = children_of(process)
+    assert len(children) == 2
+    process.send_signal(number)
+    assert ends(process, children) != 0
+
+
 AT_IMPORT = """
 import os, signal, sys
 class Finder:
