@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -48,6 +49,7 @@ from ..search.layouts import BALANCE
 from ..search.search import Search
 from ..types import End, Facts, Failed, Observation, OutOfMemory, Stop
 from .locks import is_running, lock_run
+from .trained import Trained, find_trained
 
 JOURNAL = "journal.jsonl"
 NEVER_BEGAN = "stopped before it began"
@@ -73,6 +75,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     seconds: float = 0.0  # of measuring, by the session's clock
     budget_seconds: float | None = None
     kind: Literal["search", "training"] = "search"
+    trained: Trained | None = None  # what trainings by its plan have reached
 
     @property
     def simulated(self) -> bool:
@@ -239,7 +242,22 @@ def each_run() -> Iterator[RunSummary]:
     """Every run, the newest first, each read as it is asked for; one that can't be read says
     why.
     """
-    return map(_summarize, reversed(_list_ids()))
+    trainings: Trainings = defaultdict(list)  # so far: those by a plan are newer than its search
+    for run in reversed(_list_ids()):
+        yield _summarize(run, trainings)
+
+
+def find_trained_by(run: str, plan: Plan) -> Trained | None:
+    """What trainings by the plan of this run have reached."""
+    trainings = []
+    for newer in reversed(_list_ids()):
+        if newer <= run:
+            break
+        with suppress(RequestError):  # of a journal that is broken
+            training = load_training(newer) if _has_begun(newer) else None
+            if training is not None:
+                trainings.append(training)
+    return find_trained(plan, trainings)
 
 
 def list_runs() -> tuple[RunSummary, ...]:
@@ -279,7 +297,7 @@ def delete_run(name: str) -> str:
     removed.
     """
     run = find_any(name)
-    if _is_training(run) and _summarize(run).state == "running":
+    if _is_training(run) and _summarize(run, defaultdict(list)).state == "running":
         raise RequestError(f"The training {run} is going on.", "Wait for its end.")
     folder = run_folder(run)
     with (
@@ -320,7 +338,13 @@ def _has_begun(run: str) -> bool:
         return first.endswith(b"\n") or len(first) == LONGEST_LINE_BYTES
 
 
-def _summarize(run: str) -> RunSummary:
+Trainings = defaultdict[str, list[TrainingRecord]]  # by the time at which their plan was made
+
+
+def _summarize(run: str, trainings: Trainings) -> RunSummary:
+    """The line of a run; a training is added to `trainings`, in which those by a plan are looked
+    for.
+    """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
         trouble = "" if state == "running" else f"It was {NEVER_BEGAN}."
@@ -328,6 +352,8 @@ def _summarize(run: str) -> RunSummary:
     try:
         training = load_training(run)
         if training is not None:
+            if training.start.plan_created:
+                trainings[training.start.plan_created].append(training)
             return _summarize_training(training)
         record = journal.read(journal_path(run))
     except EvenerError as fault:
@@ -346,6 +372,7 @@ def _summarize(run: str) -> RunSummary:
         trouble=trouble,
         seconds=record.clock_seconds,
         budget_seconds=header.request.budget_seconds,
+        trained=find_trained(ended.plan, trainings[ended.plan.created]) if ended else None,
     )
 
 

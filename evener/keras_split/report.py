@@ -149,4 +149,4 @@ def _keep_journal(split: Split | None) -> TrainingJournal | None:
         if split.plan
         else list(split.devices)
     )
-    return TrainingJournal(names, split.shares)
+    return TrainingJournal(names, split.shares, split.plan.created if split.plan else "")

@@ -47,6 +47,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
     pid: int  # of the first rank
     ticks: int  # its start in clock ticks since boot
     reason: str = ""  # why the launcher has started it again
+    plan_created: str = ""  # by which the plan is known; empty: no plan
 
 
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
@@ -56,6 +57,11 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
     step: Count  # since the processes began
     steps_per_second: Rate
     samples_per_second: Rate  # of all devices
+    # medians of the first rank's steps; 0: unknown
+    step_s: Rate = 0.0
+    input_s: Rate = 0.0
+    waiting_s: Rate = 0.0  # for the other ranks
+    between_s: Rate = 0.0  # between the backward pass and the next batch
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
@@ -145,8 +151,11 @@ class TrainingRecord(msgspec.Struct, frozen=True):
 class TrainingJournal:
     """The journal of one training, written by its first rank."""
 
-    def __init__(self, devices: Sequence[str], shares: Sequence[int]) -> None:
+    def __init__(
+        self, devices: Sequence[str], shares: Sequence[int], plan_created: str = ""
+    ) -> None:
         self._devices = tuple(devices)
+        self._plan_created = plan_created
         self._shares = tuple(shares)
         self._run = launched_run() or new_run_id()
         self._descriptor = -1
@@ -222,6 +231,7 @@ class TrainingJournal:
                 pid,
                 start_ticks(pid) or 0,
                 restart_reason(),
+                self._plan_created,
             )
         )
 
@@ -231,7 +241,16 @@ class TrainingJournal:
         if earlier is not None and record.updated_at > earlier.updated_at:
             steps = (record.step - earlier.step) / (record.updated_at - earlier.updated_at)
             self._append(
-                SpeedEntry(record.updated_at, record.step, steps, steps * sum(self._shares))
+                SpeedEntry(
+                    record.updated_at,
+                    record.step,
+                    steps,
+                    steps * sum(self._shares),
+                    record.step_s,
+                    record.input_s,
+                    record.devices[0].waiting_s if record.devices else 0.0,
+                    record.between_s,
+                )
             )
         if record.noise is not None:
             self._append(

@@ -345,7 +345,9 @@ class StepReporter:
         )  # passes that ran out of memory, and the last of them in words
         self._journal = None
         if journal and shares.rank == 0:
-            self._journal = TrainingJournal(tuple(map(describe, shares.shares)), shares.batches)
+            names = tuple(map(describe, shares.shares))
+            created = shares.plan.created if shares.plan is not None else ""
+            self._journal = TrainingJournal(names, shares.batches, created)
         self._lines = 0  # of other ranks' retreats that the journal has
         self._reporter = Reporter(self._describe, self._journal, timer.now)
 

@@ -15,11 +15,12 @@ import typer
 
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished
-from evener.balancer.number_format import duration, rate
+from evener.balancer.number_format import duration, percent, rate
 from evener.balancer.result.sentences import write_training_step
 from evener.balancer.session_state import SessionState, advance
 from evener.balancer.store import runs as store
 from evener.balancer.store.runs import RunSummary, State, StoredRun
+from evener.balancer.store.trained import Trained
 from evener.errors import RequestError
 from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
@@ -110,10 +111,10 @@ def _parse_states(text: str | None) -> list[State] | None:
 
 def _print_table(listed: Sequence[RunSummary]) -> None:
     rows = [
-        ("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"),
+        ("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s", "trained"),
         *map(_row, listed),
     ]
-    about = [plain(one.trouble, 1000) for one in listed]
+    about = [plain(one.trouble or _write_shortfall(one), 1000) for one in listed]
     lines = zip(align(rows, numbers_from=5), ["trouble" if any(about) else "", *about], strict=True)
     width = terminal_columns()
     for line, text in lines:
@@ -121,6 +122,14 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
             print(f"{line}  {text}".rstrip())
         else:
             print("\n".join([line, *(f"  {part}" for part in folded(text, width - 2))]))
+
+
+def _write_shortfall(summary: RunSummary) -> str:
+    """A sentence for a search by whose plan the last training was slower; empty for another."""
+    trained = summary.trained
+    if trained is None or not trained.falls_short:
+        return ""
+    return f"trained {percent(1 - trained.part)} slower: {trained.write_reason()}"
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
@@ -132,7 +141,22 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
     workload = plain(summary.named_workload, _WIDEST_TEXT)
     probes = str(summary.probes) if summary.kind == "search" else "-"
-    return (summary.run, summary.state, workload, devices, ratios or "-", probes, seconds, figure)
+    return (
+        summary.run,
+        summary.state,
+        workload,
+        devices,
+        ratios or "-",
+        probes,
+        seconds,
+        figure,
+        "-" if summary.trained is None else _write_trained(summary.trained),
+    )
+
+
+def _write_trained(trained: Trained) -> str:
+    """The samples/s that the last training reached, and how many there were."""
+    return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 
 @runs_app.command("show")
@@ -150,8 +174,9 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
         )
         return
     run = store.load_run(name)
+    trained = store.find_trained_by(name, run.plan) if run.plan is not None else None
     if as_json:
-        print(json_text(_as_json(run)))
+        print(json_text({**_as_json(run), "trained": trained}))
         return
     labels = tuple(device.label for device in run.header.devices)
     print(
@@ -175,6 +200,17 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
         else None
     )
     print("\n".join(["", *summary] if summary else ["this run has no plan"]))
+    if trained is not None:
+        print("\n".join(["", *folded(_describe_trained(trained), width)]))
+
+
+def _describe_trained(trained: Trained) -> str:
+    times = "1 training" if trained.trainings == 1 else f"{trained.trainings} trainings"
+    return (
+        f"{times} by this plan so far; the last reached {rate(trained.samples_per_second)} "
+        f"samples/s, {percent(trained.part)} of the plan's"
+        + (f": {trained.write_reason()}" if trained.falls_short else "")
+    )
 
 
 def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
