@@ -244,9 +244,10 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
         split = max([*evens, *splits], key=_speed, default=None)
     else:
         split = evens[0] if evens else None
-    single = _other_device(plan, found.get("best_device", []))
-    larger = found.get("larger_batch", [None])[0]
-    shown = [each for each in (split, single, larger) if each is not None]
+    single = _find_single(plan)
+    shown = [each for each in (split, single) if each is not None]
+    larger = found.get("larger_batch", [])[:1]
+    shown += [each for each in larger if each.layout not in [one.layout for one in shown]]
     solos = best_alone(plan)
     return (
         *(_plan_rival(plan, each, labels) for each in shown),
@@ -254,15 +255,27 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
     )
 
 
-def _other_device(plan: Plan, singles: Sequence[Evidence]) -> Evidence | None:
-    """The best single device; of a plan of one device, the fastest other one."""
-    alone = alone_at_batch(plan).values()
-    if not plan.layout.traits.alone:
-        return singles[0] if singles else max(alone, key=_speed, default=None)
-    own = _positions(plan.layout)
-    others = [each for each in alone if _positions(each.layout) != own]
-    raced = [each for each in others if each.kind == "best_device"]
-    return max(raced or others, key=_speed, default=None)
+def _find_single(plan: Plan) -> Evidence | None:
+    """The device alone to compare a plan with, another one if the plan is one device: the one that
+    was raced, unless another one had more samples/s at the same batch, and no more than the plan.
+
+    What had more than the plan was measured while the machine was faster.
+    """
+    own = _positions(plan.layout) if plan.layout.traits.alone else ()
+    others = [each for each in alone_at_batch(plan).values() if _positions(each.layout) != own]
+    raced = [each for each in plan.evidence if each.kind == "best_device"]
+    raced = [each for each in raced if _positions(each.layout) != own]
+    if not raced:
+        return max(others, key=_speed, default=None)
+    first, limit = raced[0], plan.throughput.samples_per_second
+    same = [each for each in others if each.layout.global_batch == first.layout.global_batch]
+    slower = [each for each in same if _speed(each) <= limit and _is_comparable(plan, each)]
+    return max([first, *slower], key=_speed)
+
+
+def _is_comparable(plan: Plan, each: Evidence) -> bool:
+    own, other = figure_of(plan.throughput), figure_of(each.throughput)
+    return is_comparable(own, plan.layout.batches, other, each.layout.batches)
 
 
 def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RivalRate:
@@ -274,6 +287,8 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RivalRat
         if plan.layout.traits.alone and len(labels) == 2:
             name = f"the other device alone, {labels[position]}"
         rival = rival._replace(name=name)
+    elif each.kind == "equal_shares":
+        rival = rival._replace(name="even split")  # though the plan is one too, of another batch
     elif each.kind == "larger_batch":
         rival = rival._replace(name=f"larger batch, {sum(batches)} samples")
     paired = each.gain if each.paired else None
@@ -282,9 +297,9 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RivalRat
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
     """The most samples/s that one device had at the batch of `single`, where that is more than it
-    had when it was raced; 0 if it isn't.
+    has; 0 if it isn't.
     """
-    if single.kind != "best_device":
+    if single.kind not in ("best_device", "one_device"):
         return 0.0
     same = [
         _speed(each)

@@ -168,5 +168,5 @@ def _explain_too_large(
     return NoLayoutError(
         f"A global batch of {header.request.global_batch} samples doesn't fit: "
         f"{join_words(holds)}{together}.",
-        f"Take at most {most}{micro_off} or other devices.",
+        f"Take at most {most} samples{micro_off} or choose other devices.",
     )

@@ -274,12 +274,35 @@ def _name_rivals(
     further = [one for one in alone if one.layout.active not in devices]
     further.sort(key=lambda one: -one.throughput.value)
     further += _find_fastest(report, known | {one.layout for one in further})
-    found = (*rivals, *further)
+    single = _choose_single(chosen, rivals, list_alone(report))
+    if single in alone and single not in further:
+        further.append(single)
+    found = sorted((*rivals, *further), key=lambda one: one != single)  # it comes first
     names = name_rivals(chosen, found, len(labels))
     return tuple(
         _describe_rival(report, one, name, labels, alone)
         for name, one in zip(names, found, strict=True)
     )
+
+
+def _choose_single(
+    chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
+) -> ComparedLayout | None:
+    """The device alone to compare the plan with: the one that was raced, unless another one had
+    more samples/s at the same batch, and no more than the plan has.
+
+    What had more than the plan was measured while the machine was faster.
+    """
+    own = chosen.layout.active if chosen.layout.traits.alone else ()
+    raced = [one for one in rivals if one.family and one.layout.traits.alone]
+    raced = [one for one in raced if one.layout.active != own]
+    others = [one for one in alone if one.layout.active != own]
+    if not raced:
+        return max(others, key=lambda one: one.throughput.value, default=None)
+    first, limit = raced[0], chosen.throughput.value
+    same = [one for one in others if one.layout.global_batch == first.layout.global_batch]
+    slower = [one for one in same if one.compared and one.throughput.value <= limit]
+    return max([first, *slower], key=lambda one: one.throughput.value)
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:

@@ -121,8 +121,8 @@ def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
                 ran[i] = max(ran[i], rows[i])
         elif isinstance(one, Failed) and one.cause == "raised":
             largest = max(one.devices or one.probe.layout.active, key=lambda i: rows[i])
-            before = failed[_cut_place(one.detail)].get(largest, rows[largest])
-            failed[_cut_place(one.detail)][largest] = min(before, rows[largest])
+            fewest = failed[_cut_place(one.detail)]
+            fewest[largest] = min(fewest.get(largest, rows[largest]), rows[largest])
     for error, fewest in failed.items():
         most = max((ran[i] for i in fewest), default=0)
         if most and most < min(fewest.values()):
@@ -130,12 +130,17 @@ def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
     return None
 
 
+PHASES = ("building", "preparing", "warming up", "measuring")
+
+
 def _cut_place(detail: str) -> str:
-    """The error of a failure's detail, `GPU:0, warming up: train.py:12: ValueError: why`, without
-    the device and the phase before it.
+    """The error of a failure's detail, `GPU:0, warming up: train.py:12: ValueError: why (traceback
+    in FILE)`, without the device and the phase before it, and the file behind it.
     """
-    label, comma, rest = detail.partition(", ")
-    return (rest if comma and ":" in label and " " not in label else detail).rstrip(".")
+    error = detail.partition(" (traceback in ")[0].rstrip(".")
+    for phase in PHASES:
+        error = error.partition(f"{phase}: ")[2] or error
+    return error
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:

@@ -49,7 +49,8 @@ class Written(msgspec.Struct, frozen=True):
     figure: str
     gains: str
     remarks: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # reasons not to trust the figures, and what was left out
+    doubts: tuple[str, ...] = ()  # those of the warnings that are about the measurements
 
     @property
     def headline(self) -> str:
@@ -73,6 +74,7 @@ def write_verdict(verdict: Verdict) -> Written:
         ", ".join(_write_gains(verdict)),
         tuple(line for write in REMARKS for line in write(verdict)),
         tuple(line for write in WARNINGS for line in write(verdict)),
+        tuple(_warn_of_doubts(verdict)),
     )
 
 
@@ -109,9 +111,10 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
     chosen = verdict.chosen
     if chosen.kind in ("other_shares", "sharded"):
         evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
-        same = [one for one in evens if len(one.devices) == len(chosen.devices)]
+        evens = [one for one in evens if len(one.devices) >= len(chosen.devices)]
+        evens.sort(key=lambda one: len(one.devices))
         over = "even by number of rows" if verdict.figure.tokens_per_second else "even"
-        yield from (_write_gain(one, over) for one in same[:1] if _is_told(one))
+        yield from (_write_gain(one, over) for one in evens[:1] if _is_told(one))
     if chosen.kind not in SPLITS:
         split = find_best_split(verdict)
         if split is not None:
@@ -182,6 +185,13 @@ def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
     yield (
         f"Equal shares are right: {plain} trains this as fast; evener adds nothing here but {what}."
     )
+
+
+def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
+    """One device that is as fast as several: it needs no plan."""
+    single = find_alone(verdict)
+    if single is not None and single.tie and len(verdict.chosen.devices) > 1:
+        yield f"One device would do: {single.name} is as fast within the error, and needs no plan."
 
 
 def _say_split_loss(verdict: Verdict) -> Iterator[str]:
@@ -342,7 +352,7 @@ def _say_code_limit(verdict: Verdict) -> Iterator[str]:
     if limit is not None:
         yield (
             f"Your code fails above about {limit.rows} rows on a device ({limit.failed_rows} "
-            f"failed), so shares stay below: {limit.error}."
+            f"failed), so shares stay below that: {limit.error}."
         )
 
 
@@ -414,6 +424,7 @@ def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
 
 REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_equal_shares,
+    _say_one_would_do,
     _say_split_loss,
     _say_faster,
     _say_earlier,
@@ -616,11 +627,17 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def write_training_step(plan: Plan, path: str) -> str:
+    """How to train by a plan in this file; empty without a script to launch."""
+    command = find_training_command(plan, path)
+    hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
+    where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
+    return f"to train by it{where}: {command}" if command else ""
+
+
+def find_training_command(plan: Plan, path: str) -> str:
     """The command that trains by a plan in this file; empty without a script to launch."""
-    active, (script, _, _) = plan.layout.active, plan.workload.rpartition(":")
-    simulated = is_simulated(share.device for share in active)
+    script = plan.workload.rpartition(":")[0]
+    simulated = is_simulated(share.device for share in plan.layout.active)
     if not plan.layout.traits.by_shares or simulated or not script:
         return ""
-    hosts = [host for host in dict.fromkeys(share.host for share in active) if host]
-    where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
-    return f"to train by it{where}: {shlex.join(['evener', 'launch', path, script])}"
+    return shlex.join(["evener", "launch", path, script])

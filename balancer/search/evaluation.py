@@ -149,8 +149,8 @@ class Evaluation:
         if waiting or self._explore_rest(None):
             return End(Stop.BUDGET)
         if tied:
-            leaders = sorted(found, key=lambda one: -one.throughput.value)[:2]
-            known = all(is_known(one.throughput) for one in leaders)
+            leaders = [one.throughput for one in self.ranking()[:2]]
+            known = is_known(*leaders, *([self.best.throughput] if self.best else []))
             return End(Stop.TIED if known else Stop.UNCERTAIN)
         if len(found) == 1:
             return End(Stop.ONLY_ONE)

@@ -212,7 +212,7 @@ def test_a_limit_of_the_user_s_code_is_where_more_rows_always_raise() -> None:
     limit = find_code_limit([*ran, raised(0, 512), raised(0, 212)])
     assert limit is not None
     assert (limit.rows, limit.failed_rows) == (197, 212)
-    assert limit.error == "warming up: limit.py:9: ValueError: this table holds 200 rows"
+    assert limit.error == "limit.py:9: ValueError: this table holds 200 rows"
     assert find_code_limit(ran) is None
     assert find_code_limit([raised(0, 8)]) is None, "nothing ran"
     assert find_code_limit([*ran, raised(0, 64)]) is None, "197 ran"

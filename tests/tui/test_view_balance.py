@@ -27,6 +27,7 @@ from evener.balancer.session_state import (
     own_speed,
     rivals,
     seconds_left,
+    timed,
 )
 from evener.balancer.types import (
     Belief,
@@ -149,6 +150,19 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     lanes = _text(lane_lines(state, 118, 9)[0])
     assert "1 346 at 1024" in lanes
     assert "~1179 fits, 1310 not" in lanes, "1179 is a prediction: 1024 was the largest that ran"
+
+
+def test_the_points_of_the_chart_are_the_figures_of_the_list(events: Any) -> None:
+    """Every measurement of a device alone, and nothing else."""
+    state = _after(events)
+    alone = [each for each in timed(state) if each.probe.layout.traits.alone]
+    listed = [
+        (each.probe.layout.active[0], each.probe.layout.global_batch, each.samples_per_second)
+        for each in alone
+    ]
+    drawn = [(curve.device, *point) for curve in curves(state) for point in curve.measured]
+    assert sorted(drawn) == sorted(listed)
+    assert len(drawn) > 2
 
 
 def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:

@@ -210,7 +210,7 @@ def compare(
         tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
         tables.append(frontier_table(finished.found))
         lines = [line for table in tables for line in table.lines(width)]
-        words = verdict_lines(finished.plan, finished.verdict, width, steps)
+        words = verdict_lines(finished.plan, finished.verdict, width, finished.found, steps)
         print("\n".join([*lines, *words]), flush=True)
 
     def more(session: Session, _finished: Finished, labels: Sequence[str]) -> dict[str, object]:

@@ -17,6 +17,7 @@ from evener.balancer.number_format import (
     write_share,
 )
 from evener.balancer.result.rivals import write_gain
+from evener.balancer.result.sentences import write_verdict
 from evener.balancer.session_state import (
     RivalRate,
     SessionState,
@@ -39,7 +40,7 @@ from evener.live.journal import (
     StartEntry,
     TrainingRecord,
 )
-from evener.plan.file import Evidence, Plan, Throughput
+from evener.plan.file import Evidence, Plan, SearchSummary, Throughput
 from evener.training.noise_scale import describe
 
 from .formatting import Table, align, energy_cells, folded, plain
@@ -158,22 +159,38 @@ def summary_lines(
     tables = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
     if frontier:
         tables += ["", *frontier[:-1]]
-    return [*tables, "", *verdict_lines(plan, verdict, width, steps)]
+    return [*tables, "", *verdict_lines(plan, verdict, width, found, steps)]
 
 
 def verdict_lines(
-    plan: Plan, verdict: str, width: int | None, steps: Sequence[str] = ()
+    plan: Plan,
+    verdict: str,
+    width: int | None,
+    found: Verdict | None = None,
+    steps: Sequence[str] = (),
 ) -> list[str]:
-    """The verdict's first line, the next steps, the other lines, then the plan's warnings."""
+    """The verdict's first line, the next steps, doubts about the measurements, the verdict's other
+    lines, why the search ended, then the plan's other warnings.
+    """
     first, *remarks = verdict.split("\n")
-    lines = folded(plain(first, 2000), width, "  ") if first else []
-    for step in steps:
-        lines += folded(plain(step, 2000), width, "  ")
-    for remark in remarks:
-        lines += folded(plain(remark, 2000), width, "  ")
-    for warning in plan.warnings:
-        lines += folded(f"warning: {plain(warning)}", width, "  ")
-    return lines
+    doubts = write_verdict(found).doubts if found is not None else ()
+    others = [warning for warning in plan.warnings if warning not in doubts]
+    texts = [
+        *([plain(first, 2000)] if first else []),
+        *(plain(step, 2000) for step in steps),
+        *(f"warning: {plain(doubt)}" for doubt in doubts),
+        *(plain(remark, 2000) for remark in remarks),
+        *([write_search(plan.search)] if plan.search.probes else []),
+        *(f"warning: {plain(warning)}" for warning in others),
+    ]
+    return [line for text in texts for line in folded(text, width, "  ")]
+
+
+def write_search(search: SearchSummary) -> str:
+    """How much was measured, and why the search ended."""
+    probes = f"{search.probes} probe{'s' * (search.probes != 1)}"
+    effort = f"{probes}, {search.out_of_memory} out of memory, {duration(search.seconds)}"
+    return plain(f"{effort}. {search.why_stopped}", 1000)
 
 
 def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from evener.balancer.events import Finished
 from evener.balancer.number_format import duration, percent, rate, relative_error
 from evener.balancer.result.rivals import list_samples, write_gain
-from evener.balancer.result.sentences import BETWEEN, write_training_step, write_verdict
+from evener.balancer.result.sentences import (
+    BETWEEN,
+    Written,
+    find_training_command,
+    write_verdict,
+)
 from evener.balancer.session_state import (
     RivalRate,
     SessionState,
@@ -27,7 +32,6 @@ from .cells import (
     Mark,
     Span,
     Tone,
-    cells,
     cut,
     device_pattern,
     device_tone,
@@ -198,7 +202,7 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
 
     While it runs, warnings leave room for at least two measurements.
     """
-    said = state.finished.plan.warnings if state.finished is not None else state.notes
+    said = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
     room = height - len(head)
     head += warning_lines(said, width, max(0, min(room - (0 if state.ended else 2), height // 3)))
@@ -206,6 +210,12 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
     newest = state.seen[-room:] if room else ()
     rows = [_seen_line(state, one.seen, one.at_seconds, width) for one in reversed(newest)]
     return (*head, *rows)
+
+
+def other_warnings(finished: Finished) -> list[str]:
+    """The plan's warnings without those that the verdict's lines have."""
+    doubts = write_verdict(finished.found).doubts if finished.found is not None else ()
+    return [warning for warning in finished.plan.warnings if warning not in doubts]
 
 
 def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
@@ -225,18 +235,31 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
     if finished.found is None:  # of an older version, which kept its text alone
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
     written = write_verdict(finished.found)
-    head = [written.headline]
-    if cells(written.headline) > width - 2:
-        head = [f"{written.answer}{BETWEEN}{written.figure}", written.gains]
-    if cells(head[0]) > width - 2:
-        head = [written.answer, written.figure, written.gains]
-    lines = [row for text in head if text for row in text_lines(text, width, MOST_ROWS, "good")]
-    train = write_training_step(finished.plan, "plan.toml").removeprefix("to train by it")
-    then = f", then{train.replace(': ', ' ', 1)}" if train else ""
+    lines = _headline(written, width)
+    train = find_training_command(finished.plan, "plan.toml")
+    then = f", then {train}" if train else ""
     lines += text_lines(f"Next: e writes the plan{then}", width, 2)
+    lines += warning_lines(written.doubts, width)
     for remark in written.remarks:
         lines += text_lines(remark, width, 3, "dim")
     return tuple(lines)
+
+
+def _headline(written: Written, width: int) -> list[Line]:
+    """The answer, its figure and its gains: on one line where they fit, else on two or more."""
+    answer = Span(f" {plain(written.answer)}", "strong")
+    figure = Span(f"{BETWEEN}{plain(written.figure)}", "speed")
+    gains = Span(f"{BETWEEN}{plain(written.gains)}" if written.gains else "", "good")
+    if span_cells((answer, figure, gains)) <= width:
+        return [line(answer, figure, gains)]
+    if span_cells((answer, figure)) <= width:
+        head = [line(answer, figure)]
+    else:
+        head = [
+            *text_lines(written.answer, width, MOST_ROWS, "strong"),
+            *text_lines(written.figure, width, MOST_ROWS, "speed"),
+        ]
+    return [*head, *(text_lines(written.gains, width, MOST_ROWS, "good") if written.gains else ())]
 
 
 def _searching_words(state: SessionState) -> str:

@@ -11,7 +11,13 @@ from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
 
 from ..text.formatting import plain
-from .balance_lines import finished_lines, rival_lines, share_lines, warning_lines
+from .balance_lines import (
+    finished_lines,
+    other_warnings,
+    rival_lines,
+    share_lines,
+    warning_lines,
+)
 from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines
 from .table import TAG, Column, text_cell
 
@@ -159,6 +165,6 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
         Line(),
         *finished_lines(run.end, width),
         *(() if run.state == "running" else text_lines(search.why_stopped, width, 3, "dim")),
-        *warning_lines(plan.warnings, width),
+        *warning_lines(other_warnings(run.end), width),
     )
     return (*before, *rival_lines(state, width, height - len(before)), *after)
