@@ -6,13 +6,17 @@ libraries that a program trains with, and ours in their place.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
+from ..errors import EvenerError
 from ..plan.use import PLAN_USED
+from ..system.threads import wait_until_asleep
 from ..training.launched import PROGRAM, launched_device
 
 # functions that exchange between ranks, as evener.program.exchanges knows them; those that this
@@ -41,6 +45,7 @@ _HOOKS = {
         ("nn.utils.clip_grad_norm_", "program:PROGRAM.clip"),
         ("nn.utils.clip_grad_value_", "program:PROGRAM.clip"),
         *((f"distributed.{name}", _EXCHANGED) for name in _EXCHANGES),
+        ("distributed.destroy_process_group", "install:leave_group"),
     ),
     "torch.distributed._functional_collectives": tuple((name, _EXCHANGED) for name in _FUNCTIONAL),
     "accelerate.data_loader": (
@@ -55,6 +60,7 @@ _HOOKS = {
     "lightning.pytorch.loops.fit_loop": _FIT_LOOP,
     "pytorch_lightning.loops.fit_loop": _FIT_LOOP,
 }
+_GLOO = "pt_gloo_runloop"  # the threads in which gloo works
 _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
@@ -93,6 +99,8 @@ def _register() -> None:
         register_post_import_hook(_begin_fits, "keras")
     if not os.environ.get(PROGRAM):
         return
+    sys.excepthook = partial(end_in_a_sentence, sys.excepthook)
+    atexit.register(wait_until_asleep, _GLOO)  # the first one registered runs last
     alone = (
         os.environ.get("WORLD_SIZE") == "1"
     )  # without shares: only a Trainer can then survive out-of-memory
@@ -132,6 +140,33 @@ def _wrap(module: Any) -> None:
 
         register_optimizer_step_pre_hook(_later("program:PROGRAM.begin_update"))
         register_optimizer_step_post_hook(_later("program:PROGRAM.note_update"))
+
+
+def end_in_a_sentence(
+    before: Any, kind: type[BaseException], error: BaseException, trace: Any
+) -> None:
+    """End the process with an error of evener's own in one sentence, and that error's exit code."""
+    if not isinstance(error, EvenerError):
+        before(kind, error, trace)
+        return
+    # PyTorch has another one in its place, while it waits for a traceback
+    stderr = sys.__stderr__ or sys.stderr
+    stderr.write(f"\r\nevener: {error}\n")
+    stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(error.exit_code)
+
+
+def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Leave a process group once gloo's threads have put their work away.
+
+    A work holds Python objects. A thread that gives them back while the interpreter ends aborts the
+    process, and one that does while its group is taken down waits for it forever.
+    """
+    wait_until_asleep(_GLOO)
+    return wrapped(*arguments, **keywords)
 
 
 def _has(module: Any, name: str) -> bool:

@@ -66,9 +66,14 @@ def read_settings() -> ProgramSettings:
 
 
 def say(words: str) -> None:
-    """Print a line of evener's own, on the first rank."""
+    """Print a line of evener's own, on the first rank; not behind a progress bar in its line.
+
+    What copies the lines of several processes leaves out an empty one that ends so.
+    """
     if os.environ.get("RANK", "0") == "0":
-        print(f"evener: {words}", file=sys.stderr, flush=True)
+        begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        sys.stderr.write(f"{begin}evener: {words}\n")
+        sys.stderr.flush()
 
 
 def refuse_accelerate(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
@@ -117,6 +122,7 @@ class Notebook:
         self.hooks = self.why = ""
         self.model = ""  # a digest of what trains by shares
         self.last_words = ""  # why, where nothing else was said by the end
+        self._has_supposed = False
         self.warned: set[str] = set()
         self.was_uneven = False  # ranks have had different numbers of rows in a step
         self._training: Any = None
@@ -146,6 +152,11 @@ class Notebook:
             self.why = why.rstrip(".")
             say(f"shares stay even: {self.why}")
 
+    def suppose(self, why: str) -> None:
+        """Say why shares stay even as far as can be seen; a later loop may still train by them."""
+        self.last_words, self._has_supposed = why, True
+        say(f"shares stay even: {why}")
+
     def warn(self, words: str) -> None:
         """Say once what the program does differently now."""
         if words not in self.warned:
@@ -171,7 +182,9 @@ class Notebook:
         """Write the note."""
         if not self.settings.folder:
             return
-        if not self.hooks and self.last_words:
+        if not self.hooks and self._has_supposed:
+            self.why = self.why or self.last_words
+        elif not self.hooks and self.last_words:
             self.stay(self.last_words)
         note = RankNote(
             int(os.environ.get("RANK", "0")),

@@ -56,6 +56,7 @@ class Program:
         self._steps = 0  # by shares
         self._uneven = 0  # of them with different shares
         self._look = LOOK_AGAIN  # the step at which the guard looks next
+        self.has_begun = False  # a loop over a DataLoader
         self._others = 0  # trainers that train, and have hooks of their own
         self._met = 0  # times that ranks have exchanged something
         self.exchanges = Exchanges(self.note_exchange)
@@ -132,8 +133,17 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
         if not (dist.is_available() and dist.is_initialized()):
             self.stay(views.NO_GROUP)
-        elif not self.notebook.last_words:
-            self.notebook.last_words = views.NO_LOOP
+        elif self._loop is None and not self.notebook.last_words:
+            self._note_obstacle(optimizer)
+
+    def _note_obstacle(self, optimizer: Any) -> None:
+        """Say why this step isn't one of a loop that can be followed; one that begins later still
+        can.
+        """
+        words = views.find_obstacle(optimizer, list(self.models), self.has_begun)
+        if words:
+            self.notebook.suppose(words)
+            self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Gradients are clipped; RequestError where that depends on the shares, and they have left
@@ -370,7 +380,9 @@ class Program:
         if guard is not None:
             fault = fault or guard.fault or ("" if guard.exchanges else views.LOCAL)
         if loop.sampler is None:
-            fault = fault or views.NO_LOOP
+            fault = fault or views.NO_SAMPLER
+        elif loop.sampler.global_batch == dist.get_world_size():
+            fault = fault or views.SINGLE
         warning = (
             ""
             if fault
@@ -395,10 +407,13 @@ class Program:
     def stay(self, why: str) -> None:
         """Leave the program as it is, or end it where it was started so."""
         self.notebook.stay(why)
+        self._end_strictly(self.notebook.why)
+
+    def _end_strictly(self, why: str) -> None:
+        """RequestError where the program was started to be balanced or to end."""
         if self.notebook.settings.strict:
             raise RequestError(
-                f"Shares can't leave even: {self.notebook.why}.",
-                "Leave --strict out to train evenly.",
+                f"Shares can't leave even: {why}.", "Leave --strict out to train evenly."
             )
 
 

@@ -60,6 +60,11 @@ def _plan(trainer: Any) -> None:
         if world > 1:
             _tell_of_tail(trainer, global_batch)
         PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
+        if global_batch == world > 1:
+            PROGRAM.notebook.warn(
+                "each rank has one row at a time, so none can be moved; they could be with a "
+                "larger per_device_train_batch_size"
+            )
         if trainer.excess > 1:
             model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
             PROGRAM.notebook.warn(

@@ -35,9 +35,19 @@ PADDED = (
 )
 ALONE = "not every rank takes its rows from a loader of its own"
 LOCAL = "its ranks step by gradients that they haven't exchanged"
-NO_LOOP = (
-    "its model isn't in DistributedDataParallel, or its rows come from no DataLoader "
-    "with a DistributedSampler"
+NO_MODEL = "its model isn't in DistributedDataParallel"
+FLAT = "its model is in FullyShardedDataParallel, whose ranks sum shards of gradients themselves"
+SHARDED = (
+    "its parameters are DTensors, as FSDP2's fully_shard and tensor parallelism make them, whose "
+    "ranks sum shards of gradients themselves"
+)
+DEEPSPEED = "DeepSpeed sums its gradients"
+NO_LOADER = "its rows come from no DataLoader"
+BEGUN_EARLY = "its loop over a DataLoader began before its model was in DistributedDataParallel"
+NO_SAMPLER = "its rows aren't shared out by a DistributedSampler"
+SINGLE = (
+    "each rank takes one item of its data set at a time, a row or a whole batch, and one can't be "
+    "divided"
 )
 SEVERAL = "its steps take rows of several loaders"
 # numbers that differ less are made of figures, which GPUs of different kinds round differently
@@ -116,3 +126,25 @@ def find_fault(model: Any) -> str:
     if model._join_config.enable:
         return "its ranks join with different numbers of batches"
     return ""
+
+
+def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
+    """Why a step of this optimizer can't be one by shares, where it follows no loop over a
+    DataLoader that is known; empty if that isn't clear yet.
+
+    `has_begun`: some loop over a DataLoader has begun.
+    """
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    kinds = {kind.__name__ for each in weights for kind in type(each).__mro__}
+    if type(optimizer).__module__.startswith("deepspeed"):
+        return DEEPSPEED
+    if "DTensor" in kinds:
+        return SHARDED
+    if "FlatParameter" in kinds or any(hasattr(each, "_is_flat_param") for each in weights):
+        return FLAT
+    if not models:
+        return NO_MODEL
+    trained = {id(each) for model in models for each in model.parameters()}
+    if not any(id(each) in trained for each in weights):
+        return ""  # of another model of the program's
+    return BEGUN_EARLY if has_begun else NO_LOADER

@@ -17,9 +17,10 @@ import pytest
 
 from evener.errors import RequestError
 from evener.plan.file import load_plan, parse_plan
-from evener.program.notes import RankNote, SharesOrigin
+from evener.program.notes import RankNote, SharesOrigin, say
 from evener.system.files import runs_folder
 from evener.training.step_record import StepFigures
+from evener.tui.launch.processes import named_output
 from evener.tui.launch.program import (
     ChosenPlan,
     ProgramCommand,
@@ -173,14 +174,8 @@ def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(train: Ran
 @pytest.mark.slow
 def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> None:
     for now, own, share in zip(*reversed(train(ACCELERATED, "accelerate")), (6, 2), strict=True):
-        assert now["rows"][:6] == [
-            4,
-            4,
-            4,
-            share,
-            share,
-            share,
-        ]  # a step of two batches is looked at, one is fetched
+        # two steps of two batches are looked at, as it gathers figures, and one batch is fetched
+        assert now["rows"][:6] == [4, 4, 4, 4, 4, share]
         assert difference(now["weights"], own["weights"]) <= 1e-12
         assert {name: now[name] for name in ("gathered", "correct", "rate")} == {
             name: own[name] for name in ("gathered", "correct", "rate")
@@ -388,3 +383,21 @@ def test_a_limit_that_would_not_hold_is_refused() -> None:
     """
     with pytest.raises(RequestError, match="isn't held to a limit: CPU:1 @60%"):
         choose_plan(None, "cpu:0,cpu:1@60%", ProgramCommand("python", (), "train.py"))
+
+
+def test_a_line_does_not_stick_to_a_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bar leaves its line open; evener's own line ends it, and leaves no empty one."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with named_output(["rank 0"]) as ((_, errors),), open(errors, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        say("a line of its own")
+        stderr.write("\rSteps: 17%|#")
+        say("another")
+        stderr.write("\rSteps: 18%|#\nthe end\n")
+    printed = capfd.readouterr().err
+    assert "[rank 0] evener: a line of its own\n" in printed
+    assert "Steps: 17%|#\r\n[rank 0] evener: another\n" in printed
+    assert "[rank 0] \r\n" not in printed

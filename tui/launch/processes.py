@@ -81,6 +81,7 @@ def _name(number: int) -> str:
 
 STREAMS = (1, 2)  # standard output and error
 LONGEST_LINE = 1 << 16
+_EMPTY = b"\r\n"  # begins a line of evener's own, and ends that of a progress bar
 _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # of lines, also a progress bar's
 
 
@@ -124,8 +125,9 @@ def _copy(read: int, end: bytes, name: bytes, stream: int) -> None:
             *lines, begun = _ENDS.split(text)
             if found or len(begun) > LONGEST_LINE:
                 lines, begun = [*lines, begun and begun + b"\n" * bool(found)], b""
-            for line in filter(None, lines):
-                _write(stream, name + line)
+            for line in lines:
+                if line not in (b"", _EMPTY):
+                    _write(stream, name + line)
 
 
 def _write(stream: int, text: bytes) -> None:

@@ -1,0 +1,49 @@
+"""Why a program's step isn't one by shares: the one thing that is true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import skip_without
+
+skip_without("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from evener.program import views  # noqa: E402
+
+
+def _optimizer(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "has_begun", "why"),
+    [
+        (False, False, views.NO_MODEL),
+        (False, True, views.NO_MODEL),
+        (True, False, views.NO_LOADER),
+        (True, True, views.BEGUN_EARLY),
+    ],
+)
+def test_the_one_obstacle_is_named(wrapped: bool, has_begun: bool, why: str) -> None:
+    model = nn.Linear(2, 1)
+    assert views.find_obstacle(_optimizer(model), [model] * wrapped, has_begun) == why
+
+
+def test_a_step_of_another_model_says_nothing() -> None:
+    """Such as one that a program trains before, on one rank."""
+    assert views.find_obstacle(_optimizer(nn.Linear(2, 1)), [nn.Linear(2, 1)], False) == ""
+
+
+def test_sharded_parameters_are_named() -> None:
+    class DTensor(torch.Tensor):
+        pass
+
+    weight = nn.Parameter(torch.zeros(2).as_subclass(DTensor))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    optimizer.param_groups[0]["params"] = [weight]
+    assert views.find_obstacle(optimizer, [], True) == views.SHARDED
