@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from evener.devices import network
 from evener.devices.cpu import CpuSource, slices
 from evener.devices.processes import HostMeter, ProcessReading, ProcessTable, clean_text
 from evener.devices.snapshot_builder import OnDevice, SnapshotBuilder, TrainingRates, rate_reading
@@ -251,3 +252,17 @@ def test_slices_of_this_machine_are_sampled() -> None:
         assert sample.sm_percent.state is State.UNSUPPORTED
     assert snapshot.notes == ("said",)
     source.close()
+
+
+def test_a_host_listens_where_the_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its name means its own loopback, as on Debian, it is the address of the way to them."""
+    named = {"big": "127.0.1.1", "small": "10.0.0.2", "127.0.0.2": "127.0.0.2"}
+    ways = {"10.0.0.2": "10.0.0.1", "127.0.0.3": "127.0.0.1"}
+    monkeypatch.setattr(
+        network, "resolve", lambda name, **_: [(0, 0, 0, "", (named.get(name, name), 0))]
+    )
+    monkeypatch.setattr(network, "find_source", lambda host: ways.get(named.get(host) or host, ""))
+    assert network.find_own_address("big", ("big", "small")) == "10.0.0.1"
+    assert network.find_own_address("small", ("big", "small")) == "10.0.0.2"
+    assert network.find_own_address("127.0.0.2", ("127.0.0.2", "127.0.0.3")) == "127.0.0.2"
+    assert network.find_own_address("big", ("big",)) == "127.0.1.1"
