@@ -363,12 +363,12 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """How far each rank's first windows with these shares lie from their median, where they are
-        enough; else as seen with earlier shares.
+        """How far each rank's first windows with these shares, beside the others', lie from their
+        median, where they are enough; else as seen with earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
-        factors = [each.factors for each in list(self._windows)[:count]]
+        factors = [_beside_others(each.factors) for each in list(self._windows)[:count]]
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
@@ -504,6 +504,15 @@ def choose_quantum(shares: Sequence[int]) -> int:
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Each rank's median; nothing without windows."""
     return tuple(map(median, zip(*windows, strict=True)))
+
+
+def _beside_others(factors: Sequence[float]) -> list[float]:
+    """Each factor beside the geometric mean of the others: what slows all ranks alike is no reason
+    to move rows, and none against it.
+    """
+    logs = list(map(math.log, factors))
+    others = max(1, len(logs) - 1)
+    return [math.exp(each - (math.fsum(logs) - each) / others) for each in logs]
 
 
 def _deviation(ratios: Sequence[float]) -> float:

@@ -123,6 +123,23 @@ def test_a_device_that_slows_down_is_followed_and_one_that_flaps_is_not() -> Non
         assert flapped.changes <= 6  # of 20 times that it slows down, and 20 that it recovers
 
 
+def test_a_device_is_followed_on_a_machine_that_gets_slower_as_a_whole() -> None:
+    """What slows all ranks, now more and now less, hides nothing that slows one of them."""
+
+    def busy(at: float) -> float:
+        return 1.0 + 2.0 * (math.sin(at) > 0)
+
+    def busy_and_slow(at: float) -> float:
+        return busy(at) * (2.0 if at >= 30 else 1.0)
+
+    devices = [Device(8e-4, slowdown=busy), Device(8e-4, slowdown=busy_and_slow)]
+    for seed in SEEDS:
+        ran = train(devices, (64, 64), 800, seed)
+        slowed = next(i for i in range(800) if sum(ran.seconds[:i]) >= 30)
+        assert ran.shares[slowed] == (64, 64)
+        assert ran.shares[min(slowed + 60, 799)][0] >= 80
+
+
 FIGURES = RankFigures(own_work_s=0.1, input_s=0.0, step_s=0.12, behind=1.0)
 
 
