@@ -188,7 +188,12 @@ def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
-    """One device that is as fast as several: it needs no plan."""
+    """One device that is as fast as several, whether it is the plan or not."""
+    if verdict.chosen.kind == "one_device":
+        split = find_best_split(verdict)
+        if split is not None and split.tie:
+            yield "One device is the simpler of the two: it exchanges nothing."
+        return
     single = find_alone(verdict)
     if single is not None and single.tie and len(verdict.chosen.devices) > 1:
         yield f"One device would do: {single.name} is as fast within the error, and needs no plan."

@@ -144,6 +144,15 @@ def test_a_tie_is_called_one_and_a_loss_is_not_hidden() -> None:
     assert slow.gains == "10 % slower than GPU:0 alone"
 
 
+def test_one_device_that_is_as_fast_as_several_is_said_to_do() -> None:
+    """Whether it is the plan or not."""
+    several = said(result(SPLIT, 1000), [standing(SOLO, 995, -0.005, tie=True)])
+    assert "One device would do: GPU:0 alone is as fast" in several.remarks[0]
+    one = said(result(SOLO, 1000), [standing(SPLIT, 1001, 0.001, tie=True)])
+    assert any("simpler of the two" in line for line in one.remarks)
+    assert not said(result(SPLIT, 1000), [standing(SOLO, 500, -0.5)]).remarks
+
+
 def test_passes_are_a_part_of_the_share() -> None:
     """In a split and alone."""
     split = candidate("split", layout_of((820, 568), (300, 568)))

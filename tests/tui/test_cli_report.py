@@ -179,8 +179,15 @@ def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     )
 
 
-def test_the_list_of_runs_says_what_was_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_and_reports_say_what_was_simulated(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the list before the name, which may be cut; in the report's title and in its verdict."""
     assert run(["balance", "-d", "sim:gtx1080", "--json"]) == 0
     capsys.readouterr()
     assert run(["runs"]) == 0
     assert "(simulated) keras_maxer" in capsys.readouterr().out
+    assert run(["report", "last", "-o", "report.html"]) == 0
+    page = Path("report.html").read_text()
+    assert "keras_maxer (simulated)</h1>" in page
+    assert '<p class="verdict">simulated: ' in page

@@ -318,6 +318,7 @@ def _legend(width: int) -> list[Line]:
         (f"{Mark.DENIED} denied", "this user may not read it", "dim"),
         (f"{Mark.LOST} lost", "the device or its driver is gone", "bad"),
         (f"{Mark.STALE}62", "an old value; details say how old", "dim"),
+        (Mark.SIMULATED, "ran on simulated devices, whose speeds are written down", "warn"),
         (Mark.ALARM, "the device reported an error; details say which", "bad"),
         (
             "12P",
