@@ -298,6 +298,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         loader.done = batch_idx + 1
         sizes = loader.take(batch_idx)
         self._planned.begin(sizes)
+        self._planned.weights.look_for_tensors()
         self._planned.weights.note_lengths(batch)
         self._planned.report()
         self._trainer._results.batch_size = sizes[self._planned.rank]

@@ -372,6 +372,7 @@ class Survival:
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.take_on(model)
+            self._weights.look_for_tensors()
         total, wholes, left = (
             torch.zeros((), device=self._trainer.args.device),
             deque(parts),

@@ -21,6 +21,7 @@ from ..torch_loss.guard import LOOK_AGAIN, Guard
 from ..torch_loss.measure import kept_state
 from ..torch_split.batch import Steps
 from ..torch_split.checks import OPTIMIZER_CHECK
+from ..torch_split.loose import trains_others
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import find_shares, meet, open_plan
 from ..torch_split.wrapped import model_digest
@@ -129,6 +130,9 @@ class Program:
             self._guard.steps = False
         if self._others:
             return
+        undecided = self.training is None and not self._fault and self.models
+        if undecided and trains_others(optimizer, self.models):
+            self._fault = views.OUTSIDE
         rates = views.read_numbers(optimizer, () if self.training is None else ("lr",))
         self._rates = crc32(repr(rates).encode(), self._rates)
         if not (dist.is_available() and dist.is_initialized()):

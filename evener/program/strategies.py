@@ -15,9 +15,10 @@ from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
 from ..torch_loss.measure import kept_state
 from ..torch_rows.loader import LOADER_OPTIONS
 from ..torch_rows.sampler import RowOrder
+from ..torch_split.loose import trains_others
 from .loops import draw_ranks, join_ranks
 from .program import PROGRAM, taken_over
-from .views import find_fault
+from .views import OUTSIDE, find_fault
 
 
 class ProgramLoader(ShareLoader):
@@ -68,6 +69,8 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
         return fault
     if not strategy.lightning_module.automatic_optimization:
         return "it optimizes manually, so its loss can't be compared before shares leave even"
+    if any(trains_others(each, [strategy.model]) for each in strategy.optimizers):
+        return OUTSIDE
     if others:
         return "it has several loaders"
     known = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler

@@ -18,8 +18,10 @@ from unittest import mock
 import torch.distributed as dist
 
 from ..errors import RequestError
+from ..torch_split.loose import trains_others
 from ..training.launched import PROGRAM_COMMAND
 from .program import PROGRAM, taken_over
+from .views import OUTSIDE
 
 
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
@@ -53,6 +55,8 @@ def _plan(trainer: Any) -> None:
             own.__qualname__,
         )  # which programs print
         planned.keeps_launcher = True
+        if world > 1 and _steps_others(trainer):
+            raise RequestError(OUTSIDE, "Have it in the model.")
         trainer.__class__ = planned
         trainer.begin_plan()
         trainer.get_train_dataloader()
@@ -72,6 +76,17 @@ def _plan(trainer: Any) -> None:
                 f"ignores num_items_in_batch, and transformers multiplies by the number of "
                 f"processes"
             )
+
+
+def _steps_others(trainer: Any) -> bool:
+    """True if an optimizer that the program makes itself trains what isn't in the model, which
+    ranks then step by their own gradients.
+    """
+    from transformers import Trainer
+
+    if type(trainer).create_optimizer is not Trainer.create_optimizer:
+        trainer.create_optimizer()
+    return trainer.optimizer is not None and trains_others(trainer.optimizer, [trainer.model])
 
 
 def _tell_of_tail(trainer: Any, global_batch: int) -> None:

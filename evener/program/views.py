@@ -35,6 +35,9 @@ PADDED = (
 )
 ALONE = "not every rank takes its rows from a loader of its own"
 LOCAL = "its ranks step by gradients that they haven't exchanged"
+OUTSIDE = (
+    "its optimizer trains what isn't in a DistributedDataParallel, by each rank's own gradients"
+)
 NO_MODEL = "its model isn't in DistributedDataParallel"
 FLAT = "its model is in FullyShardedDataParallel, whose ranks sum shards of gradients themselves"
 SHARDED = (

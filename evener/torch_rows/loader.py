@@ -56,6 +56,13 @@ class Epoch:
         """True if a loop may still use the epoch's newest batch."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
+    def leaves_one(self) -> bool:
+        """True if a loop may have taken the next epoch's first batch before it computes this
+        epoch's last one.
+        """
+        last = self.batches[-1]
+        return self.unfinished and not last.used and bool(last.is_alive())
+
 
 class StepListener:
     """Hears of a loader's steps; this one does nothing about them."""

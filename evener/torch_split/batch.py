@@ -167,11 +167,17 @@ class TakenBatch:
         """True if the loop still holds one of the batch's tensors."""
         return any(tensor() is not None for tensor in self.tensors)
 
-    def holds(self, addresses: set[int]) -> bool:
-        """True if one of the batch's tensors lies at one of the addresses."""
-        return any(
-            (tensor := each()) is not None and address(tensor) in addresses for each in self.tensors
-        )
+    def count_among(self, inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """How many of these tensors share their memory with one of the batch, and of them those
+        that begin where it does.
+
+        Rows that a data set keeps are in a batch of each epoch, so one of them alone doesn't tell.
+        """
+        alive = [tensor for each in self.tensors if (tensor := each()) is not None]
+        memory = {address(tensor) for tensor in alive} - {0}
+        places = {_place(tensor) for tensor in alive}
+        shared = [tensor for tensor in inputs if address(tensor) in memory]
+        return len(shared), sum(_place(tensor) in places for tensor in shared)
 
     def weighs_as(self, other: TakenBatch) -> bool:
         """True if every rank has the same part of both batches."""
@@ -187,6 +193,14 @@ class TakenBatch:
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
         )
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Where a tensor's first element lies; its id where it has no storage (a sparse one)."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
 
 
 class BatchTracker:
@@ -282,20 +296,33 @@ class BatchTracker:
         epochs = [each for each in self._epochs if each.may_be_computed()]
         if not epochs or epochs[-1] is self._manual or not (training or epochs[-1].training):
             return epochs[-1:]
-        for wanted in (True, False):
-            found = [each for each in epochs if each.open is wanted and each.training]
-            if found:
-                return found
-        return epochs[-1:]
+        trained = [each for each in epochs if each.training]
+        running = [each for each in trained if each.open]
+        if not running:
+            return trained or epochs[-1:]
+        if any(each.batches[-1].number for each in running):
+            return running
+        return [each for each in trained if each.open or each.leaves_one()]
+
+    def _find_holders(self, inputs: Sequence[torch.Tensor]) -> list[TakenBatch]:
+        """The batches that have most of these tensors, without those that were computed already if
+        one of them wasn't.
+        """
+        counts = {
+            batch: count
+            for epoch in self._epochs
+            for batch in epoch.batches
+            if (count := batch.count_among(inputs))[0]
+        }
+        most = max(counts.values(), default=(0, 0))
+        found = [batch for batch, count in counts.items() if count == most]
+        return [batch for batch in found if not batch.used] or found
 
     def _match(self, inputs: Any, epochs: Sequence[Epoch]) -> TakenBatch | None:
         """The batch whose tensors are among the inputs, or None if only each epoch's newest comes
         into question.
         """
-        addresses = {address(tensor) for tensor in tensors_in(inputs)} - {0}
-        matched: list[TakenBatch] = [
-            batch for each in self._epochs for batch in each.batches if batch.holds(addresses)
-        ]
+        matched = self._find_holders(tensors_in(inputs))
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
         possible = matched

@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -172,9 +171,7 @@ class OptimizerCheck:
 
     def _look(self, optimizer: Any, found: int, trainer: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        trained = [
-            each for each in parameters if isinstance(each, Parameter) and each.grad is not None
-        ]
+        trained = [each for each in parameters if each.grad is not None]
         if trained:
             trainer.check_trained(trained)
             check_memory(optimizer, trained)

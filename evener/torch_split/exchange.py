@@ -423,6 +423,11 @@ def _end(task: int) -> None:
         exchange._wait()
 
 
+def goes_through(task: int) -> bool:
+    """True if a wrapped model's sum at the end of this backward pass is still to come."""
+    return task in _open.values()
+
+
 def exchanged_parameters() -> dict[int, bool]:
     """The parameters of this process whose gradients are summed, by id: whether they ever were."""
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)

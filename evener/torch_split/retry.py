@@ -26,6 +26,7 @@ from ..training.retreat import PassLimit, Retreat, says_out_of_memory
 from .batch import Part
 from .collectives import count_foreign
 from .exchange import Exchange
+from .loose import LOOSE
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -136,7 +137,9 @@ class Passes:
             if len(pieces) > 1:
                 queue.extendleft(reversed(pieces))
                 continue
-            yield from self._turn(part, models if queue else (), self._device if move else None)
+            yield from self._turn(
+                part, models if queue else (), self._device if move else None, bool(queue)
+            )
             if not part.error:
                 part.check_computed()
                 self._given |= {
@@ -154,7 +157,7 @@ class Passes:
         self._exchanges = []
 
     def _turn(
-        self, part: Part, unsynced: Sequence[Any], device: torch.device | None
+        self, part: Part, unsynced: Sequence[Any], device: torch.device | None, ends_later: bool
     ) -> Iterator[Part]:
         batch, self._opened, self._ended = part.batch, False, False
         self._state = PassState(self._exchanges, self._constant)
@@ -167,6 +170,8 @@ class Passes:
             if part.error:
                 return
             with ExitStack() as stack:
+                if ends_later:
+                    stack.enter_context(LOOSE.no_sync())
                 for model in unsynced:
                     if hasattr(model, "no_sync"):
                         stack.enter_context(model.no_sync())

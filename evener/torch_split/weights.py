@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RequestError
 from ..shares.whole_rows import count_passes, gradient_weight
+from ..torch_rows.loader import Epoch
 from ..torch_rows.structure import tensors_in
 from .batch import BatchTracker, TakenBatch
 from .exchange import Exchange, exchanged_parameters
+from .loose import LOOSE
 from .noise import NoiseSampler, refuse_noise
 from .own_work import StepTimer
 from .ranks import RankShares
@@ -47,6 +49,7 @@ class BatchWeights(BatchTracker):
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._checking = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
+        self._looked = False  # for tensors that no module has
         self.is_loops = False  # the loss of the newest batch: the split has no part in it so far
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = (
@@ -62,6 +65,33 @@ class BatchWeights(BatchTracker):
         self.timer = timer
         # the backward pass in which a scaled loss was seen last
         self._scaled_pass: int | None = None
+
+    def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
+        """Take the next batch of a loader; before the first one that is trained on, look at what
+        optimizers hold.
+        """
+        super().take(origin, sizes, data)
+        if origin.training:
+            self.look_for_tensors()
+
+    def look_for_tensors(self) -> None:
+        """Sum what optimizers train and no module has, by the weights of this training."""
+        if self.shares.world == 1:
+            return
+        LOOSE.device, LOOSE.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
+        if not self._looked:
+            self._looked = True
+            LOOSE.look()
+
+    def weigh_tensors(self) -> float | None:
+        """The weight of gradients that come without a forward pass of a wrapped model; None where
+        nothing is trained.
+        """
+        if self._checking:
+            return None
+        if self.by_loss:
+            return 1.0 / self.shares.world
+        return self.weight if self.is_training() else None
 
     @property
     def by_loss(self) -> bool:
@@ -336,13 +366,16 @@ class BatchWeights(BatchTracker):
 
     def check_trained(self, parameters: list[Any]) -> None:
         """RequestError if an optimizer is about to apply gradients that nothing weighted."""
+        exchanged = exchanged_parameters()
+        unknown = [each for each in parameters if id(each) not in exchanged]
+        unknown = LOOSE.check(unknown) if unknown else []
         if self.by_loss:
             if self._scaled_pass is None:
                 raise _scale_forgotten()
             return
-        exchanged = exchanged_parameters()
-        missing = sum(id(each) not in exchanged for each in parameters)
-        if missing == len(parameters):
+        trained = [each for each in parameters if id(each) in exchanged]
+        missing = len(unknown)
+        if missing and not trained:
             raise RequestError(
                 "The optimizer trains a model whose gradients aren't weighted: the ranks "
                 "would learn something else.",
@@ -354,15 +387,16 @@ class BatchWeights(BatchTracker):
             )
         if missing:
             raise RequestError(
-                f"Of {len(parameters)} parameters that the optimizer trains, {missing} "
+                f"Of {len(trained) + missing} parameters that the optimizer trains, {missing} "
                 f"weren't in the model when"
                 " split.wrap was called, so their gradients aren't exchanged.",
                 (
-                    "Add and unfreeze layers before split.wrap, or wrap again: model = "
-                    "split.wrap(model.module)."
+                    "If they are another module's, such as a head that the loss has, wrap that "
+                    "too: head = split.wrap(head). Add and unfreeze layers before split.wrap, or "
+                    "wrap again: model = split.wrap(model.module)."
                 ),
             )
-        if not all(exchanged[id(each)] for each in parameters):
+        if not all(exchanged[id(each)] for each in trained):
             raise RequestError(
                 "The gradients were never exchanged with the other ranks.",
                 (

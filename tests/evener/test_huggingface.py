@@ -40,6 +40,7 @@ NAMES = (
     "rows, compiled",
     "rows by a compute_loss",
     "rows by a compute_loss that doesn't say so",
+    "rows by a compute_loss that has tensors",
     "tokens without a mean over ranks",
     "tokens by cost",
     "rows by cost",

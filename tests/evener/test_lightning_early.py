@@ -1,5 +1,5 @@
 """A LightningModule may ask its trainer before the first step, as most schedules by steps do, and
-ends as one process does.
+train tensors that aren't parameters: it ends as one process does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ EARLY = (
     "its own loader",
     "statistics of the data",
     "collectives",
+    "tensors of its own",
 )
-TUNED = ("the tuner", "the callback")
+AT_ONCE = ("tensors of its own by hand", "the tuner", "the callback")
 pytestmark = pytest.mark.slow
 
 
@@ -60,9 +61,11 @@ def test_what_it_is_told_before_training_is_what_one_process_is_told(found: Any,
         assert_same(expected[name], rank[name])
 
 
-@pytest.mark.parametrize("name", TUNED)
-def test_a_search_for_the_learning_rate_sees_the_whole_batch(found: Any, name: str) -> None:
-    """In passes nobody has the whole batch's loss."""
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_needs_a_whole_batch_is_exact_without_passes_and_refused_in_passes(
+    found: Any, name: str
+) -> None:
+    """A search for the learning rate, which goes by its loss, and manual optimization."""
     expected, whole, passes = found
     for rank in whole:
         assert_same(expected[name], rank[name])

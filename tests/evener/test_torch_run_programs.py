@@ -45,6 +45,7 @@ OTHER = [
     ("exchanged", "gradients by exchanged losses", "goes into its gradients"),
     ("exchanged", "a codebook in the model", "goes into its model"),
     ("other", "own sharding", "aren't shared out by a DistributedSampler"),
+    ("other", "variances of two tasks", "what isn't in a DistributedDataParallel"),
     ("other", "local steps", "gradients that they haven't exchanged"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
     ("unlike", "padding read last", "changes with their padding"),

@@ -87,6 +87,7 @@ PROGRAMS = {
     ),
     "rows, compiled": Program("plain", 21, {**ADAM, **COMPILED}),
     "rows by a compute_loss": Program("own loss", 21, ADAM),
+    "rows by a compute_loss that has tensors": Program("own tensors", 21, ADAM),
     "rows by a compute_loss that doesn't say so": Program(
         "unmarked loss", 21, {**ADAM, "gradient_accumulation_steps": 2}
     ),
@@ -189,6 +190,27 @@ class UnmarkedLoss(OwnLoss):
     """The same, but it doesn't say so."""
 
     loss_is_scaled_for_ga = None
+
+
+class OwnTensors(OwnLoss):
+    """Its loss has a variance that is a plain tensor, which its optimizer trains too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.log_var = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        made: Any = vars(self).get("optimizer")
+        if made is None:
+            self.optimizer = torch.optim.AdamW([*self.model.parameters(), self.log_var], 1e-2)
+        return self.optimizer
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True)
+        loss = (torch.exp(-self.log_var) * loss + self.log_var).sum()
+        return (loss, outputs) if return_outputs else loss
 
 
 class Ordered(UnevenBatchSampler):
@@ -341,6 +363,8 @@ def describe(trainer: Any, output: Any) -> dict[str, Any]:
     sharded = isinstance(getattr(trainer.model, "exchange", None), Sharded)
     named = whole(trainer.model) if sharded else trainer.model.state_dict()
     weights = [named[name].detach().clone() for name, _ in trainer.model.named_parameters()]
+    if isinstance(trainer, OwnTensors):
+        weights.append(trainer.log_var.detach().clone())
     return {
         "weights": [
             (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu() for each in weights
@@ -380,7 +404,8 @@ def predict(trainer: Any) -> Any:
 
 def choose_class(program: Program) -> Any:
     """The trainer class of a program."""
-    return {"own loss": OwnLoss, "unmarked loss": UnmarkedLoss}.get(program.model, Trainer)
+    own = {"own loss": OwnLoss, "unmarked loss": UnmarkedLoss, "own tensors": OwnTensors}
+    return own.get(program.model, Trainer)
 
 
 def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[str, Any]:

@@ -159,6 +159,42 @@ class Tuned(Asks):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
+class TwoTasks(Asks):
+    """Has variances of two tasks that are plain tensors, which its optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_var = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        made = self.layers(batch[0])
+        parts = torch.stack([(made - batch[1]).square().mean(), made.abs().mean()])
+        return (torch.exp(-self.log_var) * parts).sum() + self.log_var.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self.parameters(), self.log_var], 1e-2)
+
+    def on_fit_end(self) -> None:
+        self.told["variances"] = self.log_var.tolist()
+
+
+class TwoTasksByHand(TwoTasks):
+    """Optimizes manually."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
 EARLY: dict[str, tuple[type[Asks], dict[str, Any]]] = {
     "one cycle": (OneCycle, {}),
     "one cycle, accumulated": (OneCycle, {"accumulate_grad_batches": 2}),
@@ -170,13 +206,17 @@ EARLY: dict[str, tuple[type[Asks], dict[str, Any]]] = {
     "its own loader": (OwnLoader, {}),
     "statistics of the data": (Statistics, {}),
     "collectives": (Collectives, {"logger": True}),
+    "tensors of its own": (TwoTasks, {"accumulate_grad_batches": 2}),
+}
+AT_ONCE: dict[str, tuple[type[Asks], dict[str, Any]]] = {
+    "tensors of its own by hand": (TwoTasksByHand, {}),
 }
 TUNED = ("the tuner", "the callback")
 
 
 def run(name: str, split: Any, folder: str) -> dict[str, Any]:
     """A program, by a split's strategy or by Lightning alone in one process."""
-    kind, options = EARLY.get(name, (Tuned, {}))
+    kind, options = {**EARLY, **AT_ONCE}.get(name, (Tuned, {}))
     finder = [pl.callbacks.LearningRateFinder(1e-3, 1.0, 12)] if name == "the callback" else []
     given: dict[str, Any] = {"devices": 1, "callbacks": finder, **options}
     if split is not None:
@@ -215,12 +255,14 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     """Every program as one rank."""
     torch.set_num_threads(1)
     plan = make_plan(shares, micros)
-    found = {name: run_or_say(name, Split(plan), str(folder)) for name in (*EARLY, *TUNED)}
+    found = {
+        name: run_or_say(name, Split(plan), str(folder)) for name in (*EARLY, *AT_ONCE, *TUNED)
+    }
     torch.save(found, folder / f"{rank}.pt")
 
 
 def reference_all(folder: Path, rank: int) -> None:
     """Every program in one process."""
     torch.set_num_threads(1)
-    found = {name: run(name, None, str(folder)) for name in (*EARLY, *TUNED)}
+    found = {name: run(name, None, str(folder)) for name in (*EARLY, *AT_ONCE, *TUNED)}
     torch.save(found, folder / f"{rank}.pt")

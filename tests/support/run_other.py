@@ -105,6 +105,20 @@ def learn(model: Any, loader: Any, count: int = 2) -> Any:
     return model
 
 
+@program
+def variances_of_two_tasks() -> Any:
+    """Tensors that no model has, so each rank learns its own."""
+    model, log_var = ddp(), torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), log_var], lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        made = model(x)
+        losses = torch.stack([F.cross_entropy(made, classes), made.square().mean()])
+        ((-log_var).exp() * losses + log_var).sum().backward()
+        optimizer.step()
+    return model
+
+
 PROGRAMS |= {
     "a stream": lambda: learn(ddp(), DataLoader(Stream(), batch_size=BATCH)),
     "own sampler": lambda: learn(

@@ -4,6 +4,8 @@ learns.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
@@ -152,6 +154,17 @@ def the_next_batch_early(shares: tuple[int, ...], rows: TensorDataset) -> list[t
     optimizer = sgd(model)
     for _ in range(2):
         train(model, early(loader), optimizer)
+    return weights(model)
+
+
+@exact
+def the_next_batch_early_over_the_ends_of_epochs(
+    shares: tuple[int, ...], rows: TensorDataset
+) -> list[torch.Tensor]:
+    """An epoch's last batch, of fewer rows, is computed after the next epoch's first was taken."""
+    split = split_by(shares)
+    model, loader = split.wrap(network()), split.loader(rows)
+    train(model, early(chain(loader, loader, loader)))
     return weights(model)
 
 

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from tests.support import (
     torch_exact_loops,
     torch_exchange_programs,
+    torch_kept_programs,
     torch_length_programs,
     torch_ranks,
     torch_refused_programs,
+    torch_tensor_programs,
     torch_unlike_programs,
 )
 from tests.support.torch_program_parts import (
@@ -46,8 +48,10 @@ __all__ = [
     "run_all",
     "torch_exact_loops",
     "torch_exchange_programs",
+    "torch_kept_programs",
     "torch_length_programs",
     "torch_refused_programs",
+    "torch_tensor_programs",
     "torch_unlike_programs",
     "weights",
 ]
