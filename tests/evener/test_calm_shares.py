@@ -127,7 +127,7 @@ def test_a_device_is_followed_on_a_machine_that_gets_slower_as_a_whole() -> None
     """What slows all ranks, now more and now less, hides nothing that slows one of them."""
 
     def busy(at: float) -> float:
-        return 1.0 + 2.0 * (math.sin(at) > 0)
+        return 2.5 + 1.5 * math.sin(at)
 
     def busy_and_slow(at: float) -> float:
         return busy(at) * (2.0 if at >= 30 else 1.0)
