@@ -28,6 +28,8 @@ from ..number_format import (
     size,
 )
 from ..objectives import find_objective
+from ..search.ranking import overlap
+from ..types import Interval
 from ..verdict import DoubtFound, Figure, LeftOut, Rival, Unfinished, Verdict
 from .rivals import KNOBS, printed_gain
 
@@ -114,14 +116,14 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
         evens = [one for one in evens if len(one.devices) >= len(chosen.devices)]
         evens.sort(key=lambda one: len(one.devices))
         over = "even by number of rows" if verdict.figure.tokens_per_second else "even"
-        yield from (_write_gain(one, over) for one in evens[:1] if _is_told(one))
+        yield from (_write_gain(verdict.figure, one, over) for one in evens[:1] if _is_told(one))
     if chosen.kind not in SPLITS:
         split = find_best_split(verdict)
         if split is not None:
-            yield _write_gain(split, _name_split(split))
+            yield _write_gain(verdict.figure, split, _name_split(split))
     single = find_alone(verdict)
     if single is not None:
-        yield _write_gain(single, single.name)
+        yield _write_gain(verdict.figure, single, single.name)
         if chosen.trainings > 1 and single.gain is not None:
             seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
             times = seconds / (single.global_batch / single.figure.samples_per_second)
@@ -160,12 +162,20 @@ def _is_told(rival: Rival) -> bool:
     return rival.gain is not None or not rival.figure.known
 
 
-def _write_gain(rival: Rival, over: str) -> str:
+def _interval(figure: Figure) -> Interval:
+    return Interval(figure.samples_per_second, figure.low, figure.high)
+
+
+def _write_gain(figure: Figure, rival: Rival, over: str) -> str:
+    """The gain of the plan, which has this figure; `in turn` where the figures alone say another,
+    as of a tie whose intervals don't overlap.
+    """
     if not rival.figure.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.figure)})"
+    apart = not overlap(_interval(figure), _interval(rival.figure))
+    in_turn = ", measured in turn" if rival.paired or (rival.tie and apart) else ""
     if rival.tie:
-        return f"as fast as {over} within the error"
-    in_turn = ", measured in turn" if rival.paired else ""
+        return f"as fast as {over} within the error{in_turn}"
     size_of_gain = percent(abs(rival.gain), 0 if abs(rival.gain) >= 0.01 else 1)
     if rival.gain < 0:
         return f"{size_of_gain} slower than {over}{in_turn}"
@@ -185,6 +195,19 @@ def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
     yield (
         f"Equal shares are right: {plain} trains this as fast; evener adds nothing here but {what}."
     )
+
+
+def _say_unknown(verdict: Verdict) -> Iterator[str]:
+    """What to think of a figure that is too uncertain, and what is better known."""
+    if verdict.figure.known:
+        return
+    yield "Don't train by this plan yet: measure longer, where less else runs."
+    own = verdict.figure.samples_per_second
+    faster = [one for one in verdict.rivals if one.figure.known]
+    faster = [one for one in faster if one.figure.samples_per_second > own]
+    for one in faster[:MOST_NAMED]:
+        name, speed = one.name[:1].upper() + one.name[1:], rate(one.figure.samples_per_second)
+        yield f"{name} reached {speed} samples/s {write_error(one.figure)}, which is better known."
 
 
 def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
@@ -428,6 +451,7 @@ def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
 
 
 REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
+    _say_unknown,
     _say_equal_shares,
     _say_one_would_do,
     _say_split_loss,

@@ -89,9 +89,9 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
     predicted = model.predicted_rate(layout)
     off = predicted / rate.value - 1 if predicted and rate.value else 0.0
     if abs(off) > max(UNCLEAR, CLEAR * relative_half_width(rate)):
+        more = "more" if off > 0 else "less"
         return (
-            f"it is {abs(off):.0%} {'slower' if off > 0 else 'faster'} than its devices' times "
-            f"for other shares say"
+            f"its devices' times for other shares promise {abs(off) * 100:.0f} % {more} samples/s"
         )
     for i in layout.active:
         memory = model.devices[i].memory

@@ -140,6 +140,8 @@ def test_a_split_says_its_shares_its_figure_and_what_it_gains() -> None:
 def test_a_tie_is_called_one_and_a_loss_is_not_hidden() -> None:
     tie = said(result(SPLIT, 2123), [standing(EVEN, 2120, -0.001, tie=True)])
     assert tie.gains == "as fast as even within the error"
+    apart = said(result(SPLIT, 2123), [standing(EVEN, 2000, -0.001, tie=True)])
+    assert apart.gains == "as fast as even within the error, measured in turn"
     slow = said(result(SPLIT, 900), [standing(SOLO, 1000, 0.111)])
     assert slow.gains == "10 % slower than GPU:0 alone"
 
@@ -171,9 +173,13 @@ def test_an_answer_for_many_devices_leaves_room_for_what_is_gained(count: int) -
 
 
 def test_a_figure_that_is_too_uncertain_is_shown_with_its_error_and_compared_with_nothing() -> None:
-    words = said(result(SPLIT, 2123, 0.3), [standing(SOLO, 1000, -0.5)])
+    words = said(result(SPLIT, 2123, 0.3), [standing(SOLO, 2500, 0.2), standing(EVEN, 900, -0.5)])
     assert words.figure == "2 123 samples/s ± 30.0 %, too uncertain to compare"
     assert words.gains == ""
+    assert words.remarks == (
+        "Don't train by this plan yet: measure longer, where less else runs.",
+        "GPU:0 alone reached 2 500 samples/s ± 0.0 %, which is better known.",
+    )
     rough = said(result(SOLO, 2123), [standing(EVEN, 2000, -0.06, error=0.4)])
     assert "too uncertain to compare (± 40.0 %)" in rough.gains
 

@@ -25,6 +25,7 @@ CLAUSE = re.compile(
 FIGURE = re.compile(rf"(?P<rate>{NUMBER}) samples/s(?: ± (?P<error>[\d.]+) %)?")
 MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
 UNKNOWN = 25.0  # percent of error, beyond which nothing is compared
+ROUGH = 2.0  # from which it is printed
 EVEN = ("even", "even by number of rows")
 
 
@@ -33,6 +34,7 @@ class Line(NamedTuple):
 
     name: str
     rate: float
+    error: float  # percent, at most: a smaller one isn't printed
     where: str
     gain: float | None  # percent of the plan over it
     paired: bool
@@ -96,7 +98,9 @@ def _read_rival(found: re.Match[str], line: str) -> Line:
     rest = found["rest"] or ""
     tie = "as fast within the error" in rest
     where = found["where"] or ""
-    return Line(found["name"], number(found["rate"]), where, percent, "in turn" in rest, tie, line)
+    paired = "in turn" in rest and not tie
+    error = float(found["error"] or ROUGH)
+    return Line(found["name"], number(found["rate"]), error, where, percent, paired, tie, line)
 
 
 def find_faults(lines: Sequence[str]) -> Iterator[str]:
@@ -115,6 +119,9 @@ def find_faults(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _rival_faults(printed: Printed, rival: Line) -> Iterator[str]:
+    apart = 100 * abs(printed.own / rival.rate - 1)
+    if rival.tie and apart > 1.2 * (printed.error + rival.error) and "in turn" not in rival.text:
+        yield f"a tie of figures that are {apart:.1f} % apart: {rival.text}"
     if rival.gain is None or rival.paired:
         return
     if printed.error > UNKNOWN:
@@ -188,9 +195,9 @@ def _faster_faults(printed: Printed) -> Iterator[str]:
             )
     explained = " ".join(printed.rest)
     for rival in printed.rivals:
-        known = not re.search(r"samples/s ± ", rival.text)
-        same_kind = rival.name.startswith("sum") or not known
-        if rival.rate > printed.own and not same_kind and f"{_write(rival)}" not in explained:
+        if rival.name.startswith("sum") or rival.error > UNKNOWN:
+            continue
+        if rival.rate > printed.own and _write(rival) not in explained:
             yield f"faster than the plan, and nothing says why not: {rival.text}"
 
 

@@ -135,12 +135,13 @@ def test_a_split_of_far_fewer_rows_is_not_compared() -> None:
 
 
 def test_a_rival_within_the_error_is_no_gain() -> None:
-    """As the verdict has it."""
+    """As the verdict has it; the figures of this one are apart, so it says how it was measured."""
     tied = [
         msgspec.structs.replace(rival, tie=rival.name == "even split") for rival in PLAN.evidence
     ]
     lines = summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(tied)), LABELS)
-    assert "even split: 1 810 samples/s at 512+512; the plan is as fast within the error" in lines
+    (even,) = [line for line in lines if line.startswith("even split")]
+    assert even.endswith("; the plan is as fast within the error, measured in turn")
     assert "GPU:0 alone: 1 345 samples/s at 1024; the plan gains 57.8 %" in lines
 
 

@@ -16,8 +16,9 @@ from evener.balancer.number_format import (
     rate,
     write_share,
 )
-from evener.balancer.result.rivals import write_gain
+from evener.balancer.result.rivals import is_rough, write_gain
 from evener.balancer.result.sentences import write_verdict
+from evener.balancer.search.ranking import overlap
 from evener.balancer.session_state import (
     RivalRate,
     SessionState,
@@ -274,8 +275,8 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
 
 
 def _write_rate(figure: Interval) -> str:
-    """Samples/s, with ± where they are too uncertain to be compared."""
-    if is_known(figure):
+    """Samples/s, with ± where they are known in whole percents alone."""
+    if not is_rough(figure):
         return f"{rate(figure.value)} samples/s"
     error = half_width(figure.value, figure.low, figure.high)
     return f"{rate(figure.value)} samples/s ± {error}"
@@ -300,7 +301,8 @@ def _versus(own: RivalRate, rival: RivalRate) -> str:
     if rival.kind == "sum":
         return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
     if rival.tie:
-        return "; the plan is as fast within the error"
+        in_turn = "" if overlap(own.figure, rival.figure) else ", measured in turn"
+        return f"; the plan is as fast within the error{in_turn}"
     size = write_gain(abs(gain), own.figure, rival.figure)
     in_turn = "measured in turn, " if rival.paired is not None else ""
     if rival.earlier:

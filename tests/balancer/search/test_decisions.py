@@ -103,7 +103,8 @@ def test_a_drawn_curve_goes_from_one_sample_to_the_largest_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "unsure"), [(1.0, ""), (1.02, ""), (1.1, "faster than its devices'"), (0.8, "slower")]
+    ("times", "unsure"),
+    [(1.0, ""), (1.02, ""), (1.1, "% less samples/s"), (0.8, "% more samples/s")],
 )
 def test_a_figure_that_the_devices_contradict_is_doubted(times: float, unsure: str) -> None:
     """By over 3 % and more than its interval."""
