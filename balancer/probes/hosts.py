@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import signal
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 
 from evener.devices.backend import ChildEnvironment, Vitals
-from evener.devices.cluster.agents import HostLostError, find_agent
+from evener.devices.cluster.agents import ActorLostError, HostLostError, find_agent
 from evener.devices.cpu import available_memory_bytes
 from evener.devices.network import choose_interface
 from evener.devices.registry import all_backends, child_environment
@@ -205,6 +206,7 @@ class RemoteChild(RunningChild):
         self.rank, self._inbox = rank, inbox
         self.alive = True  # by its last message
         self._host, self._key = host, key
+        self.generation = host.servant.generation  # of the actor that it runs in
 
     def send(self, command: Command) -> None:
         """Send a command; if the child is gone, the inbox says so."""
@@ -220,7 +222,7 @@ class RemoteChild(RunningChild):
     def find_loss(self) -> str:
         """The reason why the child's host doesn't answer; empty if it does."""
         try:
-            self._host.servant.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
+            self._host.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
         except HostLostError as lost:
             return lost.message
         return ""
@@ -256,11 +258,30 @@ class RemoteHost:
         self._closed = threading.Event()
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
-    def ask(self, method: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
-        """Call a method of the host, as `LocalHost.ask` does, and wait for its answer."""
+    def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
+        """Call a method of the host, as `LocalHost.ask` does, and wait for its answer, as
+        `Kept.ask` does; of a new actor, if the one that was asked has ended.
+        """
         if self._lost is not None:
             raise self._lost
-        return self.servant.ask(method, *arguments, stop=stop)
+        generation = self.servant.generation
+        try:
+            return self.servant.ask(method, *arguments, **how)
+        except ActorLostError:
+            if not self._recover(generation):
+                raise
+        return self.servant.ask(method, *arguments, **how)
+
+    def _recover(self, generation: int) -> bool:
+        """Have the host made anew in another actor, without the children, which have ended with
+        this one; False if it has gone.
+        """
+        if self._closed.is_set() or not self.servant.restart(generation):
+            return False
+        for key, child in tuple(self._children.items()):
+            if child.generation <= generation and self._children.pop(key, None) is not None:
+                child.receive(Exited(-signal.SIGKILL, output="evener's actor on the host ended"))
+        return True
 
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
@@ -268,7 +289,11 @@ class RemoteHost:
         """A new child there."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
-        self.ask("begin_child", key, environment, cap_bytes)
+        try:
+            self.servant.ask("begin_child", key, environment, cap_bytes)
+        except ActorLostError:
+            if not self._recover(child.generation):  # else it has ended, and says so
+                raise
         return child
 
     def forget(self, key: int) -> None:
@@ -291,9 +316,12 @@ class RemoteHost:
 
     def _receive(self) -> None:
         while not self._closed.is_set():
+            generation = self.servant.generation
             try:
                 messages = self.servant.ask("receive", seconds=SILENT_SECONDS)
             except Exception as error:
+                if isinstance(error, ActorLostError) and self._recover(generation):
+                    continue
                 self._lose(error)
                 return
             for key, message in messages:

@@ -16,11 +16,15 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
-from evener.errors import DeviceError, RequestError
+from evener.errors import DeviceError, EvenerError, RequestError
 
-from .connection import Node
+from .connection import Node, list_nodes
 
 T = TypeVar("T")
+ACTOR_LOST = "has lost evener's actor"
+NODE_DIED = "node has died"  # in Ray's words for an actor that ended with its node
+RESTART_SECONDS = 30.0  # for one actor
+MOST_RESTARTS = 5  # of one host's actor: what ends it so often would end the next one too
 START_SECONDS = 60.0  # for all actors together; on a busy host Python and Ray take long to start
 ALIVE_SECONDS = 12.0  # for one that has started
 ANSWER_SECONDS = 30.0  # the longest that any call takes
@@ -40,6 +44,10 @@ class HostLostError(DeviceError):
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"its host {host} {why}", "Check it with ray status.")
         self.host, self.why = host, why
+
+
+class ActorLostError(HostLostError):
+    """The actor on a host has ended, as one that Ray's memory monitor kills; its host may live."""
 
 
 class Servant:
@@ -94,7 +102,10 @@ class Agent:
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
         self.node, self.host, self.reserves = node, node.host, reserves
-        self._actor = actor
+        self.generation = 0  # how often its actor was started again
+        self._actor, self._gpus = actor, node.free_gpus if reserves else 0
+        self._kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._restarting = threading.Lock()
         self._held_cpus = 0.0
         self._group: Any = None  # a placement group that holds them
 
@@ -126,6 +137,9 @@ class Agent:
             raise HostLostError(self.host, f"failed: {error}") from None
         except ray.exceptions.GetTimeoutError:
             raise HostLostError(self.host, f"has not answered for {seconds:.0f} s") from None
+        except ray.exceptions.RayActorError as error:
+            why = _say_why(error)
+            raise (ActorLostError if why == ACTOR_LOST else HostLostError)(self.host, why) from None
         except ray.exceptions.RayError as error:
             raise HostLostError(self.host, _say_why(error)) from None
 
@@ -137,7 +151,35 @@ class Agent:
         """Make an object on the host; it is closed there when what this returns is closed."""
         name = uuid.uuid4().hex
         self.finish(self.begin("keep", name, make, *arguments))
+        self._kept[name] = make, arguments
         return Kept(self, name)
+
+    def drop(self, name: str) -> None:
+        """Close an object on the host, unless that has gone."""
+        self._kept.pop(name, None)
+        with suppress(HostLostError):
+            self.finish(self.begin("drop", name), CLOSE_SECONDS)
+
+    def restart(self, generation: int) -> bool:
+        """Start an actor in place of the one of this generation, which has ended, and make what it
+        kept anew; False if the host has gone, or doesn't start one.
+        """
+        with self._restarting:
+            if self.generation != generation:  # another thread has
+                return True
+            if generation == MOST_RESTARTS:
+                return False
+            try:
+                if self.node.id not in {node.id for node in list_nodes()}:
+                    return False
+                self._actor = start_actor(self.node, self._gpus)
+                self.finish(self.begin("gpu_ids"), RESTART_SECONDS)
+                for name, (make, arguments) in tuple(self._kept.items()):
+                    self.finish(self.begin("keep", name, make, *arguments))
+            except EvenerError:  # the host has gone, or somebody else has its devices now
+                return False
+            self.generation += 1
+            return True
 
     def alive(self) -> bool:
         """True if the actor still answers."""
@@ -184,6 +226,15 @@ class Kept:
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent, self._name = agent, name
 
+    @property
+    def generation(self) -> int:
+        """The generation of the actor that keeps it."""
+        return self._agent.generation
+
+    def restart(self, generation: int) -> bool:
+        """Have the object made anew in a new actor, as `Agent.restart` does."""
+        return self._agent.restart(generation)
+
     def begin(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object without waiting; `finish` gets the answer."""
         return self._agent.begin("ask", self._name, method, *arguments)
@@ -204,8 +255,7 @@ class Kept:
 
     def close(self) -> None:
         """Close the object on its host, unless that has gone."""
-        with suppress(HostLostError):
-            self._agent.finish(self._agent.begin("drop", self._name), CLOSE_SECONDS)
+        self._agent.drop(self._name)
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
@@ -294,5 +344,10 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 def _say_why(error: Exception) -> str:
     """The reason why a host can't be asked, as the end of a sentence."""
+    import ray
+
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
-    return f"can't run evener: {missing[-1].rstrip('.')}" if missing else "has left the cluster"
+    if missing:
+        return f"can't run evener: {missing[-1].rstrip('.')}"
+    died = isinstance(error, ray.exceptions.ActorDiedError)
+    return ACTOR_LOST if died and NODE_DIED not in str(error) else "has left the cluster"

@@ -70,7 +70,14 @@ from tests.support.ray_cluster import (
     until,
     until_gone,
 )
-from tests.support.ray_programs import IMPATIENT, SCRIPT, SURVIVING, WAITING, plan_over
+from tests.support.ray_programs import (
+    IMPATIENT,
+    SCRIPT,
+    SURVIVING,
+    WAITING,
+    WAITING_ONCE,
+    plan_over,
+)
 
 skip_without("ray")
 pytestmark = [
@@ -311,6 +318,53 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
     cluster.remove_node(node, allow_graceful=False)
 
 
+@pytest.mark.usefixtures("quick_probes")
+def test_a_host_whose_actor_ends_gets_another_one(cluster: Any) -> None:
+    """As where Ray's memory monitor kills it: one probe is lost, and no device."""
+    ended: list[psutil.Process] = []
+    later: list[Observation] = []  # on that host
+    before = find_agent(SECOND).generation
+
+    def note(event: Event) -> bool:
+        if not ended and is_split(event):
+            ended.extend([*list_children(), list_servants(SECOND)[-1]])
+            ended[-1].kill()
+        elif ended and isinstance(event, Observed) and event.seen.probe.layout.shares[1]:
+            later.append(event.seen)
+        return any(isinstance(seen, Timed) for seen in later)
+
+    request = Request(
+        BOTH,
+        workload="synthetic",
+        framework="tensorflow",
+        settings={"base_ms": 2.0, "per_sample_ms": 0.1},
+        global_batch=96,
+        budget_seconds=90.0,
+        share=True,
+    )
+    search(Session(open_run(request)), note)
+    assert find_agent(SECOND).generation == before + 1
+    assert isinstance(later[-1], Timed)
+    assert not [seen for seen in later if isinstance(seen, Failed) and seen.cause == "device"]
+    until_gone(ended[-1:])
+
+
+def is_split(event: Event) -> bool:
+    """Whether a split over both hosts begins to be measured."""
+    return isinstance(event, ProbeStarted) and all(event.probe.layout.shares)
+
+
+def list_servants(host: str) -> list[psutil.Process]:
+    """evener's actors on a host, the newest last."""
+    raylets = {
+        process.pid
+        for process in list_processes("raylet")
+        if any(f"--node_ip_address={host}" in part for part in process.cmdline())
+    }
+    found = [each for each in list_processes("ray::Servant") if each.ppid() in raylets]
+    return sorted(found, key=lambda each: each.create_time())
+
+
 @pytest.mark.slow
 def test_a_script_of_the_users_own_is_measured_on_every_host(
     devices: tuple[Device, ...], tmp_path: Path
@@ -494,6 +548,35 @@ def test_a_training_goes_on_without_a_host_that_is_lost(free_cluster: Any, tmp_p
     assert parse_plan(started["plan"].encode()).batches == (0, 6, 2, 2)
     assert f"[{SECOND}] [CPU:0] hello" in printed.read_text()
     assert "rank 1 ended with exit code 7" in printed.read_text()
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_with_a_host_whose_actor_ended(
+    free_cluster: Any, tmp_path: Path
+) -> None:
+    """All start again by the same plan, each host with all its devices."""
+    (tmp_path / "train.py").write_text(WAITING_ONCE)
+    plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-1", SECOND), engine="multiworker")
+    msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
+    started, errors = tmp_path / "started", tmp_path / "errors.txt"
+    started.mkdir()
+    words = ["--ray", "--ray-address", free_cluster.address]
+    words += ["--max-restarts", "2", "--no-plan-check"]
+    with errors.open("w") as stream:
+        launch = subprocess.Popen(
+            [sys.executable, "-c", IMPATIENT, "launch", *words, "plan.toml", "train.py", started],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+        )
+    until(lambda: launch.poll() is not None or len(list(started.iterdir())) == 2, "both hosts")
+    assert launch.poll() is None, errors.read_text()
+    list_servants(SECOND)[-1].kill()
+    assert launch.wait(90) == 0, errors.read_text()
+    said = errors.read_text()
+    assert f"the host {SECOND} has lost evener's actor" in said
+    assert "all start again, 1 of 2 times" in said
+    assert "left out" not in said
 
 
 class Training:

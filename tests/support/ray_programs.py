@@ -50,6 +50,15 @@ open(os.path.join(sys.argv[1], os.environ["EVENER_HOST"]), "w").close()
 time.sleep(600)
 """
 
+WAITING_ONCE = """
+import os, sys, time
+started = os.path.join(sys.argv[1], os.environ["EVENER_HOST"])
+if os.path.exists(started):
+    sys.exit(0)
+open(started, "w").close()
+time.sleep(600)
+"""
+
 IMPATIENT = """
 from evener.__main__ import main
 from evener.tui.launch import cluster

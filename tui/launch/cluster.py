@@ -71,10 +71,22 @@ def launch_on_cluster(
             code, lost = _train(agents, make, options, command, caught)
             if caught:
                 return 128 + caught[0]
-            agents = tuple(agent for agent in agents if agent.host not in lost)
-            if not lost or not agents or attempt == max_restarts:
+            if not lost or attempt == max_restarts:
                 break
             check_head()
+            gone_hosts = {
+                agent.host
+                for agent in agents
+                if agent.host in lost and not agent.restart(agent.generation)
+            }
+            for host in sorted(lost - gone_hosts):
+                say(f"the host {host} has a new actor of evener")
+            agents = tuple(agent for agent in agents if agent.host not in gone_hosts)
+            if not agents:
+                break
+            if not gone_hosts:
+                say(f"all start again, {attempt + 1} of {max_restarts} times")
+                continue
             left = {agent.host for agent in agents}
             gone = {
                 (share.host, share.device)
@@ -82,7 +94,7 @@ def launch_on_cluster(
                 if share.host not in left
             }
             before, plan = plan, leave_out(planned, gone)
-            say(f"{', '.join(sorted(lost))} is left out: {compare_rows(before, plan)} rows")
+            say(f"{', '.join(sorted(gone_hosts))} is left out: {compare_rows(before, plan)} rows")
             say(f"all others start again, {attempt + 1} of {max_restarts} times")
     return code
 
