@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from ..errors import RequestError
 from ..torch_loss.guard import Guard
-from ..torch_loss.origins import Origins, each_tensor_in, mark_number
+from ..torch_loss.origins import Origins, each_tensor_in
 
 # functions that exchange -> their arguments that are given, and those that are filled; "" is the
 # result
@@ -56,6 +56,7 @@ FUNCTIONAL = {
 }
 # they give what one rank has, whatever the others' rows
 _FROM_ONE = {"broadcast", "broadcast_object_list"}
+_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
 # they take tensors of any size, and so do those of objects
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
@@ -179,9 +180,10 @@ class Exchanges:
 
     def _mark(self, call: ExchangeCall, result: Any) -> None:
         filled = result if call.filled is None else call.filled
-        self.origins.write(filled, call.words)
-        if isinstance(call.filled, list):  # of objects
-            call.filled[:] = [mark_number(each, call.words) for each in call.filled]
+        if call.name in _OBJECTS:
+            self.origins.write_objects(filled, call.words)
+        else:
+            self.origins.write(filled, call.words)
 
 
 def make_call(

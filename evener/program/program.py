@@ -61,6 +61,10 @@ class Program:
         self._others = 0  # trainers that train, and have hooks of their own
         self._met = 0  # times that ranks have exchanged something
         self.exchanges = Exchanges(self.note_exchange)
+        self._numbers: tuple[float, ...] | None = None  # of the loss in the step before
+        # the numbers of optimizers that have stepped, as the batch began
+        self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
+        self._begun_rates = weakref.WeakKeyDictionary()
         self._watched = 0  # steps with exchanges of the program's own, before shares leave even
 
     @property
@@ -122,6 +126,9 @@ class Program:
             if name != "params"
         ]
         exchanges.note_entered(exchanges.origins.find(numbers), "the rate of its optimizer")
+        rates = views.read_numbers(optimizer)
+        if rates != self._begun_rates.get(optimizer, rates):
+            exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
@@ -134,11 +141,20 @@ class Program:
         if undecided and trains_others(optimizer, self.models):
             self._fault = views.OUTSIDE
         rates = views.read_numbers(optimizer, () if self.training is None else ("lr",))
+        if self.training is None:
+            self._begun_rates[optimizer] = views.read_numbers(optimizer)
         self._rates = crc32(repr(rates).encode(), self._rates)
         if not (dist.is_available() and dist.is_initialized()):
             self.stay(views.NO_GROUP)
         elif self._loop is None and not self.notebook.last_words:
             self._note_obstacle(optimizer)
+
+    def _begin_rates(self) -> None:
+        """Note the rates of optimizers as a batch begins: a schedule changes them between batches,
+        what is read in a batch within it.
+        """
+        for optimizer in list(self._begun_rates):
+            self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
         """Say why this step isn't one of a loop that can be followed; one that begins later still
@@ -180,6 +196,7 @@ class Program:
         self._updated = False
         if self.training is None:
             self._rates = 0
+            self._begin_rates()
             looks = not self.notebook.why and not loop.dealer.fault
         else:
             first = not self._uneven and len(set(loop.sizes)) > 1
@@ -373,6 +390,8 @@ class Program:
         if guard is not None:
             guard.close()
         numbers, uses = (None, ()) if guard is None else (guard.numbers, guard.uses)
+        if self.training is None:
+            self._compare_numbers(numbers)
         if self.training is not None:
             fault = guard.fault if guard and guard.measured else ""
             return RankView(fault, loop.dealer.digest, self._rates, numbers, uses)
@@ -398,6 +417,14 @@ class Program:
         )
         exchanges = self.exchanges.origins.seen
         return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning, exchanges)
+
+    def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
+        """Compare the numbers in the loss with those of the step before, after which the program
+        may have read what ranks exchanged.
+        """
+        before, self._numbers = self._numbers, numbers
+        if None not in (before, numbers) and before != numbers:
+            self.exchanges.note_entered(self.exchanges.origins.read, "a number in its loss")
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from math import isclose
 from typing import Any
@@ -176,7 +176,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         draw = _find_draw(given)
         result = function(*arguments, **given)
         if self._origins is not None:
-            result = self._origins.follow(function, arguments, given, result)
+            self._origins.follow(function, arguments, given, result)
         if function in _SIZES:
             return self._mark(arguments[0], result)
         if not self.done or len(self._tape) < self._most:
@@ -237,15 +237,15 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         rows = max(1, self._rows * 3 // 4)
         entries = [self._tape[place] for place in sorted(places)]
         model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
+        batch = cut_rows(self._batch, 0, rows, self._rows)
         self._replays = True
         try:
-            with kept_state([model]), torch.no_grad():
-                batch = cut_rows(self._batch, 0, rows, self._rows)
-                known = dict(zip(map(id, self._batch), batch, strict=True))
-                made = _replay(entries, known, rows, id(tensor))
-            return bool(made.shape != tensor.shape)
-        except Exception:  # of functions that don't take fewer rows
-            return True
+            for gradients in (False, True):  # which some functions take
+                with suppress(Exception), kept_state([model]), torch.set_grad_enabled(gradients):
+                    known = dict(zip(map(id, self._batch), batch, strict=True))
+                    made = _replay(entries, known, rows, id(tensor))
+                    return bool(made.shape != tensor.shape)
+            return True  # functions that don't take fewer rows
         finally:
             self._replays = False
 

@@ -4,68 +4,16 @@ or only into what it prints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-_READS = {torch.Tensor.item, torch.Tensor.tolist}
-_CARRIED = ("add", "sub", "mul", "truediv", "pow")
+_READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.numpy}
+_IN_PLACE = ("add", "sub", "mul", "div", "truediv", "pow")
 _FORGET = 1000  # marks of storages, after which those that are gone are looked for
-
-
-class ExchangedNumber:
-    """A number that the program has read from what its ranks exchanged at `place`.
-
-    Sums, products and the like of it are such numbers too; a copy and a checkpoint have a plain
-    one.
-    """
-
-    place = ""
-    plain: type[Any]
-
-    def __reduce_ex__(self, _: Any) -> Any:
-        return self.plain, (self.plain(self),)
-
-
-class ExchangedFloat(ExchangedNumber, float):
-    """A float that was exchanged."""
-
-    plain = float
-
-
-class ExchangedInt(ExchangedNumber, int):
-    """A whole number that was exchanged."""
-
-    plain = int
-
-
-def _carry(own: type[Any], name: str) -> Callable[[Any, Any], Any]:
-    method = getattr(own, name)
-
-    def compute(self: Any, other: Any) -> Any:
-        return mark_number(method(self, other), self.place)
-
-    return compute
-
-
-for _kind, _own in ((ExchangedFloat, float), (ExchangedInt, int)):
-    for _name in _CARRIED:
-        setattr(_kind, f"__{_name}__", _carry(_own, f"__{_name}__"))
-        setattr(_kind, f"__r{_name}__", _carry(_own, f"__r{_name}__"))
-
-
-def mark_number(number: Any, place: str) -> Any:
-    """The number as one that was exchanged; anything but a float or int stays what it is."""
-    kinds: dict[type[Any], type[Any]] = {float: ExchangedFloat, int: ExchangedInt}
-    kind = kinds.get(type(number))
-    if kind is None:
-        return number
-    made = kind(number)
-    made.place = place
-    return made
 
 
 class Origins:
@@ -79,6 +27,7 @@ class Origins:
         self._made = WeakIdKeyDictionary()
         self._written: dict[int, tuple[StorageWeakRef, str]] = {}
         self.seen = False  # something was exchanged
+        self.read = ""  # the call of which the program has read a number
 
     def write(self, data: Any, place: str) -> None:
         """Note that what was exchanged at `place` has been written into these tensors."""
@@ -91,11 +40,15 @@ class Origins:
             kept = {key: each for key, each in self._written.items() if not each[0].expired()}
             self._written = kept
 
+    def write_objects(self, data: Any, place: str) -> None:
+        """Note that these objects were exchanged; numbers among them are read thereby."""
+        self.write(data, place)
+        if any(isinstance(each, int | float) for each in leaves_of(data)):
+            self.read = place
+
     def find(self, data: Any) -> str:
         """The place where something in nested data was exchanged; empty if nothing was."""
         for each in leaves_of(data):
-            if isinstance(each, ExchangedNumber):
-                return each.place
             place = self._find_tensor(each) if isinstance(each, torch.Tensor) else ""
             if place:
                 return place
@@ -105,17 +58,13 @@ class Origins:
         """The place where something was exchanged that this tensor was computed of."""
         return str(self._made.get(tensor, ""))
 
-    def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
-        """Note what a function has made of what was exchanged; returns its result, numbers
-        marked.
-        """
-        if not self.seen:
-            return result
-        place = self.find((arguments, keywords))
+    def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        """Note what a function has made of what was exchanged."""
+        place = self.find((arguments, keywords)) if self.seen else ""
         if not place:
-            return result
+            return
         if function in _READS:
-            return _mark_numbers(result, place)
+            self.read = place
         for tensor in each_tensor_in(result):
             self._made[tensor] = place
         if _is_in_place(function) and arguments:
@@ -124,7 +73,6 @@ class Origins:
                 self._made[tensor] = place
         if "out" in keywords:
             self.write(keywords["out"], place)
-        return result
 
     def _find_tensor(self, tensor: torch.Tensor) -> str:
         if tensor in self._made:
@@ -158,19 +106,13 @@ def leaves_of(data: Any) -> Iterator[Any]:
         yield from leaves_of(each)
 
 
-def _mark_numbers(data: Any, place: str) -> Any:
-    if isinstance(data, list):
-        return [_mark_numbers(each, place) for each in data]
-    return mark_number(data, place)
-
-
 def _is_in_place(function: Any) -> bool:
     """True for a function that writes into its first argument, such as mul_ and +=."""
     name = str(getattr(function, "__name__", ""))
     if name in ("__setitem__", "__set__"):
         return True
     if name.startswith("__"):
-        return name[2:3] == "i" and name[3:-2] in (*_CARRIED, "div")
+        return name[2:3] == "i" and name[3:-2] in _IN_PLACE
     return name.endswith("_")
 
 

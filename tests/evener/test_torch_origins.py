@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from evener.torch_loss.origins import Origins, mark_number
+from evener.torch_loss.origins import Origins
 
 PLACE = "all_reduce (train.py:3)"
 WAYS: dict[str, Callable[[Tensor], Any]] = {
@@ -28,9 +25,6 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
     "a list in place": lambda own: _fill(
         torch.ones(3), lambda each: torch._foreach_mul_([each], own[0])
     ),
-    "a number": lambda own: torch.ones(3) * own.mean().item(),
-    "of a number": lambda own: torch.ones(3) * (0.9 * 0.0 + own.mean().item() / 2),
-    "numbers": lambda own: torch.ones(3) * sum(own.tolist()),
     "stacked": lambda own: torch.stack([torch.ones(3), own]),
 }
 
@@ -51,7 +45,9 @@ class Follower(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         given = keywords or {}
-        return self.origins.follow(function, arguments, given, function(*arguments, **given))
+        result = function(*arguments, **given)
+        self.origins.follow(function, arguments, given, result)
+        return result
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -80,16 +76,24 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_in_it() -> None:
         assert origins.find(torch.rand(3)) == ""
 
 
-def test_a_marked_number_is_a_number_everywhere_else() -> None:
-    number = mark_number(2.5, PLACE)
-    assert (number, f"{number:.2f}", json.dumps(number), math.sqrt(number * 2.5)) == (
-        2.5,
-        "2.50",
-        "2.5",
-        2.5,
-    )
-    copies = pickle.loads(pickle.dumps(number)), copy.deepcopy(number)
-    assert [type(each) for each in copies] == [float, float]
-    assert mark_number(3, PLACE) + 1 == 4
-    assert mark_number(True, PLACE) is True
-    assert mark_number("2", PLACE) == "2"
+@pytest.mark.parametrize(
+    "read",
+    [Tensor.item, float, Tensor.tolist, Tensor.numpy, lambda own: [each.item() for each in own]],
+)
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_a_number_that_is_read_stays_plain_and_is_noted(read: Any, exchanged: bool) -> None:
+    """A program may save it, and not everything saves a number of another kind."""
+    origins, own = Origins(), torch.rand(1, dtype=torch.float64)
+    origins.write(own if exchanged else torch.rand(3), PLACE)
+    with Follower(origins):
+        found = read(own * 2)
+    assert origins.read == (PLACE if exchanged else "")
+    assert type(found) in (float, list, numpy.ndarray)
+
+
+def test_objects_with_numbers_are_read() -> None:
+    origins = Origins()
+    origins.write_objects([{"name": "a"}, None], PLACE)
+    assert not origins.read
+    origins.write_objects([{"loss": 0.5}, {"loss": 0.25}], PLACE)
+    assert origins.read == PLACE

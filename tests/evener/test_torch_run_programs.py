@@ -38,8 +38,9 @@ OTHER = [
     (
         "exchanged",
         "a center as a number",
-        "by all_reduce (run_exchanged.py:124) goes into its loss",
+        "goes into a number in its loss",
     ),
+    ("other", "means of ranks", "goes into the rate of its optimizer"),
     ("exchanged", "a center from the first rank", "by broadcast (run_exchanged.py:137)"),
     ("exchanged", "a rate by exchanged losses", "goes into the rate of its optimizer"),
     ("exchanged", "gradients by exchanged losses", "goes into its gradients"),
@@ -104,7 +105,6 @@ def test_another_program_trains_as_by_its_own_launcher(
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("other", "means of ranks"),
         ("other", "labels ignored later"),
         ("unlike", "averaged by rows"),
     ],
