@@ -173,7 +173,8 @@ class TakenBatch:
 
         Rows that a data set keeps are in a batch of each epoch, so one of them alone doesn't tell.
         """
-        alive = [tensor for each in self.tensors if (tensor := each()) is not None]
+        every = [reference() for reference in self.tensors]
+        alive = [tensor for tensor in every if tensor is not None]
         memory = {address(tensor) for tensor in alive} - {0}
         places = {_place(tensor) for tensor in alive}
         shared = [tensor for tensor in inputs if address(tensor) in memory]
@@ -308,14 +309,13 @@ class BatchTracker:
         """The batches that have most of these tensors, without those that were computed already if
         one of them wasn't.
         """
-        counts = {
-            batch: count
-            for epoch in self._epochs
-            for batch in epoch.batches
-            if (count := batch.count_among(inputs))[0]
-        }
-        most = max(counts.values(), default=(0, 0))
-        found = [batch for batch, count in counts.items() if count == most]
+        every = [batch for epoch in self._epochs for batch in epoch.batches]
+        counts = [batch.count_among(inputs) for batch in every]
+        most = max(counts, default=(0, 0))
+        if not most[0]:
+            return []
+        pairs = zip(every, counts, strict=True)
+        found = [batch for batch, count in pairs if count == most]
         return [batch for batch in found if not batch.used] or found
 
     def _match(self, inputs: Any, epochs: Sequence[Epoch]) -> TakenBatch | None:

@@ -114,7 +114,8 @@ class TensorGroup:
 
     def alive(self) -> list[torch.Tensor]:
         """The tensors that are left."""
-        return [each for reference in self._tensors if (each := reference()) is not None]
+        every = [reference() for reference in self._tensors]
+        return [each for each in every if each is not None]
 
     def has_summed(self, tensor: torch.Tensor) -> bool:
         """True if a gradient of this tensor was summed."""
