@@ -75,6 +75,8 @@ memory_per_sample_mib = 4.0
 curve = [[64, 60.0], [512, 400.0]]
 """
 WORDS = {
+    "why_not",
+    "stopped",
     "engine",
     "entry",
     "outcome",
