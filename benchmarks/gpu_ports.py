@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 from evener.devices.discover import discover
+from evener.launch.program import make_plan
 from evener.plan.file import Share
-from evener.tui.launch.program import make_plan
 from tests.support.listeners import ListenerLog
 
 PROGRAM = """

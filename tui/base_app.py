@@ -32,9 +32,9 @@ from evener.balancer.session_state import SessionState, advance, first_state, ow
 from evener.devices.sampler import Sampler
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
+from evener.printable import plain
 from evener.system.files import make_private
 
-from .text.formatting import plain
 from .view.cells import to_ascii
 
 Post = Callable[[Message], object]

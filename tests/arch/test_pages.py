@@ -15,10 +15,10 @@ import msgspec
 import pytest
 from typer.main import get_group
 
+from evener.launch.program import LAUNCHERS
 from evener.plan.file import Plan
 from evener.plan.layout import PlanLayout, Share
 from evener.tui.cli.main import app, spread_lists
-from evener.tui.launch.program import LAUNCHERS
 
 REPO = Path(__file__).resolve().parents[2]
 TO_WRITE = ("devices/amd/", "evener/NAME.py")

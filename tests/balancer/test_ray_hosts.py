@@ -50,9 +50,9 @@ from evener.devices.discover import discover
 from evener.devices.sampler import open_sampler
 from evener.devices.types import Device, State
 from evener.errors import DeviceError, PlanError, RequestError
+from evener.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
 from evener.plan.file import load_plan, parse_plan
 from evener.tui.cli.main import run
-from evener.tui.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
 from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober

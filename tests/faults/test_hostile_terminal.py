@@ -28,9 +28,8 @@ from evener.balancer.store import runs
 from evener.devices.cpu import slices
 from evener.live.reporter import read_trainings
 from evener.plan.file import load_plan
-from evener.printable import printable
+from evener.printable import plain, printable
 from evener.tui.cli.main import run
-from evener.tui.text.formatting import plain
 from tests.support.probe_children import at_birth
 
 HOME = Path(evener.__file__).parents[1]

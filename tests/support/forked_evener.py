@@ -32,7 +32,7 @@ class ForkedEvener:
     ) -> None:
         self._files = files
         run = partial(server.run, "tests.support.script_ranks.run_evener", files, str(cwd), *words)
-        given = {"ranks": [{**os.environ, **variables}], "imports": "evener.tui.launch.restarts"}
+        given = {"ranks": [{**os.environ, **variables}], "imports": "evener.launch.restarts"}
         self._thread = Thread(target=self._run, args=(partial(run, **given),), daemon=True)
         self._thread.start()
         while not (pid := self._read("pid")) and self._thread.is_alive():

@@ -35,9 +35,9 @@ from evener.devices.types import Snapshot
 from evener.errors import EvenerError
 from evener.live.files import file_name, read_trainings, start_ticks
 from evener.plan.file import Plan, parse_plan, to_json, to_toml
+from evener.printable import plain
 from evener.tui.cli.monitor import snapshot_text
 from evener.tui.cli.session_runner import search_screen
-from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_settings
 from evener.tui.text.summaries import event_line, summary_lines
 from evener.workloads import registry

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from evener.tui.launch.guard import start_guard
-from evener.tui.launch.job import make_job
-from evener.tui.launch.restarts import run_job
+from evener.launch.guard import start_guard
+from evener.launch.job import make_job
+from evener.launch.restarts import run_job
 from tests.support.launched_plan import plan
 
 LONGEST_SECONDS = 0.4  # from its start to its end: its ranks run after 0.2 s

@@ -61,7 +61,7 @@ time.sleep(600)
 
 IMPATIENT = """
 from evener.__main__ import main
-from evener.tui.launch import cluster
+from evener.launch import cluster
 cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS, cluster.OTHERS_SECONDS = 0.2, 0.6, 1.0
 main()
 """

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from evener.balancer.number_format import duration, rate, size
 from evener.balancer.request import Request
 from evener.errors import RequestError
+from evener.printable import plain
 from evener.tui.cli.main import spread_lists
 from evener.tui.cli.options import SEARCH, TRAINING
 from evener.tui.text import parsing
-from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import REQUEST_HELP, make_request, parse_duration, parse_settings
 
 

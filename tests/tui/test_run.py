@@ -16,12 +16,8 @@ import msgspec
 import pytest
 
 from evener.errors import RequestError
-from evener.plan.file import load_plan, parse_plan
-from evener.program.notes import RankNote, SharesOrigin, say
-from evener.system.files import runs_folder
-from evener.training.step_record import StepFigures
-from evener.tui.launch.processes import named_output
-from evener.tui.launch.program import (
+from evener.launch.processes import named_output
+from evener.launch.program import (
     ChosenPlan,
     ProgramCommand,
     choose_plan,
@@ -31,6 +27,10 @@ from evener.tui.launch.program import (
     save_plan,
     summarize,
 )
+from evener.plan.file import load_plan, parse_plan
+from evener.program.notes import RankNote, SharesOrigin, say
+from evener.system.files import runs_folder
+from evener.training.step_record import StepFigures
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import LazyModule, skip_without

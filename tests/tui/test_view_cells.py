@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import Reading, State
-from evener.tui.text.formatting import folded, plain
+from evener.printable import plain
+from evener.tui.text.formatting import folded
 from evener.tui.view.cells import (
     Mark,
     Span,

@@ -23,8 +23,9 @@ from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.trials import DeviceOutlook, Outlook, dry_run, learn
 from evener.errors import RequestError
+from evener.printable import align, plain, say
 
-from ..text.formatting import align, json_text, plain, say
+from ..text.formatting import json_text
 from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from ..text.summaries import frontier_table, summary_lines, verdict_lines

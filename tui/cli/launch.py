@@ -15,13 +15,9 @@ import typer
 
 from evener.balancer.number_format import duration, write_share
 from evener.errors import RequestError
-from evener.plan.file import Plan
-from evener.plan.use import OPTION, describe_unused, is_used
-from evener.program.notes import ProgramSettings
-
-from ..launch.guard import GuardedTraining, start_guard
-from ..launch.job import HostJob, find_imports, make_job
-from ..launch.program import (
+from evener.launch.guard import GuardedTraining, start_guard
+from evener.launch.job import HostJob, find_imports, make_job
+from evener.launch.program import (
     choose_plan,
     measure_plan,
     read_command,
@@ -30,7 +26,11 @@ from ..launch.program import (
     set_environment,
     summarize,
 )
-from ..text.formatting import plain, say
+from evener.plan.file import Plan
+from evener.plan.use import OPTION, describe_unused, is_used
+from evener.printable import plain, say
+from evener.program.notes import ProgramSettings
+
 from ..text.parsing import parse_duration
 from .options import DevicesOption, RayAddressOption
 
@@ -92,7 +92,7 @@ def launch(
             "--host says which host this is, and --ray starts all of them.", "Give one of them."
         )
     if ray:
-        from ..launch.cluster import launch_on_cluster
+        from evener.launch.cluster import launch_on_cluster
 
         more = [] if plan_check else [OPTION]
         return launch_on_cluster(
@@ -109,8 +109,8 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
     """Train in all processes of this host, and say when they start and end; returns the exit
     code.
     """
-    from ..launch.processes import named_output
-    from ..launch.restarts import run_job
+    from evener.launch.processes import named_output
+    from evener.launch.restarts import run_job
 
     say(f"{name} {starts}")
     began = time.monotonic()

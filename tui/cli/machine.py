@@ -14,8 +14,9 @@ from evener.balancer.number_format import size
 from evener.devices.discover import discover
 from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device
+from evener.printable import align, plain, say
 
-from ..text.formatting import align, json_text, plain, say
+from ..text.formatting import json_text
 from .options import DevicesOption, JsonOption, RayAddressOption
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}

@@ -21,8 +21,9 @@ import typer
 from evener.devices.registry import find_backend, name_maker
 from evener.devices.types import Snapshot, Source
 from evener.errors import DeviceError, RequestError
+from evener.printable import plain
 
-from ..text.formatting import json_text, plain
+from ..text.formatting import json_text
 from ..text.parsing import parse_duration
 from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
 from ..view.devices import DEVICES, PanelRow, device_rows

@@ -19,8 +19,9 @@ from typing import TextIO
 
 from evener.errors import EvenerError, PlanError, RequestError, as_request_error
 from evener.plan.file import load_plan
+from evener.printable import plain
 
-from ..text.formatting import json_text, plain
+from ..text.formatting import json_text
 from ..view.cells import to_ascii
 
 

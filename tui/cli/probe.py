@@ -18,8 +18,9 @@ from evener.balancer.trials import RunLength, TimedRun, choose_layout, timed_run
 from evener.balancer.types import Layout, Power, Warned
 from evener.devices.types import Device
 from evener.errors import RequestError
+from evener.printable import say
 
-from ..text.formatting import Table, energy_cells, json_text, say
+from ..text.formatting import Table, energy_cells, json_text
 from ..text.parsing import parse_duration
 from .options import BATCH, LENGTH, TRAINING, WHAT, JsonOption, takes_request
 from .output import terminal_columns

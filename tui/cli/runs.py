@@ -24,8 +24,9 @@ from evener.balancer.store.trained import Trained
 from evener.errors import RequestError
 from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
+from evener.printable import align, plain, say
 
-from ..text.formatting import align, folded, harmless_json, json_text, plain, say, toml_text
+from ..text.formatting import folded, harmless_json, json_text, toml_text
 from ..text.parsing import parse_words
 from ..text.summaries import event_line, observation_words, summary_lines, training_report
 from .options import AsciiOption, JsonOption, RunName, ThemeOption

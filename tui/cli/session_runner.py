@@ -20,9 +20,10 @@ from evener.balancer.result.sentences import write_next_steps
 from evener.balancer.session import Session
 from evener.balancer.session_state import SessionState, advance
 from evener.errors import NoLayoutError
+from evener.printable import plain
+from evener.system.signals import handled_signals
 
-from ..signals import handled_signals
-from ..text.formatting import json_text, plain
+from ..text.formatting import json_text
 from ..text.summaries import event_line
 from ..view.balance_lines import rival_lines, search_lines
 from ..view.cells import Line

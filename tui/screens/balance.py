@@ -25,10 +25,10 @@ from evener.balancer.session_state import SessionState
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
+from evener.printable import plain
 from evener.workloads import registry
 
 from ..base_app import UsesApp
-from ..text.formatting import plain
 from ..text.parsing import REQUEST_HELP, make_request, parse_words, request_fields, select_devices
 from ..view.cells import Mark, Span, cut, line, text_lines
 from ..view.devices import short_name

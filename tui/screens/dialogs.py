@@ -18,9 +18,9 @@ from textual.widgets import Button, Input
 from evener.devices.processes import send_signal
 from evener.devices.types import ProcessSample
 from evener.errors import EvenerError
+from evener.printable import plain
 
 from ..base_app import BaseApp, UsesApp
-from ..text.formatting import plain
 from ..view.cells import Line, Mark, Span, Tone, cut, line, span_cells, text_lines, wrap
 from ..widgets.lines import Lines
 

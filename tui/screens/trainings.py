@@ -9,8 +9,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from textual.widget import Widget
 
 from evener.devices.types import Snapshot
+from evener.printable import plain
 
-from ..text.formatting import plain
 from ..view.cells import Line
 from ..view.ranks import RankRow
 from ..view.table import Grid

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import msgspec
 
 from evener.balancer.number_format import efficiency
 from evener.plan.file import as_unicode
-from evener.printable import printable
+from evener.printable import align
 
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
@@ -41,18 +40,6 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
         break_on_hyphens=False,
     )
     return [line.replace(NO_BREAK, " ") for line in lines] or [""]
-
-
-def plain(text: str, limit: int = 500) -> str:
-    """Foreign text that can't control a terminal, in at most `limit` characters."""
-    clean = printable(text)
-    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
-
-
-def say(*lines: str) -> None:
-    """Print lines of evener's own on standard error, among those of a training too."""
-    for line in lines:
-        print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
 
 def energy_cells(
@@ -92,19 +79,6 @@ class Table(NamedTuple):
             *notes,
             "",
         ]
-
-
-def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Columns separated by two spaces, right-aligned from `numbers_from` on."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column >= numbers_from else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")

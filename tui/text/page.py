@@ -21,9 +21,10 @@ from evener.devices.terms import write_limit
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan.file import Evidence, Plan, PlanLayout
+from evener.printable import plain
 from evener.system.files import write_atomically
 
-from .formatting import energy_cells, plain, unbroken
+from .formatting import energy_cells, unbroken
 from .summaries import layout_words, outcome_words
 
 REPORT_FORMATS = (".html",)

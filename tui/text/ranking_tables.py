@@ -14,8 +14,9 @@ from evener.balancer.search.ranking import Standing
 from evener.balancer.search.report import SearchReport
 from evener.balancer.statistics import is_known
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
+from evener.printable import plain
 
-from .formatting import Table, energy_cells, plain
+from .formatting import Table, energy_cells
 from .summaries import outcome_name, share_words
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps

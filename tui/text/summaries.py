@@ -42,9 +42,10 @@ from evener.live.journal import (
     TrainingRecord,
 )
 from evener.plan.file import Evidence, Plan, SearchSummary, Throughput
+from evener.printable import align, plain
 from evener.training.noise_scale import describe
 
-from .formatting import Table, align, energy_cells, folded, plain
+from .formatting import Table, energy_cells, folded
 
 DOUBTS = {  # about one measurement, behind its figure
     "not_finite": "loss not finite",

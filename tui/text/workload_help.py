@@ -4,9 +4,8 @@ model.
 
 from __future__ import annotations
 
+from evener.printable import align
 from evener.workloads import registry
-
-from .formatting import align
 
 CONTRACT = """\
 Your own model: --workload train.py:build, or package.module:build. Each measuring process imports the file, calls

@@ -23,9 +23,9 @@ from evener.balancer.session_state import (
 )
 from evener.balancer.statistics import is_known
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
+from evener.printable import plain
 from evener.shares.whole_rows import apportion
 
-from ..text.formatting import plain
 from ..text.summaries import layout_words, left_words, outcome_words, share_words
 from .cells import (
     Line,

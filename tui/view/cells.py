@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
-from ..text.formatting import NO_BREAK, plain, unbroken
+from evener.printable import plain
+
+from ..text.formatting import NO_BREAK, unbroken
 
 
 class Mark:

@@ -12,8 +12,8 @@ import msgspec
 
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
+from evener.printable import plain
 
-from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, pad, span_cells
 from .charts import (
     History,

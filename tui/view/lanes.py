@@ -16,8 +16,8 @@ from evener.balancer.session_state import (
     own_speed,
 )
 from evener.devices.types import DeviceSample
+from evener.printable import plain
 
-from ..text.formatting import plain
 from ..text.summaries import share_words
 from .cells import Mark, Span, Tone, cells, cut, device_pattern, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow

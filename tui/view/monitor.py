@@ -12,8 +12,8 @@ import msgspec
 from evener.balancer.number_format import duration, percent, rate, size
 from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
+from evener.printable import plain
 
-from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, line, span_cells, spread, text_lines
 from .charts import (
     STATE_WORDS,

@@ -13,8 +13,7 @@ from evener.balancer.number_format import duration, milliseconds, percent
 from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LiveDevice, Training
-
-from ..text.formatting import plain
+from evener.printable import plain
 
 SILENT_STEPS = 3.0  # steps by which a report is late if its rank hangs, validates, or has gone
 LEAST_PART = 0.05  # of a step, from which it is named

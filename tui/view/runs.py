@@ -9,8 +9,8 @@ import msgspec
 from evener.balancer.number_format import duration, rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
+from evener.printable import plain
 
-from ..text.formatting import plain
 from .balance_lines import (
     finished_lines,
     other_warnings,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from ..text.formatting import plain
+from evener.printable import plain
+
 from .cells import Line, Mark, Span, Tone, cells, cut, fit, pad, span_cells
 
 RowT = TypeVar("RowT")

@@ -16,9 +16,9 @@ from evener.balancer.number_format import (
 )
 from evener.devices.types import DeviceSample
 from evener.live.files import ShareChange
+from evener.printable import plain
 from evener.training.noise_scale import NoiseScale, describe, write_scale
 
-from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
 from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
 from .monitor import NO_TRAINING

@@ -14,9 +14,9 @@ from textual_plotext import PlotextPlot
 from evener.balancer.session_state import CurvePoints, SessionState, curves
 from evener.devices.registry import is_simulated
 from evener.devices.types import DeviceSample
+from evener.printable import plain
 
 from ..base_app import UsesApp
-from ..text.formatting import plain
 from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from ..view.cells import DEVICE_TONES, Mark, to_ascii
 from ..view.charts import axis_ticks, short

@@ -11,7 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
-from ..text.formatting import plain
+from evener.printable import plain
+
 from ..view.cells import Line, Mark, Span, cut, line, pad, span_cells
 from ..view.table import (
     TAG,

@@ -22,16 +22,16 @@ from evener.balancer.number_format import milliseconds, percent, rate
 from evener.devices.discover import discover
 from evener.devices.registry import find_backend, import_path
 from evener.devices.terms import write_limit
-from evener.errors import DeviceError, EvenerError, RequestError
-from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
-from evener.program.notes import ProgramSettings, RankNote, SharesOrigin
-from evener.system.files import runs_folder, write_atomically
-from evener.training.launched import PROGRAM, PROGRAM_COMMAND, RUN
-from evener.training.step_record import StepFigures, compare
 from evener.workloads.user_code import script_framework
 
-from ..signals import end_with_parent
-from ..text.formatting import Table
+from ..errors import DeviceError, EvenerError, RequestError
+from ..plan.file import Plan, Share, load_plan, make_layout, parse_plan
+from ..printable import align
+from ..program.notes import ProgramSettings, RankNote, SharesOrigin
+from ..system.files import runs_folder, write_atomically
+from ..system.signals import end_with_parent
+from ..training.launched import PROGRAM, PROGRAM_COMMAND, RUN
+from ..training.step_record import StepFigures, compare
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 PLAN_FILE = "plan.toml"  # beside the journal of a program's training
@@ -334,7 +334,7 @@ def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
     for note, *figures in zip(known, first, last, strict=True):
         cells = [_cells(each.shares[note.rank], each.own_work_s) for each in figures]
         rows.append((labels.get(note.device, note.device), *cells[0], *cells[1]))
-    lines = Table("", rows, 1).lines()
+    lines = align(rows, 1)
     lines.append(_describe_rates(first, last, known[0].changes))
     retreats = sum(note.retreats for note in notes)
     if retreats:

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evener.errors import RequestError
-from evener.system.files import new_run_id
-from evener.training.launched import RUN
-
-from ..signals import caught_signals
+from ..errors import RequestError
+from ..system.files import new_run_id
+from ..system.signals import caught_signals
+from ..training.launched import RUN
 from . import watcher
 
 

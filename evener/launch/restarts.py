@@ -17,15 +17,15 @@ import msgspec
 
 from evener.devices.registry import child_environment, find_backend, import_path
 from evener.devices.types import Device
-from evener.errors import DeviceError, PlanError
-from evener.plan.check import describe
-from evener.plan.file import Plan, load_plan
-from evener.plan.solver import leave_out
-from evener.training.launched import DEVICE, WANTS_PROCESSES
-from evener.training.start_rank import STARTS
 
-from ..signals import caught_signals
-from ..text.formatting import say
+from ..errors import DeviceError, PlanError
+from ..plan.check import describe
+from ..plan.file import Plan, load_plan
+from ..plan.solver import leave_out
+from ..printable import say
+from ..system.signals import caught_signals
+from ..training.launched import DEVICE, WANTS_PROCESSES
+from ..training.start_rank import STARTS
 from .job import HostJob, arrange
 from .processes import Ending, named_output, run_children
 

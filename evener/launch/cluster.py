@@ -25,13 +25,13 @@ from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript, copy_s
 from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agents
 from evener.devices.cluster.connection import check_head
 from evener.devices.cluster.discovery import find_plan_nodes
-from evener.errors import DeviceError
-from evener.plan.file import load_plan, to_toml
-from evener.plan.solver import leave_out
-from evener.training.launched import REPLACED_PLAN
 
-from ..signals import caught_signals, end_with_parent
-from ..text.formatting import plain, say
+from ..errors import DeviceError
+from ..plan.file import load_plan, to_toml
+from ..plan.solver import leave_out
+from ..printable import plain, say
+from ..system.signals import caught_signals, end_with_parent
+from ..training.launched import REPLACED_PLAN
 from .job import check_plan
 from .restarts import compare_rows
 

@@ -19,13 +19,13 @@ from evener.balancer.probes.launch_plan import OPEN_SERVERS
 from evener.balancer.result.sentences import write_training_step
 from evener.devices.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError
+from evener.launch.job import make_job
+from evener.launch.processes import named_output
 from evener.plan.file import Plan, make_layout
+from evener.system.signals import caught_signals
 from evener.training.start_rank import STARTS
 from evener.tui.cli.launch import _list_shares
 from evener.tui.cli.main import run
-from evener.tui.launch.job import make_job
-from evener.tui.launch.processes import named_output
-from evener.tui.signals import caught_signals
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.launched_checks import check_ranks

@@ -21,13 +21,13 @@ from itertools import product
 import msgspec
 
 from evener.balancer.probes.launch_plan import OPEN_SERVERS, find_free_ports
-from evener.errors import DeviceError, RequestError
-from evener.system.memory_files import make_memory_file
-from evener.training.launched import MEETING
-from evener.training.start_rank import STARTS
 
-from ..signals import caught_signals, restored_signals
-from ..text.formatting import say
+from ..errors import DeviceError, RequestError
+from ..printable import say
+from ..system.memory_files import make_memory_file
+from ..system.signals import caught_signals, restored_signals
+from ..training.launched import MEETING
+from ..training.start_rank import STARTS
 from .job import HostJob
 
 

@@ -21,11 +21,13 @@ from evener.devices.discover import discover
 from evener.devices.network import RENDEZVOUS_PORT, choose_interface, loopback_interface
 from evener.devices.registry import BACKENDS, child_environment, find_backend, import_path, kind_of
 from evener.devices.types import Device
-from evener.errors import DeviceError, PlanError, RequestError
-from evener.plan.file import Plan, Share, load_plan, to_json
-from evener.plan.use import PLAN_USED
-from evener.system.memory_files import make_memory_file
-from evener.training.launched import (
+from evener.workloads.user_code import list_imports, package_of, script_framework
+
+from ..errors import DeviceError, PlanError, RequestError
+from ..plan.file import Plan, Share, load_plan, to_json
+from ..plan.use import PLAN_USED
+from ..system.memory_files import make_memory_file
+from ..training.launched import (
     DEVICE,
     HOST,
     ONE_PROCESS,
@@ -36,8 +38,7 @@ from evener.training.launched import (
     find_host,
     resolve,
 )
-from evener.training.start_rank import STARTS
-from evener.workloads.user_code import list_imports, package_of, script_framework
+from ..training.start_rank import STARTS
 
 HOOKS = Path(evener.program.__file__).parent / "site"
 WAIT_SECONDS = 60.0

@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from evener.devices.network import find_own_address
-from evener.torch_stores import open_tcp_store
-from evener.training.launched import is_here
 
+from ..torch_stores import open_tcp_store
+from ..training.launched import is_here
 from .job import HostJob
 
 ALONE, SEVERAL = "evener-alone", "evener-several"  # names of the ways for PyTorch

@@ -22,15 +22,15 @@ from evener.balancer.store import runs
 from evener.devices.discover import discover
 from evener.devices.nvidia.device_check import check_gpu
 from evener.errors import PlanError
+from evener.launch import restarts
+from evener.launch.processes import Ending
+from evener.launch.restarts import find_broken
 from evener.live.files import start_ticks
 from evener.live.journal import StartEntry
 from evener.plan.check import check_fit
 from evener.plan.file import Kind, Plan, make_layout, parse_plan, to_toml
 from evener.plan.solver import leave_out
 from evener.training.launched import is_device_error
-from evener.tui.launch import restarts
-from evener.tui.launch.processes import Ending
-from evener.tui.launch.restarts import find_broken
 from tests.support.forked_evener import ForkedEvener
 from tests.support.launched_plan import plan
 from tests.support.python_path import python_path
