@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.events import Paused, ProbeProgress, ProbeStarted
+from evener.balancer import journal
+from evener.balancer.events import Observed, Paused, ProbeProgress, ProbeStarted
 from evener.balancer.journal import ObservationEntry
-from evener.balancer.number_format import write_share
+from evener.balancer.number_format import rate, write_share
 from evener.balancer.session_state import (
     RivalRate,
     SessionState,
@@ -27,8 +30,8 @@ from evener.balancer.session_state import (
     own_speed,
     rivals,
     seconds_left,
-    timed,
 )
+from evener.balancer.store import runs
 from evener.balancer.types import (
     Belief,
     CurveSketch,
@@ -40,12 +43,13 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.tui.text.summaries import layout_words
+from evener.tui.text.summaries import event_line, layout_words
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
 from evener.tui.view.cells import span_cells
 from tests.support.tables import lane_lines
 
+RECORDED = Path(__file__).parents[1] / "recorded"
 GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
 
 
@@ -152,17 +156,26 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     assert "~1179 fits, 1310 not" in lanes, "1179 is a prediction: 1024 was the largest that ran"
 
 
-def test_the_points_of_the_chart_are_the_figures_of_the_list(events: Any) -> None:
-    """Every measurement of a device alone, and nothing else."""
-    state = _after(events)
-    alone = [each for each in timed(state) if each.probe.layout.traits.alone]
-    listed = [
-        (each.probe.layout.active[0], each.probe.layout.global_batch, each.samples_per_second)
-        for each in alone
+ALONE = re.compile(r"(GPU:\d)\[(\d+)[^\]]*\]: ([\d .]+) samples/s")
+
+
+def test_the_points_of_the_chart_are_the_figures_of_the_list() -> None:
+    """As printed, one for each measurement of a device alone, in whatever stage."""
+    record = journal.read(RECORDED / "h200x2-keras_maxer-60percent-256.jsonl")
+    state, listed, stages = SessionState(), [], set()
+    for event in runs.recorded_events(record):
+        state = advance(state, event)
+        found = ALONE.findall(event_line(event, state.devices) or "")
+        if isinstance(event, Observed) and event.seen.probe.layout.traits.alone:
+            listed += found
+            stages.add(event.seen.probe.stage)
+    drawn = [
+        (state.devices[curve.device], str(batch), rate(speed))
+        for curve in curves(state)
+        for batch, speed in curve.measured
     ]
-    drawn = [(curve.device, *point) for curve in curves(state) for point in curve.measured]
     assert sorted(drawn) == sorted(listed)
-    assert len(drawn) > 2
+    assert {"solo", "race"} <= stages
 
 
 def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
