@@ -366,7 +366,9 @@ def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNot | None:
         return "tolerance"
     if one.paired and one.gain >= 0:
         return "in_turn"
-    return "tie" if one.tie else "measured_again"
+    own = Candidate(find_own_family(chosen.layout), chosen.layout)
+    simpler = own.simplicity < one.candidate.simplicity
+    return "tie" if one.tie and simpler else "measured_again"
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:

@@ -262,10 +262,11 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
             f"{_write_more(verdict, one)}"
             for one in larger
         ]
-        yield (
-            f"Faster with a larger batch: {', '.join(found)}; the plan is the smallest batch "
-            f"within --tolerance {percent(verdict.tolerance)}."
-        )
+        within = f"within --tolerance {percent(verdict.tolerance)}"
+        why = f"the plan is the smallest batch {within}"
+        if any(_more(verdict, one) > verdict.tolerance for one in larger):
+            why = f"when it was chosen, the plan was the smallest batch {within}"
+        yield f"Faster with a larger batch: {', '.join(found)}; {why}."
     for one in [one for one in faster if one.why_not != "tolerance"][:MOST_NAMED]:
         name = one.name[:1].upper() + one.name[1:]
         yield f"{name} reached {_write_more(verdict, one)}{_write_why_not(one)}."
@@ -273,10 +274,14 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
 
 def _write_more(verdict: Verdict, one: Rival) -> str:
     """A faster layout's samples/s, and how much more than the plan's they are."""
-    speed = one.figure.samples_per_second
-    more = printed_gain(speed, verdict.figure.samples_per_second)
     tie = " (within the error)" if one.tie else ""
-    return f"{rate(speed)} samples/s, {percent(more, 1)} more{tie}"
+    speed = rate(one.figure.samples_per_second)
+    return f"{speed} samples/s, {percent(_more(verdict, one), 1)} more{tie}"
+
+
+def _more(verdict: Verdict, one: Rival) -> float:
+    """A faster layout's samples/s over the plan's, less 1."""
+    return printed_gain(one.figure.samples_per_second, verdict.figure.samples_per_second)
 
 
 def _write_why_not(one: Rival) -> str:
@@ -285,7 +290,7 @@ def _write_why_not(one: Rival) -> str:
     if one.why_not == "in_turn":
         return f"; measured in turn, the plan is {percent(one.gain or 0.0, 1)} faster"
     if one.why_not == "tie":
-        return "; the plan is simpler, or was faster in turn"
+        return "; the plan is simpler"
     return ", before the plan was measured again: figures of different times differ by as much"
 
 

@@ -286,6 +286,8 @@ def test_a_larger_batch_that_is_faster_is_named_with_the_tolerance() -> None:
         "700 samples a step (400 + 300 on GPU:0 + GPU:1) reach 1 015 samples/s, 1.5 % more" in why
     )
     assert "within --tolerance 2 %" in why
+    more = said(result(SPLIT, 1000), [standing(LARGER, 1040, 0.04)])
+    assert any("when it was chosen, the plan was" in line for line in more.remarks)
     tie = said(result(SPLIT, 1000), [standing(LARGER, 1015, 0.015, tie=True)])
     assert any("--tolerance" in line and "within the error" in line for line in tie.remarks)
     assert not said(result(SPLIT, 1000), [standing(LARGER, 990, -0.01)]).remarks
@@ -298,6 +300,8 @@ def test_every_figure_above_the_plan_s_is_explained() -> None:
     assert any("measured in turn, the plan is 11.1 % faster" in one for one in in_turn.remarks)
     tie = said(result(EVEN, 1000), [standing(SPLIT, 1003, 0.003, tie=True)], request=fixed)
     assert any("(within the error); the plan is simpler" in one for one in tie.remarks)
+    later = said(result(SPLIT, 1000), [standing(EVEN, 1003, 0.003, tie=True)], request=fixed)
+    assert any("figures of different times differ" in one for one in later.remarks)
     stray = result(candidate("split", Layout("split", (200, 56))), 1200)
     other = said(result(SPLIT, 1000), request=fixed, results=(stray, result(SPLIT, 1000)))
     assert any("figures of different times differ" in one for one in other.remarks)

@@ -24,6 +24,7 @@ CLAUSE = re.compile(
 )
 FIGURE = re.compile(rf"(?P<rate>{NUMBER}) samples/s(?: ± (?P<error>[\d.]+) %)?")
 MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
+WITHIN = re.compile(r"within --tolerance (?P<part>[\d.]+) %")
 UNKNOWN = 25.0  # percent of error, beyond which nothing is compared
 ROUGH = 2.0  # from which it is printed
 EVEN = ("even", "even by number of rows")
@@ -193,6 +194,11 @@ def _faster_faults(printed: Printed) -> Iterator[str]:
                 found["more"],
                 line,
             )
+        found_within = WITHIN.search(line)
+        if found_within is not None and "when it was chosen" not in line:
+            most = max(float(found["more"]) for found in MORE.finditer(line))
+            if most > float(found_within["part"]) + 0.05:
+                yield f"{most} % aren't within the tolerance: {line}"
     explained = " ".join(printed.rest)
     for rival in printed.rivals:
         if rival.name.startswith("sum") or rival.error > UNKNOWN:
