@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .app import EvenerApp
 
 CRASH_EXIT_CODE = 70
-LIBRARIES = ("textual", "textual_plotext")  # of the extra `app`
+LIBRARIES = ("textual",)  # of the extra `app`
 
 
 def prepare_app() -> None:

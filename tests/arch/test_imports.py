@@ -17,7 +17,7 @@ import evener
 from tests.support.sources import nodes, parsed
 
 FRAMEWORKS = {"tensorflow", "keras", "torch"}
-SCREEN = {"textual", "textual_plotext", "plotext"}
+SCREEN = {"textual"}
 
 
 def modules_after(code: str, tmp_path: Path) -> set[str]:

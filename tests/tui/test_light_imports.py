@@ -38,7 +38,6 @@ def test_what_works_without_a_screen_loads_none(module: str, tmp_path: Path) -> 
     assert not {name.partition(".")[0] for name in _loaded(f"import {module}", tmp_path)} & {
         "textual",
         "rich",
-        "plotext",
     }
 
 
@@ -63,8 +62,7 @@ LATER = {
     "pynvml",
     "ray",
     "typer",
-    "plotext",
-    "textual_plotext",
+    "evener.tui.view.plot",
     "aiohttp",
     "prometheus_client",
     "textual_serve",
@@ -97,8 +95,7 @@ def test_what_the_first_frame_does_without_is_loaded_later(tmp_path: Path) -> No
 
 WITHOUT_THE_APP = """
 import sys
-for name in ("textual", "textual_plotext", "plotext"):
-    sys.modules[name] = None
+sys.modules["textual"] = None
 from evener.tui.cli import monitor
 from evener.tui.cli.main import run
 pair = ["--devices", "sim:gtx1080ti,gtx1080"]

@@ -37,10 +37,28 @@ class Mark:
     SIMULATED = "◌"  # the devices' speeds are written down, not measured
 
 
-_SIMILAR = str.maketrans(
-    "━╸▁▂▃▄▅▆▇█▓▒░▞▚▤▥⊘▸▶◆▲▼↓↑●○◌✓✗▌…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼\u202f\u00a0",
-    "==_.-:=+*#@$:/;&s/>+*^vv^*o%+x|~--|x~ ><>-|+++++++++  ",
+_SIGNS = str.maketrans(
+    "━╸▁▂▃▄▅▆▇█▓▒░▞▚▤▥⊘▸▶◆▲▼↓↑●○◌✓✗▌…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼╱┆←\u202f\u00a0",
+    "==_.-:=+*#@$:/;&s/>+*^vv^*o%+x|~--|x~ ><>-|+++++++++/:<  ",
 )
+
+
+def _similar_braille(bits: int) -> str:
+    """The ASCII sign for a braille sign with these dots: its height if it is filled from below,
+    else where its dots are.
+    """
+    rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
+    if not rows:
+        return " "
+    if rows == list(range(rows[0], 4)) and len(rows) > 1:
+        return "#+:"[rows[0]]
+    return "'--."[round(sum(rows) / len(rows))]
+
+
+_SIMILAR: dict[int, int | str] = {
+    **_SIGNS,
+    **{0x2800 + bits: _similar_braille(bits) for bits in range(256)},
+}
 
 
 def to_ascii(text: str) -> str:

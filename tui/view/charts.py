@@ -1,7 +1,7 @@
 """Figures in cells: readings as short texts, with the reason where there is no value; bars,
 sparklines and graphs.
 
-Charts with axes use plotext.
+Charts with axes are in `plot`.
 """
 
 from __future__ import annotations

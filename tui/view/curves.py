@@ -1,0 +1,119 @@
+"""The chart of a search: samples/s of each device alone against its batch, with intervals and where
+memory ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.balancer.number_format import rate, size
+from evener.balancer.session_state import CurvePoints, SessionState, curves
+from evener.balancer.types import Timed
+
+from .cells import Mark, device_tone
+from .plot import Chart, PlotPoint, Series, Zone
+
+ALIKE = 0.03  # curves that differ by no more than this everywhere are drawn once
+
+
+def curve_chart(state: SessionState) -> Chart:
+    """The curves of this state; devices that can't be told apart share one, with all their
+    numbers.
+    """
+    found = curves(state)
+    groups = _group_alike(found)
+    measured = _by_point(state)
+    series = tuple(_series(state, group, measured) for group in groups)
+    return Chart(series, _zones(state, found), "rows", "samples/s")
+
+
+def _group_alike(found: Sequence[CurvePoints]) -> list[list[CurvePoints]]:
+    groups: list[list[CurvePoints]] = []
+    for curve in found:
+        like = next((group for group in groups if _are_alike(group[0], curve)), None)
+        if like is None:
+            groups.append([curve])
+        else:
+            like.append(curve)
+    return groups
+
+
+def _are_alike(one: CurvePoints, other: CurvePoints) -> bool:
+    """True if both were measured at the same batches, and were equally fast there."""
+    if not one.measured or len(one.measured) != len(other.measured):
+        return False
+    for (batch, speed), (other_batch, other_speed) in zip(
+        one.measured, other.measured, strict=True
+    ):
+        if batch != other_batch or abs(speed - other_speed) > ALIKE * max(speed, other_speed):
+            return False
+    return one.wall == other.wall
+
+
+def _series(
+    state: SessionState,
+    group: Sequence[CurvePoints],
+    measured: dict[tuple[int, int, float], tuple[int, Timed]],
+) -> Series:
+    """One curve for devices that are alike; each of them keeps its points and their read-outs."""
+    first = group[0]
+    points = [
+        _point(curve.device, batch, speed, measured.get((curve.device, batch, speed)))
+        for curve in group
+        for batch, speed in curve.measured
+    ]
+    labels = ", ".join(state.devices[curve.device] for curve in group)
+    name = state.names[first.device] if first.device < len(state.names) else ""
+    sign = str(first.device) if first.device < 10 and len(group) == 1 else Mark.RUNNING
+    believed = tuple((float(batch), speed) for batch, speed in first.believed)
+    return Series(
+        f"{labels} {name}".strip(),
+        device_tone(first.device),
+        tuple(points),
+        believed,
+        known_to=first.largest_tested,
+        sign=sign,
+    )
+
+
+def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None) -> PlotPoint:
+    if seen is None:
+        return PlotPoint(batch, speed, text=f"{rate(speed)} samples/s")
+    number, timed = seen
+    low, high = batch / timed.high_seconds, batch / max(timed.low_seconds, 1e-12)
+    half = (timed.high_seconds - timed.low_seconds) / 2 / timed.step_seconds
+    words = [f"{rate(speed)} samples/s ± {100 * half:.1f} %"]
+    memory = timed.memory_bytes[device] if device < len(timed.memory_bytes) else None
+    if memory:
+        words.append(size(memory))
+    words.append(f"probe {number}")
+    return PlotPoint(batch, speed, low, high, ", ".join(words))
+
+
+def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
+    """The measurement behind each point of a device alone, with its number among all probes."""
+    found = {}
+    before = state.probes - len(state.seen)
+    for number, entry in enumerate(state.seen, start=before + 1):
+        seen = entry.seen
+        if isinstance(seen, Timed) and seen.probe.layout.traits.alone:
+            layout = seen.probe.layout
+            for device in layout.active:
+                key = device, layout.global_batch, seen.samples_per_second
+                found[key] = number, seen
+    return found
+
+
+def _zones(state: SessionState, found: Sequence[CurvePoints]) -> tuple[Zone, ...]:
+    """From where on each device runs out of memory; the batch that all of them fail at is
+    hatched.
+    """
+    walls = [(curve.wall, curve.device) for curve in found if curve.wall is not None]
+    if not walls:
+        return ()
+    last, device = max(walls)
+    lines = [Zone(wall, wall, "", device_tone(owner)) for wall, owner in walls if wall < last]
+    words = (
+        "memory ends" if len(state.devices) == len(walls) else f"{state.devices[device]} is full"
+    )
+    return (*lines, Zone(last, label=words, tone=device_tone(device)))

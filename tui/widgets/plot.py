@@ -1,0 +1,113 @@
+"""A panel with a chart: arrows, wheel or a click move its cursor, which reads out the points."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.events import Click, MouseScrollDown, MouseScrollUp
+from textual.message import Message
+
+from ..view.plot import Chart, draw_chart, frame_chart, nearest, read_out_line
+from .lines import Lines
+
+
+class ChartPanel(Lines):
+    """Draws a chart that it is given; the cursor stays where it was as points are added."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left,h", "step(-1)", "Point before", show=False),
+        Binding("right", "step(1)", "Next point", show=False),
+        Binding("home", "step(-1000000)", "First point", show=False),
+        Binding("end", "step(1000000)", "Last point", show=False),
+        Binding("l", "toggle_scale", "Linear or log axes", show=False),
+        Binding("escape", "hide_cursor", "Hide the chart's cursor", show=False),
+    ]
+    can_focus = True
+
+    class Moved(Message):
+        """The cursor is on another point, or gone."""
+
+        def __init__(self, x: float | None) -> None:
+            super().__init__()
+            self.x = x
+
+    class Scaled(Message):
+        """The axes are on another scale."""
+
+        def __init__(self, log2: bool) -> None:
+            super().__init__()
+            self.log2 = log2
+
+    def __init__(self, title: str = "", *, id: str | None = None) -> None:  # noqa: A002 - Textual's name
+        super().__init__(title, id=id, classes="panel")
+        self.chart = Chart()
+        self.log2 = True
+
+    def take(self, chart: Chart) -> None:
+        """Draw this chart; the scale and the cursor stay the panel's own."""
+        cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
+        self.chart = chart._replace(cursor=cursor)
+        self.redraw()
+
+    @property
+    def shown_chart(self) -> Chart:
+        """The chart on the scale that was chosen; axes that are linear by themselves stay so."""
+        if self.log2:
+            return self.chart
+        return self.chart._replace(log2_x=False, log2_y=False)
+
+    def redraw(self) -> None:
+        """Draw the chart and what the cursor reads out in the current size."""
+        width, height = self.size
+        chart = self.shown_chart
+        lines = draw_chart(chart, width, height - 1)
+        if len(lines) > 1:
+            lines = (*lines, read_out_line(chart, width))
+        self.show(lines)
+
+    def move_to(self, x: float | None) -> None:
+        """Put the cursor on this x, or take it away."""
+        if x != self.chart.cursor:
+            self.chart = self.chart._replace(cursor=x)
+            self.redraw()
+            self.post_message(self.Moved(x))
+
+    def action_step(self, steps: int) -> None:
+        """Move the cursor by this many points; the first step shows it at the last point."""
+        stops = self.chart.stops()
+        if not stops:
+            return
+        if self.chart.cursor is None:
+            self.move_to(stops[-1] if steps > 0 else stops[max(0, len(stops) + max(steps, -1))])
+            return
+        place = stops.index(self.chart.cursor) + steps
+        self.move_to(stops[max(0, min(place, len(stops) - 1))])
+
+    def action_toggle_scale(self) -> None:
+        """Switch between log-2 and linear axes."""
+        self.log2 = not self.log2
+        self.redraw()
+        self.post_message(self.Scaled(self.log2))
+
+    def action_hide_cursor(self) -> None:
+        """Take the cursor away."""
+        self.move_to(None)
+
+    def on_click(self, event: Click) -> None:
+        """Put the cursor on the point nearest to the click."""
+        offset = event.get_content_offset(self)
+        if offset is None or self.chart.is_empty:
+            return
+        frame = frame_chart(self.shown_chart, self.size.width, self.size.height - 1)
+        self.move_to(nearest(self.chart.stops(), frame, offset.x - frame.left))
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Go to the next point."""
+        event.stop()
+        self.action_step(1)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Go to the point before."""
+        event.stop()
+        self.action_step(-1)
