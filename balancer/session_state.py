@@ -230,11 +230,13 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
     return _rival("plan", "the plan", figure_of(plan.throughput), plan.layout.batches, labels)
 
 
-def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
+def plan_rivals(
+    plan: Plan, labels: tuple[str, ...], at_batch: bool = False
+) -> tuple[RivalRate, ...]:
     """The rivals of a plan: a split, one device, a larger batch, the sum of all devices alone.
 
     A plan of one device is compared with the faster of the even and the best split, and with
-    another device alone.
+    another device alone. The sum is of each device at its fastest, or of `alone_at_batch`.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for each in plan.evidence:
@@ -248,7 +250,7 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
     shown = [each for each in (split, single) if each is not None]
     larger = found.get("larger_batch", [])[:1]
     shown += [each for each in larger if each.layout not in [one.layout for one in shown]]
-    solos = best_alone(plan)
+    solos = alone_at_batch(plan) if at_batch else best_alone(plan)
     return (
         *(_plan_rival(plan, each, labels) for each in shown),
         *_sum([figure_of(each.throughput) for each in solos.values()]),

@@ -131,6 +131,9 @@ def _rival_faults(printed: Printed, rival: Line) -> Iterator[str]:
     assert digits is not None
     words = digits["gain"] or digits["part"]
     if rival.name.startswith("sum"):
+        total = sum(speed for speed, _ in printed.alone.values())
+        if abs(total / rival.rate - 1) > 0.001:
+            yield f"the column alone sums up to {total:.0f}: {rival.text}"
         yield from _differs(100 * printed.own / rival.rate, float(words), words, rival.text)
         return
     yield from _differs(100 * (printed.own / rival.rate - 1), rival.gain, words, rival.text)

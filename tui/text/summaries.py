@@ -267,7 +267,7 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     plan's part of the sum of all devices alone.
     """
     lines, own = [], plan_rate(plan, tuple(labels))
-    for rival in plan_rivals(plan, tuple(labels)):
+    for rival in plan_rivals(plan, tuple(labels), at_batch=True):
         if rival.batches == own.batches and plan.layout.traits.by_shares:  # the plan itself
             continue
         where = f" at {rival.where}" if rival.where else ""
