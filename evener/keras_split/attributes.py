@@ -14,13 +14,27 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .compatibility import ROWS, all_layers
+from .compatibility import ROWS, all_layers, plain_variables
 from .keras_step import main_part
 
 DEEPEST = 4  # containers within an attribute
 LIBRARIES = ("keras.", "tensorflow.", "numpy.")
 
 Leaves = dict[str, Any]  # tensors by the name of the place where they are
+
+
+class PlainVariables:
+    """The `tf.Variable`s of a model that a call may assign, such as a count of its calls. Each
+    device and pass of a step begins with what they were before the step.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._before = [(each, tf.identity(each)) for each in plain_variables(model)]
+
+    def restore(self) -> None:
+        """Put back what they were as this was made."""
+        for variable, value in self._before:
+            variable.assign(value)
 
 
 class TensorPlace(NamedTuple):

@@ -48,7 +48,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The first process has written its files by then."""
         self.agree()
-        self._engine.check_data()
+        self._engine.check_data(epoch_ends=True)
         self._engine.share_retreats()
 
     def agree(self, *_: Any, **__: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import keras
 import msgspec
+import tensorflow as tf
 
 from ..errors import RequestError
 from ..training.launched import ask_for_processes
@@ -125,7 +126,6 @@ def check_workers(model: Any) -> None:
             "engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False."
         )
     _warn_local_statistics(model)
-    _warn_sparse(model)
 
 
 # before an engine's first step
@@ -151,7 +151,6 @@ def check_passes(model: Any, rows: int) -> None:
         )
     if any(layer.trainable for layer in list_normalizations(model, synchronized=False)):
         warn(f"Batch normalization sees one pass of {rows} rows, not the whole share.")
-    _warn_sparse(model)
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
@@ -195,6 +194,16 @@ def warn_inner_metric(state: Any) -> None:
     )
 
 
+def warn_loss_metric(state: Any) -> None:
+    """Warn of a metric that a compute_loss updates, of a part of the batch at a time."""
+    metric = state.path.rpartition("/")[0]
+    warn(
+        f"{metric} is updated in compute_loss, which each process or pass calls with its own "
+        f"rows: its figure is a mean of theirs. It is that of all rows if they are its weight: "
+        f"update_state(figure, sample_weight=number of rows)."
+    )
+
+
 def warn_summed_metrics(model: Any) -> None:
     """Warn of metrics that aren't Keras' own, and may not add up over rows, where outputs can't be
     put together.
@@ -219,6 +228,14 @@ def all_layers(model: Any) -> list[Any]:
     """
     found: list[Any] = model._flatten_layers(include_self=False)
     return found
+
+
+def plain_variables(model: Any) -> list[Any]:
+    """The `tf.Variable`s in attributes of a model and its layers, each once; Keras doesn't know
+    them.
+    """
+    every = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
+    return list({id(each): each for each in every if isinstance(each, tf.Variable)}.values())
 
 
 def overrides(model: Any, name: str) -> bool:
@@ -249,9 +266,9 @@ def _warn_local_statistics(model: Any) -> None:
         )
 
 
-def _warn_sparse(model: Any) -> None:
-    """Keras clips and squares the rows of a sparse gradient one by one; here there is only their
-    sum.
+def warn_sparse(model: Any, weights: Sequence[Any]) -> None:
+    """Warn of weights whose gradient is sparse, as of a table of which rows are taken: Keras clips
+    and squares its rows one by one, and here there is only their sum.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     kind = type(optimizer)
@@ -262,20 +279,15 @@ def _warn_sparse(model: Any) -> None:
         issubclass(kind, keras.optimizers.SGD) and not clips
     ):
         return
-    words = [
-        layer
-        for layer in all_layers(model)
-        if isinstance(layer, keras.layers.Embedding) and layer.trainable
-    ]
-    if words:
+    if weights:
         effect = (
             "it is clipped otherwise"
             if clips
-            else "words that are frequent in a batch learn at a different rate"
+            else "rows that a batch takes several times learn at a different rate"
         )
         warn(
-            f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group or in "
-            f"passes, and word by word on "
+            f"{kind.__name__} gets the gradient of {weights[0].path} as one sum in a group or in "
+            f"passes, and row by row on "
             f"one device: {effect}. engine='towers' without passes does as one device does."
         )
 

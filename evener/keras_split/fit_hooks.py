@@ -43,7 +43,7 @@ from .data import (
 )
 from .group import check_same_arrays
 from .keras_step import from_frame, warn_of_own_loop
-from .measuring import measure_first
+from .measuring import MOST_ROWS, build_model, measure_first
 
 ARRAYS = ("x", "y", "sample_weight")
 
@@ -169,7 +169,7 @@ class FitHooks:
         else:
             self._fit_dataset(chosen)
         if self.group is not None:
-            self.engine.unchecked = True
+            self.engine.begin_training()
             chosen["callbacks"] = group_callbacks(
                 chosen["callbacks"], self.engine, self._share_weights
             )
@@ -354,16 +354,20 @@ class FitHooks:
                 else next(iter(batch_samples(x, 1).take(1)))
             )
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        self.model(
-            keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[:1]), x),
-            training=False,
-        )
+        build_model(self.model, keras.tree.map_structure(_first_rows, x))
 
     def _share_weights(self) -> None:
         """Start every process from the first one's weights and optimizer."""
         model = self.model
         model.optimizer.build(model.trainable_variables)
         self.group.share_weights([w.value for w in (*model.weights, *model.optimizer.variables)])
+
+
+def _first_rows(array: Any) -> Any:
+    """A tensor of rows to make weights by; those that aren't dense stay as they are."""
+    if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
+        return array
+    return tf.convert_to_tensor(array[:MOST_ROWS])
 
 
 def _inputs(model: Any) -> Any:

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -226,19 +226,37 @@ def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 
 
-def digest_labels(data: Any) -> Any:
-    """A digest of a batch's labels, or of its inputs without labels: every process may change
-    inputs at random.
-    """
+class BatchDigests(NamedTuple):
+    """Numbers by which processes see whether they have the same batch."""
+
+    labels: Any  # of its labels, or of its inputs without labels
+    inputs: Any  # which every process may change at random
+    labels_vary: Any  # from row to row, so that they tell rows apart
+
+
+def digest_batch(data: Any) -> BatchDigests:
+    """The digests of a batch."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     with tf.device("CPU:0"):
-        leaves = tf.nest.flatten(x if y is None else y, expand_composites=True)
-        return digest(
-            [
-                leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
-                for leaf in leaves
-            ]
-        )
+        inputs = _digest_rows(x)
+        if y is None:
+            return BatchDigests(inputs, inputs, tf.constant(False))
+        vary = [tf.reduce_any(leaf != leaf[:1]) for leaf in _leaves(y)]
+        return BatchDigests(_digest_rows(y), inputs, tf.reduce_any(tf.stack(vary)))
+
+
+def _digest_rows(data: Any) -> Any:
+    """A digest of some tensors' rows; of the first one alone where they are large."""
+    return digest(
+        [
+            leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
+            for leaf in _leaves(data)
+        ]
+    )
+
+
+def _leaves(data: Any) -> list[Any]:
+    return list(tf.nest.flatten(data, expand_composites=True))
 
 
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:

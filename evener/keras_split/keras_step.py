@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python.framework.errors import InaccessibleTensorError
 
 from ..errors import RequestError
 from .compatibility import SUM, PartKinds, all_layers, check_assigned, warn
@@ -227,6 +228,7 @@ def loss_with(
     training: bool,
 ) -> Any:
     """The model's loss with these in place of `model.losses`, unless there are none."""
+    token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # what `model.losses` is while it isn't empty
     try:
         return model._compute_loss(
@@ -234,6 +236,7 @@ def loss_with(
         )
     finally:
         model._losses_override.clear()
+        in_step.reset(token)
 
 
 def part_of_loss(
@@ -322,5 +325,13 @@ def update_metrics(
     metrics.
     """
     model._loss_tracker.update_state(loss, sample_weight=rows)
-    logs: dict[str, Any] = model.compute_metrics(x, y, outputs, sample_weight=weight)
+    try:
+        logs: dict[str, Any] = model.compute_metrics(x, y, outputs, sample_weight=weight)
+    except InaccessibleTensorError as error:
+        raise RequestError(
+            f"{type(model).__name__}.compute_metrics reads a tensor that call has left in an "
+            f"attribute, and in passes that is of one pass's rows.",
+            "Return it from call as another output, or make a plan without passes: evener balance "
+            "--micro off.",
+        ) from error
     return logs

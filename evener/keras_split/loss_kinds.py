@@ -24,7 +24,7 @@ from tensorflow.python.eager import context
 
 from ..training.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
 from .attributes import CallTensors
-from .compatibility import COUNTS, OTHER, ROWS, SUM, warn
+from .compatibility import COUNTS, OTHER, ROWS, SUM, plain_variables, warn, warn_loss_metric
 from .keras_step import Tensors, cut_rows, loss_with, own_loss, take_rows
 
 DRAWN_BY_SHAPE = ("normal", "uniform", "randint", "truncated_normal", "gamma", "binomial", "beta")
@@ -35,14 +35,7 @@ def traceless(model: Any, states: Sequence[tuple[Any, Any]] = ()) -> Iterator[An
     """A scope that collects what calls of the model assign and add to its loss; `states` have other
     values.
     """
-    layers = [model, *model._flatten_layers(include_self=False)]
-    own = {
-        id(each): each
-        for layer in layers
-        for each in vars(layer).values()
-        if isinstance(each, tf.Variable)
-    }
-    values = [(variable, variable.numpy()) for variable in own.values()]
+    values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     drawing = getattr(
         context.context(), "_rng", random.Random()
     )  # TensorFlow's, where it has a seed
@@ -155,7 +148,7 @@ def judge_loss(
         if apart > figures.rounding * max(abs(together), abs(whole)):
             return (
                 OTHER,
-                f"{type(model).__name__}.compute_loss doesn't just add the losses of its layers.",
+                _name_fault(model, (x, *changed), losses, training),
             )
         kinds = [
             *judge(figures).mean_over,
@@ -166,6 +159,30 @@ def judge_loss(
             return OTHER, describe(figures)
     kinds = left or [ROWS]
     return next((kind for kind in (*COUNTS, ROWS, SUM) if kind in kinds), ROWS), ""
+
+
+def _name_fault(model: Any, batch: Sequence[Any], losses: Sequence[Any], training: bool) -> str:
+    """Why the loss of some rows isn't their own loss and those of layers in sum."""
+    x, y, outputs, weight = batch
+    with traceless(model):
+        first, again = (
+            float(own_loss(model, losses, (x, y, outputs, weight), training)) for _ in range(2)
+        )
+    if first != again:
+        return (
+            f"The loss of the same rows is another when it is computed again: {first:.6g}, then "
+            f"{again:.6g}. It keeps a state of its own, which would go by a part of the rows."
+        )
+    return f"{type(model).__name__}.compute_loss doesn't just add the losses of its layers."
+
+
+def _warn_of_metrics(model: Any, scope: Any) -> None:
+    """Warn of metrics that the loss has updated in this scope, besides those of Keras' own."""
+    kept = [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss else [])]
+    own = {id(state) for metric in kept for state in metric.variables}
+    for state in model.metrics_variables:
+        if id(state) in scope.state_mapping and id(state) not in own:
+            warn_loss_metric(state)
 
 
 def kind_of(whole: float, parts: Sequence[float], sizes: Sequence[int]) -> str:
@@ -219,8 +236,9 @@ def _read(
             cut_rows(x, start, stop),
             [_cut_masked(each, start, stop) for each in changed],
         )
-        with traceless(model):
+        with traceless(model) as scope:
             loss = own_loss(model, losses, (own, y, outputs, weight), training)
+            _warn_of_metrics(model, scope)
             totals.append(
                 float(
                     loss_with(model, losses, own, y, outputs, weight, training) if not start else 0

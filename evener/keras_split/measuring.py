@@ -27,6 +27,7 @@ from .compatibility import (
     SUM,
     PartKinds,
     list_normalizations,
+    plain_variables,
     refuse_everywhere,
     refuse_partial,
     warn,
@@ -53,6 +54,7 @@ class CallResult(NamedTuple):
     states: dict[int, Any]  # new values by place
     attributes: Leaves  # tensors that were left in attributes
     left: CallTensors  # puts them there again
+    variables: list[Any]  # TensorFlow's own, as the call has left them
 
 
 def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
@@ -65,7 +67,7 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     batch = int(leaves[0].shape[0])
     if not model.built:
-        model(cut_rows(data[0], 0, 1), training=False)
+        build_model(model, data[0])
     if any(int(leaf.shape[0]) != batch for leaf in leaves):
         axes = ", ".join(str(int(leaf.shape[0])) for leaf in leaves)
         return PartKinds(
@@ -79,6 +81,16 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int
     except Exception as error:
         return _fault_of_rows(model, data[0], training, rows, whole, error)
     return _compare(model, cut_rows(data, 0, rows), rows, result, training, partial)
+
+
+def build_model(model: Any, x: Tensors) -> None:
+    """Make the weights of a model that waits for its first batch: by one of these rows, or by all
+    where it can't compute one alone, as of a graph whose rows are joined.
+    """
+    try:
+        model(cut_rows(x, 0, 1), training=False)
+    except (tf.errors.OpError, ValueError):
+        model(x, training=False)
 
 
 def _add_row(row: Any) -> Any:
@@ -136,10 +148,11 @@ def _call(
             for place, state in enumerate(every)
             if not is_seed(state) and (value := scope.state_mapping.get(id(state))) is not None
         }
+        variables = [np.asarray(each) for each in plain_variables(model)]
     attributes, after = before.collect(), CallTensors(model)
     before.restore()
     added = [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]]
-    return CallResult(outputs, losses, added, states, attributes, after)
+    return CallResult(outputs, losses, added, states, attributes, after, variables)
 
 
 def _compare(
@@ -156,6 +169,7 @@ def _compare(
     fault = _find_fault(whole.outputs, [part.outputs for part in parts], rows, sizes)
     if fault and training and _is_random(model, x, whole):
         return measure(model, data, False, partial)
+    fault = fault or _find_assigned(whole, parts)
     if fault:
         return PartKinds(fault=fault)
     added = _judge_added(model, (x, *cut), (whole, *parts), sizes, training)
@@ -273,6 +287,18 @@ def _find_fault(whole: Tensors, parts: list[Tensors], rows: int, sizes: tuple[in
             return f"An output of the model has the shape {shapes}."
         if not _is_close(one, tf.concat(each, 0)):
             return "A row's output of the model depends on the other rows of its batch."
+    return ""
+
+
+def _find_assigned(whole: CallResult, parts: list[CallResult]) -> str:
+    """The reason why a call's `tf.Variable`s can't be put together from those of parts."""
+    for value, *own in zip(whole.variables, *(part.variables for part in parts), strict=True):
+        near = CLOSE.get(value.dtype.name, 1e-3) if value.dtype.kind == "f" else 0.0
+        if not all(np.allclose(value, each, rtol=near, atol=near) for each in own):
+            return (
+                "A call of the model assigns a tf.Variable by the rows that it is given. What parts"
+                " of a batch make of a weight, by add_weight, would be measured."
+            )
     return ""
 
 

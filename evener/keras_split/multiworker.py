@@ -24,8 +24,14 @@ from ..live.files import Details, clean
 from ..live.reporter import DeviceTimes
 from ..shares.divisions import Cut
 from ..training.retreat import PassLimit, Retreat, say
-from .compatibility import COUNTS, PartKinds, overrides, warn_summed_metrics
-from .group import Group, GroupNoise, digest_labels, refuse_other
+from .compatibility import COUNTS, PartKinds, overrides, warn, warn_sparse, warn_summed_metrics
+from .group import (
+    BatchDigests,
+    Group,
+    GroupNoise,
+    digest_batch,
+    refuse_other,
+)
 from .keras_step import (
     OwnRows,
     Tensors,
@@ -41,7 +47,15 @@ from .keras_step import (
     update_metrics,
 )
 from .loss_kinds import count_all
-from .passes import PassSums, StateUpdate, adds_up, assign_updates, change, kinds_of_states
+from .passes import (
+    PassSums,
+    StateUpdate,
+    adds_up,
+    assign_updates,
+    change,
+    kinds_of_states,
+    list_sparse,
+)
 from .rebalancing import GroupRebalancer, WorkTimes
 from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
@@ -82,9 +96,11 @@ class Workers:
         self.noise: GroupNoise | None = None
         self.unchecked = True  # a training begins
         with tf.device("CPU:0"):
-            self._other = tf.Variable(
-                tf.zeros([], tf.int64), trainable=False
-            )  # a rank with other data, if above 0
+            # a rank with other labels than the first one, if above 0; the same of inputs
+            self._other, self._other_inputs = (
+                tf.Variable(tf.zeros([], tf.int64), trainable=False) for _ in range(2)
+            )
+            self._labels_vary = tf.Variable(False, trainable=False)  # in a batch of this epoch
 
     def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Keras' function that trains some steps, or a surviving step, with what comes after
@@ -110,17 +126,43 @@ class Workers:
             if self.unchecked:
                 self.unchecked = False
                 self.check_data()
+                self._warn_of_inputs()
             if self.rebalancing is not None:
                 self.rebalancing.after_steps(self.model.steps_per_execution, self.times)
             return logs
 
         return train_and_look
 
-    def check_data(self) -> None:
-        """RequestError, in every process, if they have trained on unequal batches."""
+    def begin_training(self) -> None:
+        """A fit begins, whose data aren't compared yet."""
+        self.unchecked = True
+        self._forget_data()
+
+    def _forget_data(self) -> None:
+        self._other_inputs.assign(0)
+        self._labels_vary.assign(False)
+
+    def check_data(self, epoch_ends: bool = False) -> None:
+        """RequestError, in every process, if they have trained on unequal batches.
+
+        Inputs may be changed at random by each process, so they count only where the labels of a
+        whole epoch can't tell rows apart, as labels that are all 1.
+        """
         other = int(self._other)
+        if epoch_ends and not other and not bool(self._labels_vary):
+            other = int(self._other_inputs)
         self._other.assign(0)
+        if epoch_ends:
+            self._forget_data()
         refuse_other(other)
+
+    def _warn_of_inputs(self) -> None:
+        if int(self._other_inputs) and not bool(self._labels_vary):
+            warn(
+                "The processes have other inputs in their first batch, and its labels are all "
+                "equal, so nobody sees whether their rows are the same: if the dataset is shuffled,"
+                " give shuffle a seed."
+            )
 
     def describe(self, promised: float) -> tuple[Details, tuple[DeviceTimes]]:
         """This process' details for the monitor; `promised` is the rate that the plan expects, in
@@ -212,6 +254,7 @@ class Workers:
             loss = self._part_of_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
+        warn_sparse(model, list_sparse(model, gradients))
         updates = [
             StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states
         ]
@@ -261,8 +304,9 @@ class Workers:
         ready = self.times.now([*reached.values(), *added, loss])
         work, seen = (
             self.times.spread(each, kind)
-            for each in (ready - began, 0 if digest is None else digest)
+            for each in (ready - began, 0 if digest is None else digest.labels)
         )
+        inputs = self.times.spread(0 if digest is None else digest.inputs, kind)
         noise = self.noise.weigh(list(reached.values()), own.size, own.rows) if self.noise else 0
         ordered = [
             *sent,
@@ -270,10 +314,14 @@ class Workers:
             *added,
             *reversed(reached.values()),
         ]  # a backward pass has the last layer's first
-        last = tf.concat([work, seen, [tf.cast(noise, kind)]], 0)  # which need not wait for a clock
+        last = tf.concat(
+            [work, seen, inputs, [tf.cast(noise, kind)]], 0
+        )  # which need not wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
-        work, seen, weighted = tf.split(last, [self.group.size, self.group.size, 1])
-        self._note(own, began, ready, work, seen, digest)
+        work, *seen, weighted = tf.split(last, [*[self.group.size] * 3, 1])
+        self.times.note(own.rows, began, ready, work)
+        if digest is not None:
+            self._note_data(digest, *seen)
         left = iter(sums)
         summed, loss = [next(left) for _ in sent], next(left)
         for update, (start, _) in zip(result.updates, changes, strict=True):
@@ -284,17 +332,11 @@ class Workers:
         apply_gradients(self.model, [reached.get(place) for place in range(len(result.gradients))])
         return summed, loss
 
-    def _note(
-        self, own: OwnRows, began: Any, ready: Any, work: Any, seen: Any, digest: Any
-    ) -> None:
-        """Keep every process' own work, and whose batch is another one than the first process
-        has.
-        """
-        self.times.note(own.rows, began, ready, work)
-        if digest is not None:
-            self._other.assign(
-                tf.maximum(self._other, tf.argmax(tf.cast(seen != seen[0], tf.int32)))
-            )
+    def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
+        """Keep whose batch is another one than the first process has, by the digests of all."""
+        for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
+            other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
+        self._labels_vary.assign(tf.logical_or(self._labels_vary, digest.labels_vary))
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.test_step`, on own rows."""
@@ -323,11 +365,11 @@ class Workers:
             return OwnRows(cut_rows(data, start, stop), stop - start, rows, data)
 
 
-def _digest(data: Tensors) -> Any:
-    """A digest of a whole batch, which may not be the same in all processes; None for own rows of
+def _digest(data: Tensors) -> BatchDigests | None:
+    """Digests of a whole batch, which may not be the same in all processes; None for own rows of
     one that is.
     """
-    return None if isinstance(data, OwnRows) else digest_labels(data)
+    return None if isinstance(data, OwnRows) else digest_batch(data)
 
 
 def _part(own: OwnRows) -> Any:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric
+from .attributes import PlainVariables
+from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric, warn_sparse
 from .keras_step import (
     CopiesScope,
     Tensors,
@@ -175,6 +176,12 @@ def is_seed(state: Any) -> bool:
     return bool(state.name == "seed_generator_state")
 
 
+def list_sparse(model: Any, gradients: Sequence[Any]) -> list[Any]:
+    """The trainable weights whose gradients are sparse."""
+    pairs = zip(model.trainable_weights, gradients, strict=True)
+    return [weight for weight, gradient in pairs if isinstance(gradient, tf.IndexedSlices)]
+
+
 class PassSums(NamedTuple):
     """The result of one device's rows."""
 
@@ -202,9 +209,11 @@ class DevicePasses:
         data: Tensors,
         size: Any,
         rows: Any,
+        variables: PlainVariables,
     ) -> None:
         self.model = model
         self.found = found
+        self._variables = variables
         self.device = device
         self._data = data
         self._size = size
@@ -269,6 +278,7 @@ class DevicePasses:
             copies = [tf.identity(copy) for copy in self._copies]
             tape.watch(copies)
             states = self._begin(values)
+            self._variables.restore()
             part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
             parts = (part, main_part(self.found.loss, part))
             # the loss too, as it may read weights or call the model again
@@ -281,6 +291,7 @@ class DevicePasses:
             scaled = scale_loss(model, loss)
         with tf.device(self.device):
             gradients = tape.gradient(scaled, copies)
+            warn_sparse(model, list_sparse(model, gradients))
             self._reached = [
                 place for place, gradient in enumerate(gradients) if gradient is not None
             ]

@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from ..errors import DeviceError
 from ..training.retreat import PassLimit, Retreat, says_out_of_memory
-from .compatibility import all_layers, list_normalizations
+from .attributes import PlainVariables
+from .compatibility import list_normalizations, plain_variables
 from .keras_step import OwnRows, Tensors, count_rows
 from .passes import DevicePasses, PassSums, StateUpdate
 
@@ -44,7 +45,7 @@ class SurvivingStep:
 
     def __call__(self, batches: Any) -> Any:
         """Train on the next batch; its figures."""
-        data = next(batches)
+        data = next(iter(batches))
         self._trace(getattr(batches, "element_spec", None), data)
         before = [tf.convert_to_tensor(state) for state in self._states]
         began = tf.timestamp()
@@ -116,9 +117,9 @@ class SurvivingStep:
         engine = self._engine
         own = engine.own_rows(data)
         batch = keras.utils.unpack_x_y_sample_weight(own.data)
-        device = engine.group.device
+        device, variables = engine.group.device, PlainVariables(engine.model)
         found = DevicePasses(
-            engine.model, engine.kinds[True], device, 0, batch, own.size, own.rows
+            engine.model, engine.kinds[True], device, 0, batch, own.size, own.rows, variables
         ).run(passes)
         self._updated = [(update.state, update.kind) for update in found.updates]
         self._reached = [place for place, each in enumerate(found.gradients) if each is not None]
@@ -150,11 +151,10 @@ def list_states(model: Any) -> list[Any]:
     """Variables besides trainable weights that a call of the model or its loss may assign, each
     once.
     """
-    raw = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
     every = [
         *model.non_trainable_variables,
         *model.metrics_variables,
-        *(e for e in raw if isinstance(e, tf.Variable)),
+        *plain_variables(model),
     ]
     return list({id(each): each for each in every}.values())
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from ..errors import RequestError
 from ..shares.divisions import Cut
-from .attributes import CallTensors, Leaves, join_leaves
+from .attributes import CallTensors, Leaves, PlainVariables, join_leaves
 from .compatibility import PartKinds
 from .data import DealtArrays, cut_pieces, pad_steps
 from .keras_step import (
@@ -86,13 +86,15 @@ class Towers:
         backward passes.
         """
         model, rows = self.model, count_rows(x)
-        pieces = self.pieces((x, y, weight))
+        pieces, variables = self.pieces((x, y, weight)), PlainVariables(model)
         if not model.built:
             model(pieces[0][0][0], training=False)
         sums: list[PassSums] = []
         for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
             with tf.device(device):
-                passes = DevicePasses(model, self.kinds[True], device, number, part, size, rows)
+                passes = DevicePasses(
+                    model, self.kinds[True], device, number, part, size, rows, variables
+                )
                 sums.append(passes.run(self.cut.passes(number, size)))
         with tf.device(self.devices[0]):
             parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
@@ -174,9 +176,11 @@ class Towers:
             self.model(pieces[0][0], training=False)
         towers: list[Tower] = []
         states = StepStates(self.model, self.kinds[training])
+        variables = PlainVariables(self.model)
         for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
             if number:
                 left.restore()
+                variables.restore()
             with tf.device(device):
                 starts = states.starts(number, apart=False)
                 tower = self._tower(part, size, rows, training, states, starts)

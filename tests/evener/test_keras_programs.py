@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 EXACT = "exact"
 NO_MEAN, ACROSS = "it isn't a mean over rows", "depends on the other rows"
+STATE, GRAPH = "keeps a state of its own", "rows can't be computed alone"
 BALANCE, SHAPE = "neither a mean nor a sum", "has the shape (8, 8) for 8 rows, but (3, 3)"
 REFUSED = {
     "add_loss: balance": BALANCE,
@@ -38,6 +39,13 @@ SAMPLES = {
         "loss of attributes: containers": EXACT,
         "loss of attributes: means and sums": EXACT,
         "add_loss: annealed sum": EXACT,
+        "own table: take, Adam": EXACT,
+        "own counter: calls": EXACT,
+        "own counter: rows": "assigns a tf.Variable by the rows",
+        "own metric of an attribute": EXACT,
+        "own metric in compute_loss": EXACT,
+        "own state of a loss": EXACT,
+        "own graph": "but not 3 of them alone",
         **REFUSED,
     },
     "passes": {
@@ -47,6 +55,10 @@ SAMPLES = {
         "loss of attributes: means and sums": NO_MEAN,
         "loss of a slope": EXACT,
         "loss of weights: kernel": EXACT,
+        "own table: take, SGD": EXACT,
+        "own counter: calls": EXACT,
+        "own metric of an attribute": "compute_metrics reads a tensor that call has left",
+        "own state of a loss": STATE,
         **REFUSED,
     },
     "multiworker": {
@@ -54,6 +66,11 @@ SAMPLES = {
         "pooler, Ftrl": EXACT,
         "regularized, state: rows": EXACT,
         "add_loss: sum over later rows": EXACT,
+        "own table: take, SGD": EXACT,
+        "own counter: calls": EXACT,
+        "own metric in compute_loss, weighed": EXACT,
+        "own state of a loss": STATE,
+        "own graph": GRAPH,
         **REFUSED_IN_GROUPS,
     },
     "multiworker in passes": {
@@ -62,6 +79,17 @@ SAMPLES = {
         "regularized, state: rows": EXACT,
         "loss of a second call": EXACT,
         **REFUSED_IN_GROUPS,
+    },
+}
+WARNED = {  # trained, and what is said of it
+    "passes": {
+        "own table: take, Adam": "the gradient of",
+        "own table: gather, Adam": "the gradient of",
+        "own metric in compute_loss": "is updated in compute_loss",
+    },
+    "multiworker": {
+        "own table: gather, Adam": "the gradient of",
+        "own metric in compute_loss": "is updated in compute_loss",
     },
 }
 CASES = [
@@ -78,7 +106,7 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
     def ask(name: str) -> list[Any]:
         in_group = name == "group"
         chosen = {
-            engine: list(sample)
+            engine: [*sample, *WARNED.get(engine, {})]
             for engine, sample in SAMPLES.items()
             if ("multiworker" in engine) == in_group
         }
@@ -110,6 +138,24 @@ def test_a_users_program_is_exact_or_refused(
         assert not any(found["verdict"] == "trained" for found in every)
         assert any(expected in found["said"] for found in every)
         assert all(expected in found["said"] or "Unavailable" in found["said"] for found in every)
+
+
+@pytest.mark.parametrize(
+    ("engine", "program", "words"),
+    [(engine, name, words) for engine, said in WARNED.items() for name, words in said.items()],
+)
+def test_what_a_group_or_passes_learn_otherwise_is_said(
+    answers: Answers, engine: str, program: str, words: str
+) -> None:
+    """By what the gradient is, and by what the loss updates, not by a list of layers."""
+    found = answers("group" if engine == "multiworker" else "one process")[0][engine][program]
+    assert found["verdict"] == "trained", found["said"]
+    assert words in found["said"]
+
+
+def test_a_loss_that_calls_the_model_is_no_loop_of_the_users(answers: Answers) -> None:
+    said = answers("one process")[0]["towers"]["own metric in compute_loss"]["said"]
+    assert "outside fit" not in said
 
 
 @pytest.fixture(scope="module")

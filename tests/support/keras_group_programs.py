@@ -27,6 +27,7 @@ from keras import layers, ops
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning
 from tests.support import keras_noise_program, launched_plan
+from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import (
     Scaled,
     difference,
@@ -395,6 +396,39 @@ def fit_ragged(model: Model) -> list[Figures]:
     return [fit(model, ragged_rows(), Y), dict(model.fit(data, verbose=0).history)]
 
 
+class OfWords(keras.Model):
+    """A mean of words, whose weights are made by its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = layers.Embedding(11, 4), layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        """The mean."""
+        padded = x.to_tensor() if isinstance(x, tf.RaggedTensor) else x
+        return self.out(ops.mean(self.words(padded), axis=1))
+
+
+def of_words() -> Model:
+    """Compiled."""
+    model = OfWords()
+    model.compile("sgd", "mse")
+    return model
+
+
+def fit_words(model: Model) -> Figures:
+    """Ragged batches of two words a row."""
+    rows = tf.RaggedTensor.from_uniform_row_length(np.arange(2 * ROWS) % 11, 2)
+    rows = tf.RaggedTensor.from_row_lengths(rows.flat_values, [2] * ROWS)
+    data = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(BATCH)
+    return dict(model.fit(data, epochs=2, verbose=0).history)
+
+
+def single_batches(model: Model) -> list[Any]:
+    """train_on_batch, as loops of reinforcement learning and of GANs call it."""
+    return [model.train_on_batch(X[:rows], Y[:rows]) for rows in (8, 8, 5, 1)]
+
+
 def fit_wide(model: Model) -> Figures:
     """Nine thousand numbers a row."""
     return fit(model, y=LONG)
@@ -436,6 +470,8 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
         ),
     ),
     "ragged rows": (ragged_model, fit_ragged),
+    "ragged rows of a model that waits for them": (of_words, fit_words),
+    "single batches, in passes": (regression, single_batches),
 }
 
 
@@ -456,7 +492,8 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     for name, (make, run) in CASES.items():
         os.environ["CASE_FOLDER"] = str(Path(folder, name))
         os.makedirs(os.environ["CASE_FOLDER"], exist_ok=True)
-        found[name] = train_twice(split, make, run, traced=make in (regression, two_heads))
+        chosen = Split(make_plan(6, 2, micros=(2, 2))) if "in passes" in name else split
+        found[name] = train_twice(chosen, make, run, traced=make in (regression, two_heads))
     model = split.build(regression)
     return found | {
         "refused": refused(split, model),
@@ -535,6 +572,7 @@ def refused(split: Split, model: Model) -> dict[str, str]:
         "dataset": lambda model: model.fit(batches(X, Y + rank), verbose=0),
         "last row": lambda model: model.fit(batches(X, last), verbose=0),
         "shards": lambda model: model.fit(parts, verbose=0),
+        "equal labels": lambda model: model.fit(batches(X[:: 1 - 2 * rank], Y * 0), verbose=0),
         "nothing": lambda model: model.fit(batches(X, Y), verbose=0),
     }
     found = {}

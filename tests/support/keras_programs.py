@@ -33,6 +33,7 @@ from tests.support.keras_program_layers import (
     layer_programs,
 )
 from tests.support.keras_program_losses import FLOAT32_LOSSES, Made, loss_programs
+from tests.support.keras_program_own import own_programs
 from tests.support.keras_program_readers import reader_programs
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import difference, seeded, trace_faster
@@ -43,7 +44,7 @@ TAILS = {"one row": 17, "whole batches": 16, "three rows": 19}  # rows that are 
 
 def programs() -> dict[str, Made]:
     """All of them by name."""
-    return {**loss_programs(), **layer_programs(), **reader_programs()}
+    return {**loss_programs(), **layer_programs(), **reader_programs(), **own_programs()}
 
 
 def run_all(

@@ -1,0 +1,173 @@
+"""Models of Keras' users with things of their own that Keras doesn't know: tables, counters, states
+of a loss, metrics that read attributes or belong to a loss, graphs whose rows are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.support.keras_program_losses import VALUES, Made, X
+
+WORDS = (np.abs(X[:, :3] * 4) % 5).astype("int32")
+
+
+class Table(layers.Layer):
+    """A mean of a table's rows, by ops.take or tf.gather."""
+
+    def __init__(self, take: Callable[..., Any]) -> None:
+        super().__init__()
+        self.take = take
+
+    def build(self, shape: Any) -> None:
+        """The table."""
+        self.table = self.add_weight(shape=(5, 4), initializer="random_normal", name="table")
+
+    def call(self, x: Any) -> Any:
+        """The mean of the rows that x names."""
+        return ops.mean(self.take(self.table, x, axis=0), axis=1)
+
+
+def table(take: Callable[..., Any], optimizer: Callable[..., Any]) -> Made:
+    """A table in front of a dense layer."""
+
+    def make() -> Any:
+        entry = keras.Input((3,), dtype="int32")
+        model = keras.Model(entry, layers.Dense(1)(Table(take)(entry)))
+        model.compile(optimizer(0.02), "mse")
+        return model
+
+    return make, (WORDS, VALUES, {})
+
+
+class Ramp(layers.Layer):
+    """Warms up by the calls that it counts in TensorFlow's own variable; or only counts rows."""
+
+    def __init__(self, by_rows: bool) -> None:
+        super().__init__()
+        self.by_rows = by_rows
+        self.seen = tf.Variable(0.0, dtype="float64", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        """The inputs, smaller at first."""
+        if training:
+            self.seen.assign_add(tf.cast(tf.shape(x)[0] if self.by_rows else 1, self.seen.dtype))
+        return x if self.by_rows else x * ops.minimum(1.0, ops.cast(self.seen, x.dtype) / 12.0)
+
+
+def ramp(by_rows: bool) -> Made:
+    """Such a layer between two dense ones."""
+
+    def make() -> Any:
+        middle = [layers.Dense(4), Ramp(by_rows), layers.Dense(1)]
+        model = keras.Sequential([keras.Input((X.shape[1],)), *middle])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    return make, (X, VALUES, {})
+
+
+class OwnMetric(keras.Model):
+    """compute_metrics reads what call has left in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = layers.Dense(4, activation="tanh"), layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        """The outputs."""
+        self.hidden = self.inner(x)
+        return self.out(self.hidden)
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """The mean of the attribute beside what is compiled."""
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**found, "hidden": ops.mean(self.hidden)}
+
+
+class OwnTracker(keras.Model):
+    """compute_loss calls the model, and counts a figure in a metric, by its rows or not."""
+
+    def __init__(self, weighed: bool) -> None:
+        super().__init__()
+        self.weighed = weighed
+        self.out = layers.Dense(1)
+        self.errors = keras.metrics.Mean(name="errors")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        """The outputs."""
+        return self.out(x)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """A mean error of outputs that are computed again."""
+        loss = ops.mean(ops.square(ops.reshape(y, (-1, 1)) - self(x, training=training)))
+        self.errors.update_state(loss, sample_weight=ops.shape(x)[0] if self.weighed else None)
+        return loss
+
+
+class OwnPrior(keras.losses.Loss):
+    """Keeps a mean of the labels so far, by which it divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = keras.Variable(1.0, trainable=False, dtype="float64")
+
+    def call(self, y: Any, outputs: Any) -> Any:
+        """Each row's error."""
+        self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(ops.abs(y)))
+        return ops.square(y - outputs[:, 0]) / self.mean
+
+
+class Graph(keras.Model):
+    """One layer over the rows that a matrix joins; its weights are made by its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        """Each row's mean of what it is joined with."""
+        rows, joined = x
+        return ops.matmul(joined, self.out(rows))
+
+
+def subclass(make_model: Callable[[], Any], x: Any = X, loss: Any = "mse") -> Made:
+    """A model that waits for its first batch."""
+
+    def make() -> Any:
+        model = make_model()
+        model.compile(keras.optimizers.SGD(0.05), loss() if isinstance(loss, type) else loss)
+        return model
+
+    return make, (x, VALUES, {})
+
+
+def own_programs() -> dict[str, Made]:
+    """Every model by its name."""
+    adam, sgd = keras.optimizers.Adam, keras.optimizers.SGD
+    rows = len(X)
+    joined = np.eye(rows)[:, :8] + 0.1
+    return {
+        "own table: take, Adam": table(ops.take, adam),
+        "own table: gather, Adam": table(tf.gather, adam),
+        "own table: take, SGD": table(ops.take, sgd),
+        "own counter: calls": ramp(by_rows=False),
+        "own counter: rows": ramp(by_rows=True),
+        "own metric of an attribute": subclass(OwnMetric),
+        "own metric in compute_loss": subclass(lambda: OwnTracker(weighed=False)),
+        "own metric in compute_loss, weighed": subclass(lambda: OwnTracker(weighed=True)),
+        "own state of a loss": subclass(OwnMetric, loss=OwnPrior),
+        "own graph": subclass(Graph, (X, joined)),
+    }
