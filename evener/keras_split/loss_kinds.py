@@ -112,8 +112,10 @@ def judge_loss(
     calls: Sequence[CallTensors],
     edges: Sequence[int],
     training: bool,
+    batch: int,
 ) -> tuple[str, str]:
-    """The kind of the model's loss on these rows, and a sentence where there is none.
+    """The kind of the model's loss on these rows, and a sentence where there is none. They are of a
+    batch of so many, where that is known.
 
     `call` has the outputs of a call on all of them and the losses of layers; `calls` put back what
     this and the calls on the parts have left in attributes.
@@ -137,6 +139,8 @@ def judge_loss(
                         f"them: {said}"
                     ),
                 )
+            if edges[-1] < batch:
+                return OTHER, f"The loss of {edges[-1]} of {batch} rows can't be computed: {said}"
             warn(f"{model.name}'s loss couldn't be checked before its first step: {said}")
             return ROWS, ""
         whole, apart = (

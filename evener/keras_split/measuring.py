@@ -80,7 +80,7 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int
         result = _call(model, cut_rows(data[0], 0, rows), training)
     except Exception as error:
         return _fault_of_rows(model, data[0], training, rows, whole, error)
-    return _compare(model, cut_rows(data, 0, rows), rows, result, training, partial)
+    return _compare(model, cut_rows(data, 0, rows), rows, result, training, partial, whole)
 
 
 def build_model(model: Any, x: Tensors) -> None:
@@ -156,7 +156,13 @@ def _call(
 
 
 def _compare(
-    model: Any, data: Tensors, rows: int, whole: CallResult, training: bool, partial: bool
+    model: Any,
+    data: Tensors,
+    rows: int,
+    whole: CallResult,
+    training: bool,
+    partial: bool,
+    batch: int,
 ) -> PartKinds:
     """Compare two parts of these rows with the whole."""
     x, edges = data[0], (0, max(1, 3 * rows // 8), rows)
@@ -168,7 +174,7 @@ def _compare(
         return PartKinds(fault=_say_alone(sizes[0], rows, error))
     fault = _find_fault(whole.outputs, [part.outputs for part in parts], rows, sizes)
     if fault and training and _is_random(model, x, whole):
-        return measure(model, data, False, partial)
+        return measure(model, data, False, partial, batch)
     fault = fault or _find_assigned(whole, parts)
     if fault:
         return PartKinds(fault=fault)
@@ -185,7 +191,7 @@ def _compare(
     if partial:
         now, calls = CallTensors(model), [each.left for each in (whole, *parts)]
         try:
-            loss, seen = judge_loss(model, data, whole, calls, edges, training)
+            loss, seen = judge_loss(model, data, whole, calls, edges, training, batch)
         finally:
             now.restore()
     attributes = _judge_attributes(whole, parts, sizes)

@@ -143,6 +143,23 @@ class Graph(keras.Model):
         return ops.matmul(joined, self.out(rows))
 
 
+def pictures() -> Made:
+    """A class for each of 8 by 8 points, and one weight a row, which Keras takes for the columns'
+    where a batch happens to have as many rows.
+    """
+
+    def make() -> Any:
+        points = layers.Dense(3, activation="softmax")
+        model = keras.Sequential([keras.Input((8, 8, 1)), points])
+        model.compile(keras.optimizers.SGD(0.05), "sparse_categorical_crossentropy")
+        return model
+
+    rows = len(X)
+    x = np.linspace(-1, 1, rows * 64).reshape(rows, 8, 8, 1)
+    weights = np.linspace(0.5, 2, rows)
+    return make, (x, np.arange(rows * 64).reshape(rows, 8, 8) % 3, {"sample_weight": weights})
+
+
 def subclass(make_model: Callable[[], Any], x: Any = X, loss: Any = "mse") -> Made:
     """A model that waits for its first batch."""
 
@@ -169,5 +186,6 @@ def own_programs() -> dict[str, Made]:
         "own metric in compute_loss": subclass(lambda: OwnTracker(weighed=False)),
         "own metric in compute_loss, weighed": subclass(lambda: OwnTracker(weighed=True)),
         "own state of a loss": subclass(OwnMetric, loss=OwnPrior),
+        "own weights of pictures": pictures(),
         "own graph": subclass(Graph, (X, joined)),
     }
