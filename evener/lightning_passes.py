@@ -20,7 +20,7 @@ import torch
 from torchmetrics import Metric
 
 from .errors import RequestError
-from .torch_loss.measure import keep_attributes
+from .torch_audit.state import keep_attributes
 from .torch_split.batch import OfPart, Part
 from .torch_split.checks import check_part_loss, check_rows
 from .torch_split.own_work import StepTimer

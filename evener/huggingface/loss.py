@@ -19,8 +19,9 @@ import msgspec
 import torch
 
 from ..errors import RequestError
+from ..torch_audit.state import keep_attributes
 from ..torch_loss.check import REMEDY, CheckBatch, LossCheck, find_together
-from ..torch_loss.measure import LossMeasure, keep_attributes
+from ..torch_loss.measure import LossMeasure
 from ..torch_split.batch import Part
 from ..torch_split.exchange import Exchange
 from ..torch_split.planned import PlannedTraining

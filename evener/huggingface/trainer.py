@@ -24,8 +24,8 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import RequestError
 from ..plan.file import Plan
+from ..torch_audit.state import kept_attributes
 from ..torch_loss.check import make_check_batch
-from ..torch_loss.measure import kept_attributes
 from ..torch_rows.loader import StepLoader
 from ..torch_split.batch import Part
 from ..torch_split.planned import PlannedTraining

@@ -9,7 +9,6 @@ step was seen whole.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -21,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
 from ..errors import RequestError
-from ..torch_loss.measure import kept_state
+from ..torch_audit.rows import copy_dataset
+from ..torch_audit.state import kept_state
 from ..torch_rows.loader import Epoch
 from ..torch_rows.sampler import RowOrder, UnevenBatchSampler
 from ..torch_rows.structure import each_tensor, tensors_in
@@ -114,7 +114,7 @@ class Loop:
         with suppress(
             Exception
         ):  # of the user's own code, which is asked in a way that it may not know
-            twin = _copy_data(self._loader.dataset)
+            twin = copy_dataset(self._loader.dataset)
             row = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
             rows = []
             for _ in range(2):
@@ -131,7 +131,7 @@ class Loop:
         if self.sampler is None or collate in (None, default_collate):
             return []
         with suppress(Exception), kept_state():
-            twin = _copy_data(self._loader.dataset)
+            twin = copy_dataset(self._loader.dataset)
             rows = [twin[row] for row in self.sampler.rows_at(self._step)]
             made = (tensors_in(collate(some)) for some in (rows, rows[:cut], rows[cut:]))
             whole, *parts = ([each for each in some if each.ndim] for some in made)
@@ -242,23 +242,6 @@ def _uneven(why: str) -> RequestError:
 def join_ranks(every: Any) -> list[Any]:
     """The rows of an epoch, those of each global batch together, rank by rank."""
     return [row for step in zip(*every, strict=True) for batch in step for row in batch]
-
-
-def _copy_data(dataset: Any) -> Any:
-    """A copy of a data set, and of those in it, so that what they note down or draw isn't the
-    program's own.
-    """
-    twin = copy.copy(dataset)
-    for name, value in list(getattr(twin, "__dict__", {}).items()):
-        if name == "dataset":
-            setattr(twin, name, _copy_data(value))
-        elif name == "datasets" and isinstance(value, list | tuple):
-            setattr(twin, name, [_copy_data(each) for each in value])
-        elif isinstance(value, torch.Generator):
-            setattr(twin, name, value.clone_state())
-        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
-            setattr(twin, name, copy.deepcopy(value))
-    return twin
 
 
 def _differ(one: Any, other: Any) -> bool:

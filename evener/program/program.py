@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ..errors import EvenerError, RequestError
 from ..plan.file import Plan, make_layout
+from ..torch_audit.state import kept_state
 from ..torch_loss.guard import LOOK_AGAIN, Guard
-from ..torch_loss.measure import kept_state
 from ..torch_split.batch import Steps
 from ..torch_split.checks import OPTIMIZER_CHECK
 from ..torch_split.loose import trains_others

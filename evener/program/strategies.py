@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ..errors import RequestError
 from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
-from ..torch_loss.measure import kept_state
+from ..torch_audit.state import kept_state
 from ..torch_rows.loader import LOADER_OPTIONS
 from ..torch_rows.sampler import RowOrder
 from ..torch_split.loose import trains_others

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
+from ..torch_audit.randomness import SEED, seed_all
+from ..torch_audit.state import kept_state
 from ..torch_messages import gather_messages
 from ..torch_rows.sampler import UnevenBatchSampler
 from ..torch_rows.structure import cut_rows, tensors_in
 from ..training.loss_check import LossFigures, LossMeaning, describe, judge
-from .measure import SEED, Compute, LossMeasure, kept_state, seed_all
+from .measure import Compute, LossMeasure
 
 NOTHING = 1e-2  # of the rounding: a smaller loss is 0 but for that, and says nothing
 ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chosen from

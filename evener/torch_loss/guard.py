@@ -8,21 +8,21 @@ it is left behind.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import partial
-from math import isclose
 from typing import Any
 
-import msgspec
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..errors import RequestError
+from ..torch_audit.randomness import RandomState
+from ..torch_audit.record import GeneratorState, RowNumber, WrittenCall
+from ..torch_audit.state import kept_state
 from ..torch_rows.structure import address, cut_rows, tensors_in
 from .check import CheckBatch, LossCheck
-from .measure import LossMeasure, RandomState, kept_state
+from .measure import LossMeasure
 from .origins import Origins
 
 _SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
@@ -52,52 +52,6 @@ _NUMBERS = {
 HALF_AGAIN = 3e-2
 LATER_CALLS = 100  # after the backward pass, that are written down
 LOOK_AGAIN = 4  # times as many steps until a guard looks once more
-LOOP_REMEDY = (
-    "Write a mean over tokens or class weights as split.loss(total, count), or take "
-    "split.step with count=; for a loss"
-    " over all rows of the batch, take split.gather(rows)."
-)
-
-
-class RowNumber(int):
-    """A number that the program asked a tensor for: as many rows as the batch has, times `each`."""
-
-    each = 1
-
-    def __mul__(self, other: Any) -> Any:
-        product = int(self) * other
-        if not isinstance(other, int):
-            return product
-        made = RowNumber(product)
-        made.each = self.each * int(other)
-        return made
-
-    __rmul__ = __mul__
-
-
-class GeneratorState(msgspec.Struct, frozen=True, eq=False):
-    """A random generator, and its state at some moment."""
-
-    generator: torch.Generator
-    state: torch.Tensor
-
-    def restore(self) -> None:
-        """Put the generator into that state."""
-        self.generator.set_state(self.state)
-
-
-class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A function that was called with tensors, what it returned, and whether under autocast.
-
-    `draw` is the generator of the program's own that it drew from.
-    """
-
-    function: Callable[..., Any]
-    arguments: Any
-    keywords: Any
-    result: Any
-    autocast: tuple[str, Any] | None
-    draw: GeneratorState | None = None
 
 
 class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
@@ -472,53 +426,6 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             *map(float, plain),
             *(float(each.detach()) for each in constant if each.numel() == 1),
         ]
-
-
-class LoopGuard(Guard):
-    """A guard of a loop that calls backward itself: a loss that isn't a mean over rows is
-    refused.
-    """
-
-    def __init__(self, weights: Any, batch: Any, rows: int, count: Callable[[], Any]) -> None:
-        super().__init__(weights.models, batch, rows=rows)
-        self._weights, self._count, self._met = weights, count, count()  # what ranks have exchanged
-        self.steps = True  # what follows the backward pass isn't noted
-
-    def judge(self, loss: torch.Tensor) -> str:
-        """RequestError for such a loss, unless the split has a part in it; a warning for one that
-        can't be judged.
-        """
-        if not self._weights.is_loops:
-            return ""
-        alone = self._count() == self._met
-        fault = (
-            super().judge(loss) if alone else "its ranks exchange figures before its backward pass"
-        )
-        if self.measured and "nan" not in fault and not self._may_count_rows():
-            raise RequestError(fault, LOOP_REMEDY)
-        if fault:
-            why = (
-                "it has a number that may be its rows, which batch.size(0) says"
-                if self.measured
-                else fault
-            )
-            warnings.warn(
-                f"A loss wasn't checked, as {why}. Is it a mean over rows (split.check)?",
-                stacklevel=4,
-            )
-        return fault
-
-    def _may_count_rows(self) -> bool:
-        """True if a factor or divisor of the loss is a multiple of its rows: the program may have
-        asked for len().
-        """
-        times = [
-            each
-            for one in self.numbers or ()
-            if one
-            for each in (one / self._rows, 1 / one / self._rows)
-        ]
-        return any(each > 0.5 and isclose(each, round(each)) for each in times)
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:

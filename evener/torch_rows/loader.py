@@ -208,6 +208,10 @@ class Loader:
         if self._ahead is not None:
             self._ahead.wait_until_full()
 
+    def rows_at_hand(self) -> list[int]:
+        """The row numbers of all ranks in the batch that was given last."""
+        return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next loop this epoch, from its first row; of an epoch whose state was just
         loaded, what is left.

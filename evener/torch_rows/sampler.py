@@ -271,6 +271,11 @@ class UnevenBatchSampler:
         first = self.position + step * self.global_batch
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
 
+    def rows_of_all(self, step: int) -> list[int]:
+        """The row numbers of all ranks in a step of the newest loop, counted from the position."""
+        first = self.position + step * self.global_batch
+        return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
+
     def rows_of_odd_tail(self) -> object:
         """Rows of the epoch's last step if they weigh the ranks differently than the other steps'
         do; else None.

@@ -17,13 +17,11 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..shares.whole_rows import bounds, even, gradient_weight, split_passes
-from ..torch_loss.guard import LOOK_AGAIN, LoopGuard
 from ..torch_rows.loader import Epoch, StepListener
 from ..torch_rows.structure import DealtBatch, address, cut_rows, tensors_in
-from .collectives import count_exchanges, is_equal_everywhere
+from .collectives import is_equal_everywhere
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
-LOOK_LASTS = 2  # batches at most: a loop may take one batch ahead of its turn
 
 
 class Part:
@@ -43,6 +41,7 @@ class Part:
         self.origin: Part | None = None  # that failed, of which it is a piece
         self.planned = rows  # of the whole pass
         self.passes: Any = None  # the Passes that yielded this part
+        self.after: Callable[[Any], None] | None = None  # called with a loss that went backward
         self.error = ""  # that the block ended with
         self._scale = scale
 
@@ -71,6 +70,8 @@ class Part:
         self._scale(loss * weight).backward()
         if self.passes is not None:
             self.passes.close()
+        if self.after is not None:
+            self.after(loss)
         if plain:
             return loss.detach() * weight
         return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
@@ -367,9 +368,6 @@ class Steps(StepListener):
 
     training: Any
     trains: bool
-    guard: LoopGuard | None = None
-    batches: int = 0
-    next_look: int = 1
 
     def compare(self, digest: int) -> None:
         """RequestError if the ranks would take rows twice, or wait for each other forever."""
@@ -390,26 +388,10 @@ class Steps(StepListener):
         if not self.trains:
             return
         weights.note_lengths(batch)
-        weights.is_loops, self.batches = not training.passes.checked, self.batches + 1
-        rows, early = sizes[training.rank], self.guard is not None and not self.guard.done
-        if (
-            self.batches >= self.next_look or not early
-        ):  # else the look goes on: the loop took its next batch early
-            if self.guard is not None:
-                self._look_away(self.guard)
-            apart = (
-                training.world > 1
-                and rows > 1
-                and not weights.equal_passes
-                and origin.loader() is not None
-            )
-            if apart and self.batches >= self.next_look:
-                self.guard, self.next_look = (
-                    LoopGuard(weights, batch, rows, count_exchanges),
-                    self.batches + LOOK_LASTS,
-                )
+        weights.is_loops = True
+        training.audits.watch_loop(batch)
         training.timer.begin(sizes)
-        if self.guard is not None:
+        if training.audits.is_due:
             training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
@@ -420,13 +402,7 @@ class Steps(StepListener):
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""
-        if self.guard is not None:
-            self._look_away(self.guard)
         if self.trains:
+            self.training.audits.close()
             self.training.timer.pause()
         self.training.weights.end(origin)
-
-    def _look_away(self, guard: LoopGuard) -> None:
-        self.next_look = LOOK_AGAIN * (self.next_look - LOOK_LASTS) if guard.done else 0
-        guard.close()
-        self.guard = None

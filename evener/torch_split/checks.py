@@ -75,19 +75,6 @@ def check_part_loss(
     return None
 
 
-def find_unchecked(training: Any, batch: Any, compute: OfPart) -> Any:
-    """The loader of a batch, if it is the first that `compute` computes, as it was given, and no
-    ranks meet in it.
-    """
-    weights, code = training.weights, getattr(compute, "__code__", type(compute))
-    taken = weights.current
-    if taken is None or code in training.computed or training.passes.meets:
-        return None
-    training.computed.add(code)
-    same = [id(each()) for each in taken.tensors] == list(map(id, tensors_in(batch)))
-    return taken.origin.loader() if same and weights.models and not weights.equal_passes else None
-
-
 def check_rows(
     loss: OfPart,
     weights: BatchWeights,

@@ -67,6 +67,7 @@ class Exchange:
         self.done: Callable[[], None] = lambda: None
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
+        self.resting = False  # what is computed now is no part of a step
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
         self._bytes = usual if bucket_bytes is None else bucket_bytes
@@ -136,6 +137,8 @@ class Exchange:
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
+        if self.resting:
+            return
         if (
             _open and torch._C._current_graph_task_id() == -1
         ):  # backward passes that ended with an error
@@ -160,7 +163,7 @@ class Exchange:
 
         def begin(_: Any) -> None:
             exchange, task = reference(), torch._C._current_graph_task_id()
-            if exchange is None:
+            if exchange is None or exchange.resting:
                 return
             if exchange._hidden_task == -1:
                 exchange.arm(sync, batch)

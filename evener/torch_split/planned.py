@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, NoReturn
@@ -26,8 +26,9 @@ from ..training.bottleneck import RankFigures, fewest_windows, find_bottleneck
 from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
+from .audits import TrainingAudits
 from .batch import OfPart, Part, make_parts, weigh_by_count
-from .checks import check_part_loss, check_rows, find_unchecked
+from .checks import check_part_loss, check_rows
 from .collectives import add_up, end_when_stuck
 from .memory import MemoryGauge
 from .noise import NoiseSampler, PassNoise, RankNoise, refuse_noise
@@ -87,7 +88,7 @@ class PlannedTraining:
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
-        self.computed: set[Any] = set()  # the code of functions that have computed a batch
+        self.audits = TrainingAudits(self)
         self.ahead = 0  # the most batches that a loader draws before their turn
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
         explain_at_exit(weakref.WeakMethod(self.passes.advise))
@@ -270,12 +271,12 @@ class PlannedTraining:
             check_rows, compute, self.weights, self.weights.models, self.device
         )
         total: Any = 0.0
-        for part in self.parts(batch, count):
+        for part in self._parts(batch, count):
             with part:
                 total = total + part.backward(compute(part))
         self.passes.check = None
-        if check and (loader := find_unchecked(self, batch, compute)) is not None:
-            self.check(loader, compute, count)
+        if check:
+            self.audits.after_step(batch, compute, count)
         return total
 
     def parts(
@@ -289,6 +290,19 @@ class PlannedTraining:
         the body is `with part:`, a part that runs out of memory comes again in smaller ones. Every
         rank calls it for every batch.
         """
+        parts = self._parts(batch, count, models)
+        try:
+            for part in parts:
+                self.audits.watch_part(part, count)
+                yield part
+            self.audits.end_parts()
+        finally:
+            parts.close()
+            self.audits.close()
+
+    def _parts(
+        self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
+    ) -> Generator[Part]:
         weights = self.weights
         taken = weights.open_parts(batch)
         rows = taken.sizes[self.rank]

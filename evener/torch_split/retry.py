@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import DeviceError, RequestError
-from ..torch_loss.measure import RandomState
+from ..torch_audit.randomness import RandomState
 from ..torch_rows.structure import each_tensor
 from ..training.retreat import PassLimit, Retreat, says_out_of_memory
 from .batch import Part

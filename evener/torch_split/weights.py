@@ -46,7 +46,8 @@ class BatchWeights(BatchTracker):
     ) -> None:
         super().__init__()
         self.shares, self.weigh = shares, weigh
-        self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
+        # whose forward passes are looked at, in the order in which they were wrapped
+        self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self._checking = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
         self._looked = False  # for tensors that no module has
@@ -147,7 +148,7 @@ class BatchWeights(BatchTracker):
         """Weigh what the exchange of a wrapped model sums; where losses are weighted, it takes
         their mean.
         """
-        self.models.add(model)
+        self.models[model] = None
         if exchange is None:
             self.timer.has_own_work = False  # nothing says when its gradients are ready
             if self.noise is not None:
@@ -188,7 +189,7 @@ class BatchWeights(BatchTracker):
 
     def follow(self, model: Any, device: torch.device) -> None:
         """Look at each of its forward passes."""
-        self.models.add(model)
+        self.models[model] = None
         watch(model, device, self.forward)
         if self.noise is not None and self.shares.world == 1:
             self._exchange_alone(model)

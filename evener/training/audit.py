@@ -48,8 +48,12 @@ REPEATS = 3  # computations of the reference that are equal but for rounding
 # rows was seen to differ by 2e-6 on a CPU (float32, two layers) and by 6e-5 on a GPU (24 layers).
 FLOORS = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 4e-2}
 SAFETY = 10.0  # a difference counts where it is as many times the largest one by rounding
+RANK_SAFETY = 100.0  # as many times a floor may ranks' gradients of the same rows differ
 SMALL = 1e-4  # of the largest gradient's size: tensors with less than that are judged by it
 SEEN_LOSS = 1e-6  # of the loss: the least by which two losses differ visibly
+
+
+LOSS = "the loss"  # its name in a sketch, where gradients can't be taken
 
 
 class Sketch(msgspec.Struct):
@@ -91,12 +95,13 @@ class GradientDifference(msgspec.Struct, frozen=True):
 
 
 def compare(
-    reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
+    reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = (), safety: float = 1.0
 ) -> GradientDifference | None:
     """The difference that is farthest above what rounding allows; None where none is above it.
 
-    Without `repeats` rounding is taken to be the floor of the tensor's type; with them it is what
-    they show as well, times SAFETY. None also where the reference itself isn't finite.
+    Without `repeats` rounding is taken to be the floor of the tensor's type, times `safety`; with
+    them it is what they show as well, times SAFETY. None also where the reference itself isn't
+    finite.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
@@ -105,7 +110,7 @@ def compare(
     worst = None
     noises = _find_noises(reference, repeats, largest)
     for name in names:
-        found = _compare_tensor(name, reference, trained, largest, noises)
+        found = _compare_tensor(name, reference, trained, largest, noises, safety)
         if found is None:
             continue
         if worst is None or found.relative / found.allowed > worst.relative / worst.allowed:
@@ -114,7 +119,12 @@ def compare(
 
 
 def _compare_tensor(
-    name: str, reference: Sketch, trained: Sketch, largest: float, noises: Mapping[str, float]
+    name: str,
+    reference: Sketch,
+    trained: Sketch,
+    largest: float,
+    noises: Mapping[str, float],
+    safety: float,
 ) -> GradientDifference | None:
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
@@ -123,7 +133,7 @@ def _compare_tensor(
     relative = _distance(reference, trained, name) / scale
     if not math.isfinite(relative):
         relative = math.inf
-    allowed = max(floor(_kind(name, reference, trained)), SAFETY * noises.get(name, 0.0))
+    allowed = max(safety * floor(_kind(name, reference, trained)), SAFETY * noises.get(name, 0.0))
     if relative <= allowed:
         return None
     return GradientDifference(name, relative, allowed, *sizes, (reference.loss, trained.loss))
@@ -177,6 +187,17 @@ def _size(sums: Sequence[float]) -> float:
     return math.sqrt(sum(each * each for each in sums) / len(sums))
 
 
+def compare_ranks(every: Sequence[Sketch]) -> GradientDifference | None:
+    """The largest difference between the gradients that ranks have computed from the same rows.
+
+    It is the weights that are alike on all ranks, so it comes from something else that the loss
+    uses. Ranks may be devices of several kinds, which round differently.
+    """
+    differences = [compare(every[0], each, safety=RANK_SAFETY) for each in every[1:]]
+    found = [each for each in differences if each is not None]
+    return max(found, key=lambda each: each.relative, default=None)
+
+
 # ------------------------------------------------------------------ when, and what follows
 
 
@@ -210,15 +231,29 @@ class Audits:
         self.step += 1
         if self.over:
             return False
-        changed = signature not in self._signatures and len(self._signatures) < MOST_CHANGES
-        if changed:
-            self._signatures.add(signature)
+        changed = self.sees(signature)
         return changed or self._confirms or is_audited(self.step)
+
+    def sees(self, signature: Hashable) -> bool:
+        """Note a signature; True if it is a new one, whose step is to be audited."""
+        if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
+            return False
+        self._signatures.add(signature)
+        return True
+
+    @property
+    def confirms(self) -> bool:
+        """True if the next step is audited to confirm a difference."""
+        return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
         """What follows from the audit of this step."""
+        return self.decide_by(difference is not None)
+
+    def decide_by(self, differs: bool) -> Action:
+        """What follows from the audit of this step, where any rank has seen a difference."""
         confirmed, self._confirms = self._confirms, False
-        if difference is None:
+        if not differs:
             return Action.GO_ON
         if self.step > EARLY and not confirmed:
             self._confirms = True
@@ -271,6 +306,13 @@ CAUSES = {
         "The loss of a batch isn't the mean of its parts' losses: it isn't a mean over rows",
         _MEAN,
     ),
+    "state": LikelyCause(
+        "Ranks compute other gradients of the same rows with the same weights: the loss uses"
+        " something that each rank has noted of its own rows, such as a running mean, a memory"
+        " bank, a baseline or a weight by earlier losses",
+        "Note it of the whole batch: by split.mean(value), split.total(value) or"
+        " split.gather(rows).",
+    ),
     "weight": LikelyCause(
         "The losses agree and their gradients don't: a part of the gradient isn't weighted by the"
         " rows",
@@ -292,21 +334,22 @@ def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
 
 
 def describe(difference: GradientDifference, cause: str, rows: Sequence[int], step: int = 1) -> str:
-    """The sentences for a difference; `rows` are those of the parts."""
-    whole = sum(rows)
-    parts = " and ".join(map(str, rows))
-    where = f"the gradient of {difference.name}" if difference.name else "the gradient"
-    amount = f"{difference.relative:.2g}" if math.isfinite(difference.relative) else "beyond number"
+    """The sentences for a difference; `rows` are those of the parts, or none if ranks differ."""
+    tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
+    compared = "on two ranks"
+    if rows:
+        parts = " and ".join(map(str, rows))
+        compared = f"from {sum(rows)} rows at once and from {parts} of them, as shares compute it,"
+    amount = f"{difference.relative:.2g}" if math.isfinite(difference.relative) else "any amount"
     text = (
-        f"In step {step}, {where} from {whole} rows at once and from {parts} of them, as shares"
-        f" compute it, differ by {amount} of its size"
+        f"{CAUSES[cause].why}. In step {step}, {tensor} {compared} differs by {amount} of its size"
         f" ({difference.reference:.4g} and {difference.trained:.4g};"
         f" rounding: up to {difference.allowed:.1g})"
     )
     first, second = difference.losses
     if math.isfinite(first) and abs(first - second) > SEEN_LOSS * abs(first):
-        text += f", and the losses are {_write_apart(first, second)}"
-    return f"{text}. {CAUSES[cause].why}."
+        text += f"; the losses are {_write_apart(first, second)}"
+    return f"{text}."
 
 
 def _write_apart(one: float, other: float) -> str:

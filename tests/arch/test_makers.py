@@ -22,6 +22,7 @@ OWN = ("devices/nvidia/", "devices/registry.py", "evener/plan/layout.py")  # the
 FRAMEWORKS = (
     "evener/torch_rows/",
     "evener/torch_shards/",
+    "evener/torch_audit/",
     "evener/torch_loss/",
     "evener/torch_split/",
     "evener/huggingface/",

@@ -178,7 +178,7 @@ def test_a_row_is_fetched_twice_without_drawing_from_the_programs_numbers() -> N
     import torch
     from torch.utils.data import ConcatDataset, Dataset, Subset
 
-    from evener.program.loops import _copy_data
+    from evener.torch_audit.rows import copy_dataset
 
     class Noisy(Dataset[float]):
         def __init__(self) -> None:
@@ -192,7 +192,7 @@ def test_a_row_is_fetched_twice_without_drawing_from_the_programs_numbers() -> N
             return float(self.numbers.random() + torch.rand((), generator=self.more))
 
     given, untouched = Noisy(), Noisy()
-    twin = _copy_data(ConcatDataset([Subset(given, [0, 1])]))
+    twin = copy_dataset(ConcatDataset([Subset(given, [0, 1])]))
     assert [twin[0], twin[1]] == [untouched[0], untouched[1]]
     assert given[0] == Noisy()[0]
 

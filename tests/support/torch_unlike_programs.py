@@ -432,7 +432,7 @@ class OwnLoss(nn.Module):
         ).sum() / weights.sum()
 
 
-@refused("it isn't a mean over rows. Write a mean over tokens")
+@refused("it isn't a mean over rows")
 def a_weighted_mean_inside_the_model(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(OwnLoss())
@@ -442,7 +442,7 @@ def a_weighted_mean_inside_the_model(shares: Shares, rows: TensorDataset) -> lis
     return weights(model)
 
 
-@refused("it isn't a mean over rows. Write a mean over tokens")
+@refused("it isn't a mean over rows")
 def advantages_centred_over_the_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
     """As PPO has them; the first batch is taken before the loop, to look at its shape."""
     split = split_by(shares)
@@ -456,7 +456,7 @@ def advantages_centred_over_the_batch(shares: Shares, rows: TensorDataset) -> li
     return weights(model)
 
 
-@refused("it isn't a mean over rows. Write a mean over tokens")
+@refused("it isn't a mean over rows")
 def weights_of_rows_in_a_loop_that_fetches_ahead(
     shares: Shares, rows: TensorDataset
 ) -> list[torch.Tensor]:
@@ -525,7 +525,7 @@ def a_target_that_moves_before_its_batch(shares: Shares, rows: TensorDataset) ->
     return weights(model, target)
 
 
-@refused("it isn't a mean over rows. For a mean over tokens")
+@refused("it isn't a mean over rows")
 def a_mean_over_some_labels_by_split_step(
     shares: Shares, rows: TensorDataset
 ) -> list[torch.Tensor]:

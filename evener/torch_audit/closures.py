@@ -1,0 +1,146 @@
+"""What a function of the program's own may change as it runs: names of its module, variables around
+it, objects that it uses. An audit runs it several times, and puts that back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+from .state import MOST_ITEMS, copy_data, put_back
+
+DEPTH = 4  # of functions that call each other, and of objects in objects
+LARGE = 64 << 20  # bytes of a tensor that isn't copied: data, not figures
+_EMPTY = object()
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+_FOREIGN = ("torch", "numpy", "evener", "transformers", "accelerate", "lightning")
+
+
+@contextmanager
+def kept_closure(function: Callable[..., Any] | None) -> Iterator[None]:
+    """Put back what `function` may change outside itself, when the block ends."""
+    kept = _Kept()
+    kept.look_at(function, DEPTH)
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+class _Kept:
+    """What was found, and what puts it back."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._names: list[tuple[dict[str, Any], str, Any]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+        self._data: list[tuple[Any, Any]] = []
+        self._states: list[Callable[[], None]] = []
+        self._memo: dict[int, Any] = {}
+
+    def look_at(self, value: Any, depth: int) -> None:
+        """Note a value, and what it refers to."""
+        if depth < 0 or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, partial):
+            for each in (value.func, *value.args, *value.keywords.values()):
+                self.look_at(each, depth)
+        elif isinstance(value, MethodType):
+            self.look_at(value.__func__, depth)
+            self.look_at(value.__self__, depth)
+        elif isinstance(value, FunctionType):
+            self._look_at_function(value, depth - 1)
+        elif isinstance(value, _GENERATORS):
+            self._states.append(_keep_generator(value))
+        elif _is_data(value) and len(value) <= MOST_ITEMS:
+            self._data.append((value, copy_data(value, self._memo, LARGE)))
+            for each in value.values() if isinstance(value, dict) else value:
+                self.look_at(each, depth - 1)
+        elif _is_own_object(value):
+            held = vars(value)
+            self._data.append((held, copy_data(held, self._memo, LARGE)))
+            for each in list(held.values()):
+                self.look_at(each, depth - 1)
+
+    def _look_at_function(self, function: FunctionType, depth: int) -> None:
+        if function.__module__ and function.__module__.partition(".")[0] in _FOREIGN:
+            return
+        for cell in function.__closure__ or ():
+            content = _read(cell)
+            self._cells.append((cell, content))
+            self._look_at_variable(content, depth)
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                self._names.append((function.__globals__, name, value))
+                self._look_at_variable(value, depth)
+
+    def _look_at_variable(self, value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            self._data.append((value, copy_data(value, self._memo, LARGE)))
+        else:
+            self.look_at(value, depth)
+
+    def put_back(self) -> None:
+        """Put back all that was noted."""
+        for data, was in self._data:
+            put_back(data, was)
+        for names, name, value in self._names:
+            if names.get(name, _EMPTY) is not value:
+                names[name] = value
+        for cell, value in self._cells:
+            if value is not _EMPTY and _read(cell) is not value:
+                cell.cell_contents = value
+        for each in self._states:
+            each()
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that a function's code may look up in its module, also in functions inside it."""
+    found = set(code.co_names)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found |= _names(each)
+    return found
+
+
+def _read(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a variable that has no value yet
+        return _EMPTY
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, dict | list | set) or type(value).__name__ == "deque"
+
+
+def _is_own_object(value: Any) -> bool:
+    """True for an object of the program's own: no module, no class, nothing of a library."""
+    if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
+        return False
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.utils.data.Dataset):
+        return False  # modules are looked after by themselves
+    origin = type(value).__module__.partition(".")[0]
+    own = origin not in _FOREIGN and origin not in sys.stdlib_module_names
+    return hasattr(value, "__dict__") and (own or origin == "__main__")
+
+
+def _keep_generator(generator: Any) -> Callable[[], None]:
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, numpy.random.RandomState):
+        legacy: Any = generator.get_state()
+        return partial(generator.set_state, legacy)
+    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
