@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TypeVar, cast
 
 import msgspec
 
@@ -22,9 +21,8 @@ from evener.system.files import new_error_file
 
 from .events import ProbeProgress, Report
 from .number_format import duration, join_words, millions, step_time
-from .probes.child_prober import ChildProber, Prober, make_prober
-from .probes.protocol import Learned
-from .request import Job, Request
+from .probes.child_prober import Prober, make_prober
+from .request import Job
 from .result.explain_failure import find_unfinished
 from .result.sentences import write_unfinished
 from .search.model.memory import Memory
@@ -53,7 +51,6 @@ ADAMW_BYTES = 16  # of a parameter in float32: itself, its gradient and two aver
 # of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the
 # rows'
 TELLING = 0.02
-Found = TypeVar("Found", Learned, Timed | None)
 
 
 class RunLength(msgspec.Struct, frozen=True):
@@ -157,35 +154,6 @@ def _lent_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[P
         yield prober
 
 
-def learn(job: Job, seconds: float) -> Request:
-    """The job's request with the noise scale that its first device measures in a short training at
-    the script's batch.
-
-    The search then starts anew. RequestError where there is none, NoLayoutError if the training
-    fails.
-    """
-    if job.simulated or job.framework != "torch" or ":" not in job.workload:
-        raise RequestError(
-            f"--learn trains a PyTorch workload of yours on real devices, and {job.workload} here "
-            f"isn't one.",
-            "Leave --learn out, or give --noise-scale.",
-        )
-    with _lent_prober(job, [0]) as prober:
-        found = _require(
-            cast(ChildProber, prober).learn(seconds, job.request.own_batch), job.devices
-        )
-    if found.scale is None:
-        if not found.batch:
-            raise RequestError(
-                "--learn trains at your script's own batch, which isn't known.", "Add --own-batch."
-            )
-        raise RequestError(
-            f"{seconds:g} s were too short for a noise scale, which takes 48 steps.",
-            "Give --learn more time.",
-        )
-    return msgspec.structs.replace(job.request, own_batch=found.batch, noise_scale=found.scale)
-
-
 def _runs(
     prober: Prober,
     layout: Layout,
@@ -232,8 +200,11 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
-def _require(seen: Found | OutOfMemory | Failed, devices: Sequence[Device]) -> Found:
-    """The finding; NoLayoutError if the batch doesn't fit or the training failed."""
+def _require(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
+    """The measurement, or None if it was stopped.
+
+    NoLayoutError if the batch doesn't fit or the training failed.
+    """
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
         where = f" on {labels}" if labels else ""

@@ -30,7 +30,7 @@ from evener.errors import DeviceError
 
 from ..events import Report
 from ..request import Job, deals_by_cost
-from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Timed, solo
+from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Timed
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
@@ -45,7 +45,7 @@ from .launch_plan import (
     runs_in_one_process,
 )
 from .measurement import Measurement, ProgressReporter, Timeouts
-from .protocol import Built, Learn, Learned, Ran, Ready, RunSteps, Stack
+from .protocol import Built, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
@@ -133,22 +133,6 @@ class ChildProber:
                 raise seen
             if seen is not None:
                 yield seen
-
-    def learn(self, seconds: float, batch: int | None) -> Learned | OutOfMemory | Failed:
-        """Measure the gradient's noise on the first device, in batches of this size; an observation
-        if that fails.
-        """
-        probe = Probe(solo(len(self._devices), 0, 1), "solo", seconds)
-        progress, stop = ProgressReporter(probe, lambda _: None, self.now), threading.Event()
-        try:
-            group = self._start(probe.layout.children, progress, stop)
-            progress.enter("measuring")
-            limit = seconds + self._timeouts.prepare
-            return cast(
-                Learned, group.call(lambda _: Learn(seconds, batch), Learned, limit, stop)[0]
-            )
-        except GroupError as error:
-            return self._failed(probe, error.root, progress.phase, 0.0)
 
     def now(self) -> float:
         """Wall seconds since the session began."""

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from evener.shares.curves import Cost, Work
-from evener.training.noise_scale import NoiseScale
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import is_user_file
 
@@ -70,20 +69,11 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
-class Learn(msgspec.Struct, frozen=True, tag=True):
-    """Train for some time, each batch in equal parts, to measure the noise of the gradient;
-    PyTorch's workloads can.
-    """
-
-    seconds: float
-    batch: int | None = None  # None: that of the user's own script
-
-
 class Rest(msgspec.Struct, frozen=True, tag=True):
     """No step follows for now: give back memory that isn't in use."""
 
 
-Command = Build | Prepare | RunSteps | Learn | Rest
+Command = Build | Prepare | RunSteps | Rest
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -119,15 +109,6 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     waited_seconds: Seconds | None = None
 
 
-class Learned(msgspec.Struct, frozen=True, tag=True):
-    """The batch that was compared, if it is known, and the noise scale, if there was time for
-    one.
-    """
-
-    batch: int | None = None
-    scale: NoiseScale | None = None
-
-
 class Rested(msgspec.Struct, frozen=True, tag=True):
     """The bytes that the child keeps of each of its devices; None: as many as at its peak, or
     unknown.
@@ -147,7 +128,7 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     traceback: str = ""
 
 
-Reply = Ready | Built | Prepared | Ran | Learned | Rested | ChildError
+Reply = Ready | Built | Prepared | Ran | Rested | ChildError
 
 command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

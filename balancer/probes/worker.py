@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import math
 import os
 import select
 import signal
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
@@ -98,8 +97,6 @@ class Worker:
                 return self._prepare(command)
             case protocol.RunSteps():
                 return self._run(command)
-            case protocol.Learn():
-                return self._learn(command)
             case protocol.Rest():
                 return protocol.Rested(tuple(self._built()[0].release_memory()) or (None,))
             case _:
@@ -180,24 +177,6 @@ class Worker:
         return protocol.Ran(
             steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work, waited
         )
-
-    def _learn(self, command: protocol.Learn) -> protocol.Learned:
-        """Train, each batch in equal parts, none larger than a pass of the user's script, and
-        compare them.
-        """
-        from evener.torch_split.noise import PassNoise  # with PyTorch
-
-        workload: Any = self._built()[0]
-        own = workload.own_batch  # RequestError where rows are only made
-        batch = command.batch or own
-        if batch is None or batch < 2:
-            return protocol.Learned()
-        parts = max(2, math.ceil(batch / (workload.recipe.pass_rows or batch)))
-        workload.prepare((batch // parts,))
-        noise, end = PassNoise(every=1), time.monotonic() + command.seconds
-        while time.monotonic() < end:
-            workload.learn(parts, noise)
-        return protocol.Learned(batch, noise.scale())
 
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True

@@ -123,14 +123,6 @@ def count_lengths() -> int:
     return 0 if recipe.data.lengths is None else len(recipe.data.lengths.tokens)
 
 
-def own_batch() -> tuple[int | None, int | None]:
-    """Of a Trainer that accumulates two batches."""
-    trainer = a_trainer()
-    trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps = 6, 2
-    recipe = find_recipe("train.py:build", trainer)
-    return (recipe.own_batch, recipe.pass_rows) if recipe else (None, None)
-
-
 def refuse(built: Any) -> str:
     try:
         return str(find_recipe("train.py:build", built))
@@ -148,7 +140,6 @@ def probe_all(folder: Path, rank: int) -> None:
         "trained turns": list_turns(a_planned_trainer, lambda trainer: trainer.train()),
         "prefetches": list_prefetches(),
         "lengths": count_lengths(),
-        "own batch": own_batch(),
         "no data": refuse(lightning_programs.Module(manual=False)),
         "by hand": refuse((lightning_programs.Module(manual=True), lightning_programs.points(8))),
         "neither": refuse((torch.nn.Linear(1, 1), Path())),
@@ -174,7 +165,6 @@ def test_its_own_steps_are_measured_or_it_is_refused(
         "rows that a trainer fetches between steps are fetched there"
     )
     assert found["lengths"] == 32
-    assert found["own batch"] == (12, 6)
     assert "without data" in found["no data"]
     assert "optimizes by hand" in found["by hand"]
     assert found["neither"] == "None"

@@ -21,7 +21,7 @@ from evener.balancer.request import Job, Request
 from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
-from evener.balancer.trials import DeviceOutlook, Outlook, dry_run, learn
+from evener.balancer.trials import DeviceOutlook, Outlook, dry_run
 from evener.errors import RequestError
 from evener.printable import align, plain, say
 
@@ -57,13 +57,6 @@ def balance(
             help="Only build and take a few steps on one device; print what fits.",
         ),
     ] = False,
-    learning: Annotated[
-        str | None,
-        LENGTH(
-            "--learn",
-            help="First train at your script's own batch this long, to measure --noise-scale: 60s.",
-        ),
-    ] = None,
     export: ExportOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -72,8 +65,6 @@ def balance(
 
     Your own model: evener help workload.
     """
-    if learning is not None:
-        request = _learn(request, learning, {"--resume": resume is not None, "--dry-run": dry_run})
     request, extend_seconds = _read_budget(request, budget, resume)
     if dry_run:
         if resume is not None or export is not None:
@@ -93,17 +84,6 @@ def balance(
     check_export(export)
     session = Session(open_run(request, resume=resume, extend_seconds=extend_seconds))
     return run_session(session, show, export, as_json)
-
-
-def _learn(request: Request, learning: str, others: dict[str, bool]) -> Request:
-    """The request with a noise scale measured now; RequestError beside options that have no use for
-    it.
-    """
-    seconds = parse_duration(learning, "--learn")
-    for option, given in (others | {"--noise-scale": request.noise_scale is not None}).items():
-        if given:
-            raise RequestError(f"--learn and {option} can't be combined.", "Give one of them.")
-    return learn(take_in(request), seconds)
 
 
 def _read_budget(

@@ -216,11 +216,9 @@ def _from_trainer(trainer: Any) -> Recipe:
     lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
     workers, pinned = trainer.args.dataloader_num_workers, trainer.args.dataloader_pin_memory
     data = _to_data(rows, collate, workers, pinned, lengths=lengths)
-    fitting = trainer.args.train_batch_size
-    own = fitting * trainer.args.gradient_accumulation_steps
     module = LossModule(trainer.model, compute)
     mixed = str(trainer.accelerator.mixed_precision)
-    return Recipe(module, optimizer, None, data, own, fitting, mixed_precision=mixed)
+    return Recipe(module, optimizer, None, data, mixed_precision=mixed)
 
 
 def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
@@ -236,8 +234,7 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
     optimizer = _first_optimizer(module.configure_optimizers())
     if optimizer is None:
         raise RequestError(f"{name}: configure_optimizers gives no optimizer.", "Return one.")
-    own = given.batch_size if isinstance(given, DataLoader) else None
-    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given), own, own)
+    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given))
 
 
 def _read_data(given: Any) -> Data:

@@ -29,7 +29,6 @@ from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch
 from evener.torch_split.batch import make_parts
 from evener.torch_split.exchange import Exchange
-from evener.torch_split.noise import PassNoise
 from evener.torch_split.own_work import GpuClock
 from evener.torch_split.ranks import fetching_threads
 from evener.torch_split.retry import Passes
@@ -56,8 +55,6 @@ class Recipe(msgspec.Struct, frozen=True):
         Callable[..., Any] | None
     )  # (outputs, targets) -> mean over the rows; None: the module returns its loss
     data: Data | None = None  # to train on; None: rows that `sample_batch` makes
-    own_batch: int | None = None  # rows of a step in the user's training, where that is known
-    pass_rows: int | None = None  # rows of a forward pass there, which surely fit
     sample_batch: SampleBatch | None = None
     mixed_precision: str = ""  # of a Trainer, as accelerate names it: no | fp16 | bf16
 
@@ -133,8 +130,6 @@ class TorchWorkload(Workload, StepListener):
         self._micro = 0  # the most rows of a pass
         self._passes = Passes(place.rank, self.device, lambda _: None)
         self._work = Work(0.0, 0.0, 0.0, 0.0)
-        self._learned: Exchange | None = None  # the gradients that a training looks at
-        self._lessons = 0  # its steps
         self._waits: Waits | None = None
         self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
         self._model: Any = (
@@ -215,32 +210,6 @@ class TorchWorkload(Workload, StepListener):
         self._scaler.step(optimizer)
         self._scaler.update()
         self._count(self._batches.works(batch), passes)
-
-    @property
-    def own_batch(self) -> int | None:
-        """Rows of a step in the user's training; None if unknown. RequestError where rows are only
-        made.
-        """
-        if self.recipe.data is None:
-            raise RequestError(
-                "Rows that sample_batch makes say nothing about learning.", "Give training_data()."
-            )
-        return self.recipe.own_batch
-
-    def learn(self, parts: int, noise: PassNoise) -> None:
-        """Take an optimizer step on the mean of some batches, whose gradients `noise` compares."""
-        assert self._batches is not None
-        if self._learned is None:
-            self._learned = Exchange(self.recipe.module, alone=True)
-            noise.attach(self._learned)
-        self.recipe.optimizer.zero_grad(set_to_none=True)
-        for _ in range(parts):
-            noise.begin((self._batches.rows,), self._lessons)
-            with self._autocast():
-                loss = self._objective(*self._batches.take())
-            (loss / parts).backward()
-        self.recipe.optimizer.step()
-        self._lessons += 1
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
         """Add what a step computed; a batch that is cut into passes was padded before."""
