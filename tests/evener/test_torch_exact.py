@@ -151,14 +151,20 @@ def one_of(ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
     """
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: ranks)
-    # others say the same
-    answer_alike = lambda every, own: every.__setitem__(slice(None), [own] * ranks)  # noqa: E731
-    monkeypatch.setattr(torch.distributed, "all_gather_object", answer_alike)
-    found = [Split(ratios=[3, 1][:ranks], global_batch=8)]
-    monkeypatch.undo()
-    yield found.pop()
-    torch.distributed.destroy_process_group()
+    try:
+        with monkeypatch.context() as several:
+            several.setattr(torch.distributed, "get_world_size", lambda *_: ranks)
+            several.setattr(torch.distributed, "all_gather", _answer_alike)
+            found = [Split(ratios=[3, 1][:ranks], global_batch=8)]
+        yield found.pop()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _answer_alike(every: list[torch.Tensor], own: torch.Tensor) -> None:
+    """An all-gather in which the other ranks send what this one does."""
+    for each in every:
+        each.copy_(own)
 
 
 @pytest.fixture
