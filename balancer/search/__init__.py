@@ -47,7 +47,7 @@ layouts of the race only if packs, placements or other knobs ran.
 
 Reading order: `search` (ask, tell, best, report), `evaluation` (what follows from the observations),
 `rows` and `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`,
-`race`, `ranking` (what to measure next, and who won), `predictions` and `evener.shares.waterfill`
+`offers`, `race`, `ranking` (who races, what to measure next, and who won), `predictions` and `evener.shares.waterfill`
 (which layouts are worth it), `observations` (the evidence), `machine_model`, `device_model`, `model/`
 (curves, memory, exchange of noisy points), `time_left` and `budget`, `decisions` (the same in words).
 

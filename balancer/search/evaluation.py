@@ -31,6 +31,7 @@ from .budget import Budget
 from .decisions import explain_nobody, explain_probe, find_doubt
 from .layouts import Candidate, LayoutOptions, same_measurement
 from .observations import SHARDED, STAGES, Observations
+from .offers import Offers
 from .race import Race
 from .ranking import Standing, center, choose_winner, throughput
 from .report import SearchReport
@@ -209,10 +210,15 @@ class Evaluation:
         return False
 
     @cached_property
-    def race(self) -> Race:
-        """The layouts that exploration and families offer, and the race between them."""
+    def offers(self) -> Offers:
+        """The layouts that exploration and families offer for the race."""
         shards = self.sharding.layouts() if self.sharding else []
-        return Race(self.options, self.devices, self.budget, shards)
+        return Offers(self.options, self.devices, self.budget, shards)
+
+    @cached_property
+    def race(self) -> Race:
+        """The race between the layouts that are offered."""
+        return Race(self.offers, self.devices, self.budget)
 
     # ------------------------------------------------------------------ who is best
 
@@ -313,11 +319,13 @@ class Evaluation:
             single=self.best_single(),
             turns={layout: self.turns(layout) for layout in layouts},
             at_rest=frozenset(layout for layout in layouts if self._seen.turns(layout)),
-            broken=tuple(race.list_broken()),
-            retreats=tuple(pair for pair in race.retreats if self._seen.turns(pair[1].layout)),
+            broken=tuple(self.offers.list_broken()),
+            retreats=tuple(
+                pair for pair in self.offers.retreats if self._seen.turns(pair[1].layout)
+            ),
             unmeasured=race.unmeasured,
             ungrown=self._ungrown,
-            packings=tuple((mode, tuple(packing.seen)) for mode, packing in race.packings),
+            packings=tuple((mode, tuple(packing.seen)) for mode, packing in self.offers.packings),
             enough_seconds=self._enough_seconds,
             mean_length=self.mean_length,
             sync_seconds=self.devices.sync_seconds,
@@ -368,7 +376,7 @@ class Evaluation:
         """The next pack in each mode whose throughput still grew when packing's part of the budget
         was spent.
         """
-        packings = [packing for _, packing in self.race.packings if packing.still_gains]
+        packings = [packing for _, packing in self.offers.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 

@@ -22,10 +22,10 @@ from .ranking import LEAST_GAIN, is_tolerable, throughput
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
-PARTS = (
-    1.0,
-    0.5,
-)  # of the tolerance: if none holds, the fastest wins, with twice the batch (hosts, tol2)
+# of the tolerance: if a batch within the first isn't good enough, one within the second is tried;
+# if
+# none is, the fastest wins, with twice the batch
+PARTS = (1.0, 0.5)
 LIKELY_SETS = 2  # of efficient devices, that are raced
 SKETCHED = 24  # points of a curve for drawing
 # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
@@ -38,8 +38,9 @@ class RowDevices(Predictions):
 
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
         """The next batch of every device alone, else the next split or device at rest."""
-        if probes := SoloStage(self, budget).next_probes():
-            return probes
+        alone = SoloStage(self, budget).next_probes()
+        if alone:
+            return alone
         probe = SplitStage(self, budget, with_splits).next_probe()
         return (probe,) if probe else ()
 
@@ -48,43 +49,52 @@ class RowDevices(Predictions):
         return None
 
     def is_training(self, layout: Layout) -> bool:
-        """A device alone in passes is no choice for a free batch: no gain over fewer passes of a
+        """True if a user may train so.
+
+        A device alone in passes is no choice for a free batch: no gain over fewer passes of a
         smaller batch.
         """
-        alone = not self.problem.all_together and (
-            self.problem.global_batch is not None or not layout.in_passes
-        )
-        return layout.traits.together or alone
+        if layout.traits.together:
+            return True
+        if self.problem.all_together:
+            return False
+        return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share; None if none of them ran
         alone.
         """
-        curves = [(self.devices[i].alone, layout.shares[i]) for i in layout.active]
-        return max((curve.seconds(share) for curve, share in curves if curve), default=None)
+        seconds = []
+        for position in layout.active:
+            curve = self.devices[position].alone
+            if curve:
+                seconds.append(curve.seconds(layout.shares[position]))
+        return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other
         layouts.
         """
         found = list(NO_CURVE * len(layout.shares))
-        for i in layout.active if layout.traits.together else ():
-            device = self.devices[i]
-            if (curve := device.in_splits) is not None:
-                most = min(
-                    device.safe, device.pass_rows or layout.global_batch, layout.global_batch
-                )
-                found[i] = cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
+        if not layout.traits.together:
+            return tuple(found)
+        batch = layout.global_batch
+        for position in layout.active:
+            device = self.devices[position]
+            if device.in_splits is not None:
+                most = min(device.safe, device.pass_rows or batch, batch)
+                rows = max(most, layout.pass_rows[position])
+                found[position] = cut_curve(device.in_splits, batch), rows
         return tuple(found)
 
     def sketch(self, position: int) -> CurveSketch:
         """A device's curve, to be drawn."""
-        device, curve = self.devices[position], self.devices[position].alone
+        device = self.devices[position]
         largest = device.wall or device.memory.ran or None
         points: tuple[tuple[int, float], ...] = ()
-        if curve and largest:
+        if device.alone and largest:
             sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
-            points = tuple((size, curve.seconds(size)) for size in sizes)
+            points = tuple((size, device.alone.seconds(size)) for size in sizes)
         return CurveSketch(position, points, largest, device.memory.failed)
 
     # ------------------------------------------------------------------ one device
@@ -94,14 +104,14 @@ class RowDevices(Predictions):
         its best one.
         """
         ranked = self._singles_by_rate()
-        best = next(
-            (layout for layout in ranked if self.seen.broken(layout) is None),
-            ranked[0] if ranked else None,
-        )
-        if best is None:
+        if not ranked:
             return []
+        whole = [layout for layout in ranked if self.seen.broken(layout) is None]
+        best = (whole or ranked)[0]
         at_once = layout_of(best.shares)
-        return [best] if best == at_once or not self.surely_hold(at_once) else [best, at_once]
+        if best == at_once or not self.surely_hold(at_once):
+            return [best]
+        return [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
         """The devices alone, the fastest first: those that safely hold the fixed batch, at once or
@@ -109,15 +119,15 @@ class RowDevices(Predictions):
 
         Of a free batch every one that exploration measured and that still fits.
         """
-        batch, devices = self.problem.global_batch, self.problem.devices
+        batch = self.problem.global_batch
         if batch is None:
             ran = [one for one in self.seen.timed("solo", "rest") if not one.probe.layout.in_passes]
             fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
             return list(dict.fromkeys(one.probe.layout for one in fit))
+        devices = self.problem.devices
         layouts = [self.lay_out_safely(solo(devices, i, batch).shares) for i in self.live]
-        return sorted(
-            filter(None, layouts), key=lambda layout: -self.single_rate(layout, contended=False)
-        )
+        fitting = [layout for layout in layouts if layout]
+        return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
         """Samples/s of a device alone, measured at rest, else in the solo stage if `contended`
@@ -125,9 +135,9 @@ class RowDevices(Predictions):
 
         A prediction is the same for indistinguishable devices.
         """
-        timed = self.seen.timed_in(layout, "rest") or (
-            self.seen.timed_in(layout, "solo") if contended else []
-        )
+        timed = self.seen.timed_in(layout, "rest")
+        if not timed and contended:
+            timed = self.seen.timed_in(layout, "solo")
         return max((one.samples_per_second for one in timed), default=self.predicted_rate(layout))
 
     def efficient(self) -> list[Layout]:
@@ -142,11 +152,9 @@ class RowDevices(Predictions):
         """The best splits over fewer than all devices, of those that are fast enough; none before
         any cost is known.
         """
-        if not (
-            costs := find_objective(self.problem.objective).costs(
-                self.seen.timed(), self.problem.devices
-            )
-        ):
+        objective = find_objective(self.problem.objective)
+        costs = objective.costs(self.seen.timed(), self.problem.devices)
+        if not costs:
             return []
 
         def value(one: Allocation) -> float:
@@ -156,17 +164,25 @@ class RowDevices(Predictions):
 
         tops = [one.samples_per_second for one in (self.fastest_split, self.fastest_single) if one]
         least = (1 - self.problem.max_slowdown) * max(tops, default=0.0)
-        splits = filter(None, map(self.split_over, self._sets(costs)))
+        splits = [one for one in map(self.split_over, self._sets(costs)) if one]
         enough = [one for one in splits if one.samples_per_second >= least]
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
+        """Sets of fewer than all devices, of which one may be the most efficient."""
         counts = range(2, len(self.live))
         if len(self.live) <= MOST_TO_COMBINE:
-            return (group for count in counts for group in combinations(self.live, count))
-        rates = {i: one.samples_per_second for i in self.live if (one := self.single(i))}
-        order = sorted(self.live, key=lambda i: -rates.get(i, 0.0) / max(1.0, costs[i][0]))
-        return (tuple(order[:count]) for count in counts)
+            for count in counts:
+                yield from combinations(self.live, count)
+            return
+        rates = dict.fromkeys(self.live, 0.0)
+        for position in self.live:
+            alone = self.single(position)
+            if alone:
+                rates[position] = alone.samples_per_second
+        order = sorted(self.live, key=lambda i: -rates[i] / max(1.0, costs[i][0]))
+        for count in counts:
+            yield tuple(order[:count])
 
     # ------------------------------------------------------------------ several devices
 
@@ -204,14 +220,12 @@ class RowDevices(Predictions):
         """Predicted splits that should be faster than the chosen one, or as good with another
         global batch.
         """
-        fastest = self.fastest_split
         found = list(self._smaller(chosen))
-        if fastest and fastest.samples_per_second > self.predicted_rate(chosen) * (1 + LEAST_GAIN):
-            found.append(
-                self._as_raced(
-                    self.layout(fastest), [one.probe.layout for one in self.seen.timed_race()]
-                )
-            )
+        fastest = self.fastest_split
+        least = self.predicted_rate(chosen) * (1 + LEAST_GAIN)
+        if fastest and fastest.samples_per_second > least:
+            raced = [one.probe.layout for one in self.seen.timed_race()]
+            found.append(self._as_raced(self.layout(fastest), raced))
         return [layout for layout in found if self.surely_hold(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
@@ -220,8 +234,9 @@ class RowDevices(Predictions):
 
         Where exploration has measured the smallest good batch, another one like it isn't worth a
         race. Once a check has confirmed a good one, none is: of more and more near the tolerance's
-        edge one was lucky (recorded maxer).
+        edge one was lucky.
         """
+        tolerance = self.problem.tolerance
         ran = {one.probe.layout for one in (*self.seen.timed_race(), *self.at_rest.values())}
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)
@@ -230,12 +245,10 @@ class RowDevices(Predictions):
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
             layout = self._as_raced(self.layout(wanted), turns)
-            if layout not in turns and (
-                good := self._smallest_within(turns, leader, layout.global_batch)
-            ):
-                layout = good
+            if layout not in turns:
+                layout = self._smallest_within(turns, leader, layout.global_batch) or layout
             yield layout
-            if layout not in turns or is_tolerable(turns[layout], leader, self.problem.tolerance):
+            if layout not in turns or is_tolerable(turns[layout], leader, tolerance):
                 return
 
     def _smallest_within(
@@ -245,23 +258,24 @@ class RowDevices(Predictions):
         if none ran.
         """
         checked = {one.probe.layout for one in self.seen.in_stage("check")}
-        enough = (
-            one
-            for one, taken in turns.items()
-            if is_tolerable(taken, leader, self.problem.tolerance)
-        )
-        found = [one for one in enough if one.global_batch <= most or one in checked]
+        found = []
+        for layout, taken in turns.items():
+            wanted = layout.global_batch <= most or layout in checked
+            if wanted and is_tolerable(taken, leader, self.problem.tolerance):
+                found.append(layout)
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
         """The layout, or the nearest that ran if its shares are one point of every curve with the
         layout's.
         """
-        near = (one for one in raced if same_measurement(one, layout, SAME_BATCH))
+        near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
-        return min(
-            near, key=lambda one: (abs(one.global_batch - batch), one.shares), default=layout
-        )
+
+        def distance(one: Layout) -> tuple[int, tuple[int, ...]]:
+            return abs(one.global_batch - batch), one.shares
+
+        return min(near, key=distance, default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """The even split over all live devices; with `scaling` also over 2, 4, ... of the
@@ -269,11 +283,8 @@ class RowDevices(Predictions):
         """
         order = sorted(self.live, key=lambda i: -self.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
-        found = [
-            self._even(tuple(sorted(order[:count])), splits, scaling)
-            for count in counts
-            if count > 1
-        ]
+        sets = [tuple(sorted(order[:count])) for count in counts if count > 1]
+        found = [self._even(positions, splits, scaling) for positions in sets]
         return [layout for layout in found if layout is not None]
 
     def _even(
@@ -286,26 +297,27 @@ class RowDevices(Predictions):
         best batches alone. If that doesn't fit, as many rows as surely do; with `whole`, the fixed
         batch or nothing.
         """
-        count, quantum, fixed = len(positions), self.quantum, self.problem.global_batch
-        batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
+        count = len(positions)
+        quantum = self.quantum
+        fixed = self.problem.global_batch
+        wanted = fixed or self._even_batch(positions, splits)
+        batch = max(wanted // quantum, count) * quantum
         even = split_evenly(self.problem.devices, positions, batch, quantum)
         safe = min(self.devices[i].safe for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
-        if fixed and (layout := self.lay_out_safely(even.shares)):
-            return layout
-        return (
-            None
-            if whole and fixed
-            else split_evenly(self.problem.devices, positions, safe * count, quantum)
-        )
+        if fixed:
+            in_passes = self.lay_out_safely(even.shares)
+            if in_passes or whole:
+                return in_passes
+        return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
+        """The batch of an even split over some devices, where the request leaves it free."""
         count = len(positions)
         if splits:
             return splits[0].global_batch * count // len(self.live)
-        best = {
-            layout.active[0]: layout.global_batch for layout in reversed(self._singles_by_rate())
-        }
-        each = min((best[i] for i in positions if i in best), default=0) * count
-        return min(each, self.problem.max_global_batch or each)
+        singles = reversed(self._singles_by_rate())
+        best = {layout.active[0]: layout.global_batch for layout in singles}
+        batch = min((best[i] for i in positions if i in best), default=0) * count
+        return min(batch, self.problem.max_global_batch or batch)

@@ -96,33 +96,40 @@ class Sharding:
         limits = [limit for limit in problem.memory_bytes if limit is not None]
         if len(limits) < problem.devices:
             return (1 / problem.devices,) * problem.devices
-        full = sum(
-            isinstance(one, OutOfMemory) and one.probe.layout.traits.together for one in self._seen
-        )
-        free = (1 - HEADROOM * 2.0**times for times in range(full, -3, -1))
-        found = (share_state([part * limit for limit in limits], needs, problem) for part in free)
-        return next((parts for parts in found if parts), None)
+        for times in range(self._failures, -3, -1):
+            free = 1 - HEADROOM * 2.0**times
+            parts = share_state([free * limit for limit in limits], needs, problem)
+            if parts:
+                return parts
+        return None
+
+    @property
+    def _failures(self) -> int:
+        """The number of whole steps that ran out of memory."""
+        full = [one for one in self._seen if isinstance(one, OutOfMemory)]
+        return sum(one.probe.layout.traits.together for one in full)
 
     @property
     def _needs(self) -> list[Need]:
-        """The need of each device that ran alone, by its first two measurements."""
-        alone = [
-            one
-            for one in self._seen
-            if isinstance(one, Timed) and not one.probe.layout.traits.together
-        ]
+        """The need of each device that ran alone, by its first two measurements.
+
+        Later ones don't count: parts of the state don't move once a step was measured with them.
+        """
         first = Observations(self._problem)
         for position in range(self._problem.devices):
-            own = sorted(
-                (one for one in alone if one.probe.layout.shares[position]),
-                key=lambda one: one.probe.turn,
-            )
-            for one in own[
-                :FEWEST_SIZES
-            ]:  # parts of state don't move once a step was measured with them
+            for one in self._alone(position)[:FEWEST_SIZES]:
                 first.add(self._as_rows(one))
         devices = (read_device(first, position) for position in range(self._problem.devices))
         return [self._need(device) for device in devices if device.alone]
+
+    def _alone(self, position: int) -> list[Timed]:
+        """The measurements of a device alone, the first turn first."""
+        found = []
+        for one in self._seen:
+            layout = one.probe.layout
+            if isinstance(one, Timed) and not layout.traits.together and layout.shares[position]:
+                found.append(one)
+        return sorted(found, key=lambda one: one.probe.turn)
 
     def _need(self, device: DeviceEvidence) -> Need:
         gathered, memory = self._state.gathered_bytes, device.memory
@@ -155,23 +162,25 @@ class Sharding:
 
     def _as_rows(self, one: Observation) -> Observation:
         """An observation as if each device held the model, without the state that it held."""
-        layout, stage = one.probe.layout, "split" if one.probe.layout.traits.together else "solo"
+        layout = one.probe.layout
         probe = msgspec.structs.replace(
-            one.probe, layout=layout_of(layout.shares, layout.micro), stage=stage
+            one.probe,
+            layout=layout_of(layout.shares, layout.micro),
+            stage="split" if layout.traits.together else "solo",
         )
         if not isinstance(one, Timed):
             return msgspec.structs.replace(one, probe=probe)
         held = layout.state or (MEASURED_PART,) * len(layout.shares)
-        return msgspec.structs.replace(
-            one, probe=probe, memory_bytes=self._without_state(one.memory_bytes, held)
-        )
+        memory = self._without_state(one.memory_bytes, held)
+        return msgspec.structs.replace(one, probe=probe, memory_bytes=memory)
 
     def _as_sharded(self, probe: Probe) -> Probe:
-        if probe.layout.traits.together:
-            return msgspec.structs.replace(probe, layout=self._shard(probe.layout), stage="shard")
-        return msgspec.structs.replace(
-            probe, layout=msgspec.structs.replace(probe.layout, kind="part"), stage="part"
-        )
+        """The probe of rows as one of a sharded training."""
+        layout = probe.layout
+        if layout.traits.together:
+            return msgspec.structs.replace(probe, layout=self._shard(layout), stage="shard")
+        part = msgspec.structs.replace(layout, kind="part")
+        return msgspec.structs.replace(probe, layout=part, stage="part")
 
     def _shard(self, layout: Layout) -> Layout:
         return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())
@@ -187,28 +196,34 @@ def share_state(
     several passes do.
     """
     assert problem.state is not None
-    state, speed = problem.state.state_bytes, sum(need.rate for need in needs)
+    state = problem.state.state_bytes
+    speed = sum(need.rate for need in needs)
     whole = state / (state + problem.state.step_bytes)  # the optimizer's step has no unit gathered
 
     def leave(batch: float) -> list[float]:
-        rows = [max(problem.multiple_of, batch * need.rate / speed) for need in needs]
-        free = [limit - need.base_bytes for limit, need in zip(limits, needs, strict=True)]
-        return [
-            min(size - need.row_bytes * count, limit * whole)
-            for size, need, count, limit in zip(free, needs, rows, limits, strict=True)
-        ]
+        """The bytes that each device's rows of a batch leave for state."""
+        left = []
+        for limit, need in zip(limits, needs, strict=True):
+            rows = max(problem.multiple_of, batch * need.rate / speed)
+            left.append(min(limit - need.base_bytes - need.row_bytes * rows, limit * whole))
+        return left
 
     def is_short(batch: float) -> bool:
-        return min(leave(batch)) <= 0 or sum(leave(batch)) < state
+        left = leave(batch)
+        return min(left) <= 0 or sum(left) < state
 
-    low, high = 0.0, float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
+    low = 0.0
+    high = float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
     if is_short(low):
         return None
     if not is_short(high):
         low = high
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if is_short(middle) else (middle, high)
+        if is_short(middle):
+            high = middle
+        else:
+            low = middle
     left = leave(low)
     parts = [round(size / sum(left), DIGITS) for size in left]
     return (*parts[:-1], round(1 - sum(parts[:-1]), DIGITS))

@@ -41,11 +41,13 @@ class TextDevices(TextModel):
         """The next passes of every device alone, else the next global batch on each, else the next
         split.
         """
-        return (
-            self._next_alone({i: self._next_passes(i, budget) for i in self.live}, budget)
-            or self._next_alone({i: self._next_whole(i) for i in self.able}, budget)
-            or (self._next_split(budget) if with_splits else ())
-        )
+        passes = {i: self._next_passes(i, budget) for i in self.live}
+        probes = self._next_alone(passes, budget)
+        if not probes:
+            probes = self._next_alone({i: self._next_whole(i) for i in self.able}, budget)
+        if not probes and with_splits:
+            probes = self._next_split(budget)
+        return probes
 
     def why_none(self) -> End | None:
         """Why no device can train; None if one holds the longest row."""
@@ -67,14 +69,12 @@ class TextDevices(TextModel):
 
     def singles(self) -> list[Layout]:
         """The global batch on the device that takes the least time for it alone."""
-        ran = {
-            one.probe.layout.active: one.probe.layout
-            for one in self.seen.timed("solo")
-            if one.probe.layout.costs
-        }
-        layouts = [
-            ran.get((i,)) or self.layout((i,), self.batch) for i in self.able if self.can_hold((i,))
-        ]
+        ran = {}
+        for seen in self.seen.timed("solo"):
+            if seen.probe.layout.costs:
+                ran[seen.probe.layout.active] = seen.probe.layout
+        holding = [i for i in self.able if self.can_hold((i,))]
+        layouts = [ran.get((i,)) or self.layout((i,), self.batch) for i in holding]
         whole = [layout for layout in layouts if self.seen.broken(layout) is None]
         return sorted(whole, key=self.predicted_rate, reverse=True)[:1]
 
@@ -90,22 +90,20 @@ class TextDevices(TextModel):
 
         A training without a plan does the same.
         """
-        devices, longest, split = (
-            self.problem.devices,
-            self.problem.lengths[-1],
-            next(iter(splits), None),
-        )
-        even = (
-            split_evenly(devices, split.active, split.global_batch, self.quantum) if split else None
-        )
+        if not splits:
+            return []
+        split = splits[0]
+        devices = self.problem.devices
+        even = split_evenly(devices, split.active, split.global_batch, self.quantum)
         if even is None:
             return []
-        most = (
-            wall // longest if wall else share
-            for share, wall in zip(even.shares, self.walls, strict=True)
-        )
-        rows = tuple(map(min, even.shares, most))
-        return [layout_of(even.shares, rows)] if all(rows[i] for i in even.active) else []
+        longest = self.problem.lengths[-1]
+        rows = []
+        for share, wall in zip(even.shares, self.walls, strict=True):
+            rows.append(min(share, wall // longest) if wall else share)
+        if not all(rows[i] for i in even.active):
+            return []
+        return [layout_of(even.shares, tuple(rows))]
 
     # ------------------------------------------------------------------ exploration
 
@@ -114,50 +112,51 @@ class TextDevices(TextModel):
         all of them.
         """
         layouts = {i: layout for i, layout in wanted.items() if layout}
-        ends_with: Stage = (
-            "solo" if all(self.alone[i] for i in wanted) else "race"
-        )  # no plan without costs
+        costs_known = all(self.alone[i] for i in wanted)
+        ends_with: Stage = "solo" if costs_known else "race"  # no plan without costs
         if not all(budget.affords(layout, ends_with) for layout in layouts.values()):
             return ()
         turn = 1 + max((len(self.tried_alone(i)) for i in layouts), default=0)
-        seconds = ((layout, budget.probe_seconds(layout, "solo")) for layout in layouts.values())
-        return tuple(
-            Probe(one, "solo", min(most, PASS_SECONDS) if one.length else most, turn)
-            for one, most in seconds
-        )
+        probes = []
+        for layout in layouts.values():
+            seconds = budget.probe_seconds(layout, "solo")
+            if layout.length:
+                seconds = min(seconds, PASS_SECONDS)
+            probes.append(Probe(layout, "solo", seconds, turn))
+        return tuple(probes)
 
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int, budget: Budget) -> Layout | None:
+        """The next passes of rows of one length on a device; None when its cost is known."""
         tried = [seen.probe.layout for seen in self.tried_alone(position)]
-        return next(
-            (
-                layout
-                for layout in self._passes(position, budget.time.longest_step())
-                if layout not in tried
-            ),
-            None,
-        )
+        for layout in self._passes(position, budget.time.longest_step()):
+            if layout not in tried:
+                return layout
+        return None
 
     def _passes(self, position: int, longest_step: float) -> Iterator[Layout]:
-        middle, longest = self._quantile(MIDDLE), self.problem.lengths[-1]
+        """The passes of rows of one length that make a device's cost, in their order."""
+        middle = self._quantile(MIDDLE)
+        longest = self.problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
         yield self._same_length(position, middle, tokens)
-        while self._worth_growing(position, longest, tokens := tokens * WIDE, longest_step):
+        tokens *= WIDE
+        while self._worth_growing(position, longest, tokens, longest_step):
             yield self._same_length(position, longest, tokens)
+            tokens *= WIDE
         largest = max((longest, *self.single_passes(position)))
-        yield self._same_length(
-            position, self._quantile(SHORT), max(largest // WIDE, longest), MOST_PASSES
-        )
+        short = self._quantile(SHORT)
+        yield self._same_length(position, short, max(largest // WIDE, longest), MOST_PASSES)
         for length in (longest, middle, self._quantile(LONG)):
             yield self._same_length(position, length, largest)
 
     def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
+        """As many rows of one length as these tokens are, in each of some passes, on a device."""
         most = self.problem.global_batch or self.problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
-        return msgspec.structs.replace(
-            solo(self.problem.devices, position, rows * passes, rows), length=length
-        )
+        layout = solo(self.problem.devices, position, rows * passes, rows)
+        return msgspec.structs.replace(layout, length=length)
 
     def _quantile(self, part: float) -> int:
         lengths = self.problem.lengths
@@ -189,13 +188,12 @@ class TextDevices(TextModel):
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [one.probe.layout for one in self.seen.in_stage("split") if one.probe.layout.costs]
         layout = self.best_split if len(tried) < MOST_TURNS else None
-        if layout is None or any(
-            one.tokens == layout.tokens and same_measurement(one, layout) for one in tried
-        ):
+        if layout is None:
             return ()
-        affordable = budget.affords(layout, "split" if self.splits else "race")
-        return (
-            (Probe(layout, "split", budget.probe_seconds(layout, "split"), len(tried)),)
-            if affordable
-            else ()
-        )
+        for one in tried:
+            if one.tokens == layout.tokens and same_measurement(one, layout):
+                return ()
+        if not budget.affords(layout, "split" if self.splits else "race"):
+            return ()
+        seconds = budget.probe_seconds(layout, "split")
+        return (Probe(layout, "split", seconds, len(tried)),)

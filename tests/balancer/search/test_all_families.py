@@ -77,7 +77,7 @@ def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> 
     search = run(
         machine(device("A", 40.0), early), LayoutOptions(("even",), scaling=False), batch=None
     )
-    (even,) = search.evaluation.race.all
+    (even,) = search.evaluation.offers.candidates
     assert 100 <= even.layout.shares[0] == even.layout.shares[1] <= 600
 
 
@@ -197,7 +197,7 @@ def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
     assert [
         (c.layout.placement, type(seen).__name__)
-        for c, seen in search.evaluation.race.list_broken()
+        for c, seen in search.evaluation.offers.list_broken()
     ] == [("unknown", "Failed")]
     assert {one.candidate.family.name for one in search.evaluation.ranking()} >= {
         "solo",

@@ -239,7 +239,9 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
     assert budget < enough < 200
     again, _ = packed(enough, start, *modes)
     tried = [
-        seen.probe.layout for _, packing in again.evaluation.race.packings for seen in packing.seen
+        seen.probe.layout
+        for _, packing in again.evaluation.offers.packings
+        for seen in packing.seen
     ]
     larger = [one.layout for one in reported(search).ungrown]
     assert larger
@@ -270,7 +272,7 @@ def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: floa
     """Their children are started once, with as many trainings as ran best."""
     search, prober = packed(budget, 2.0, "", "logical")
     best = max(
-        dict(search.evaluation.race.packings)[""].seen,
+        dict(search.evaluation.offers.packings)[""].seen,
         key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0,
     )
     sizes = {
@@ -334,7 +336,7 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
         if one.candidate.layout.placement == "towers"
     ]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
-    assert found.evaluation.race.list_broken() == []
+    assert found.evaluation.offers.list_broken() == []
     (retreat,) = find_retreats(reported(found), 2)
     assert retreat.name == "place towers"
     assert retreat.wished != retreat.instead
@@ -351,7 +353,7 @@ def test_a_batch_that_is_given_does_not_shrink() -> None:
     prober.full = {towers}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
     found = prober.run(Search(Problem(2, sizes, global_batch=64), ALL))
-    assert [candidate.layout for candidate, _ in found.evaluation.race.list_broken()] == [towers]
+    assert [candidate.layout for candidate, _ in found.evaluation.offers.list_broken()] == [towers]
 
 
 @pytest.mark.parametrize("budget", [40.0, 100.0, None])

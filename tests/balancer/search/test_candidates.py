@@ -40,7 +40,7 @@ def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, lis
     """The layouts of a whole race, by family."""
     search = run_search(Search(bench.problem(**problem), options), bench.measure)
     found: dict[str, list[Layout]] = {}
-    for one in search.evaluation.race.all:
+    for one in search.evaluation.offers.candidates:
         found.setdefault(one.family.name, []).append(one.layout)
     return found
 
@@ -133,10 +133,14 @@ def test_a_family_s_further_candidates_are_extra() -> None:
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
     search = run_search(Search(three.problem(), LayoutOptions(("solo", "split"))), three.measure)
     for family, most in (("split", 2 + len(PARTS)), ("solo", 1)):
-        extra = [one.extra for one in search.evaluation.race.all if one.family.name == family]
+        extra = [
+            one.extra for one in search.evaluation.offers.candidates if one.family.name == family
+        ]
         assert extra == [i > 0 for i in range(len(extra))]
         assert len(extra) <= most
-    assert len([one for one in search.evaluation.race.all if one.family.name == "split"]) > 1
+    assert (
+        len([one for one in search.evaluation.offers.candidates if one.family.name == "split"]) > 1
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -185,13 +189,15 @@ def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
         Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)),
         FOUR.measure,
     )
-    (fastest,) = [one.layout for one in search.evaluation.race.all if one.family.name == "split"]
+    (fastest,) = [
+        one.layout for one in search.evaluation.offers.candidates if one.family.name == "split"
+    ]
     slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
     for seen in FOUR.measure([slow]):
         search.tell(seen)
-    assert [one.layout for one in search.evaluation.race.all if one.family.name == "split"] == [
-        fastest
-    ]
+    assert [
+        one.layout for one in search.evaluation.offers.candidates if one.family.name == "split"
+    ] == [fastest]
     assert fastest.shares[0] > fastest.shares[3]
 
 
@@ -207,4 +213,4 @@ def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_t
                     Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0
                 )
             )
-    assert search.evaluation.race.common_batch == 4
+    assert search.evaluation.offers.common_batch == 4

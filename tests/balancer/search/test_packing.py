@@ -43,7 +43,7 @@ def logical(search: Search) -> list[int]:
     """How many trainings the logical packs of the race have."""
     return [
         one.layout.processes
-        for one in search.evaluation.race.all
+        for one in search.evaluation.offers.candidates
         if one.layout.placement == "logical"
     ]
 
@@ -113,7 +113,7 @@ def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
             tried += [(size, rows)] if size > 1 and probe.stage == "pack" else []
             (seen,) = ONE.measure([probe])
             search.tell(seen if size * rows <= 3000 else OutOfMemory(probe, (0,), "full", 1.0))
-    most = search.evaluation.race.singles[0].global_batch
+    most = search.evaluation.offers.singles[0].global_batch
     assert [rows for size, rows in tried if size == 2] == [
         most,
         int(0.7 * most),
@@ -172,7 +172,7 @@ def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
     """Not one on which a larger pack failed: there, that is how the largest was found."""
     layouts: list[Layout] = [
         one.layout
-        for one, _ in searched(runs).evaluation.race.list_broken()
+        for one, _ in searched(runs).evaluation.offers.list_broken()
         if one.layout.placement == ""
     ]
     assert [layout.processes for layout in layouts] == named

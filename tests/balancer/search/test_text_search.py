@@ -178,8 +178,8 @@ def test_a_device_that_can_not_hold_the_longest_row_leaves_the_others_to_train()
 def test_a_placement_trains_by_rows_and_has_no_batch_where_they_go_by_cost() -> None:
     options = LayoutOptions(placements=(Placement("towers"),))
     search, _ = TextMachine((FAST, SLOW)).searched(options, global_batch=64)
-    assert "place" not in {one.layout.kind for one in search.evaluation.race.all}
-    assert search.evaluation.race.common_batch is None
+    assert "place" not in {one.layout.kind for one in search.evaluation.offers.candidates}
+    assert search.evaluation.offers.common_batch is None
 
 
 def test_one_device_trains_by_cost_too() -> None:
@@ -202,8 +202,8 @@ def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
         again.tell(one)
     assert again.best() == search.best()
     assert again.why_stopped() == search.why_stopped()
-    assert [one.layout for one in again.evaluation.race.all] == [
-        one.layout for one in search.evaluation.race.all
+    assert [one.layout for one in again.evaluation.offers.candidates] == [
+        one.layout for one in search.evaluation.offers.candidates
     ]
 
 
