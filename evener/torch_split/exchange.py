@@ -65,7 +65,7 @@ class Exchange:
         self.ready: Callable[[], None] = lambda: None
         self.sent: Callable[[], None] = lambda: None
         self.done: Callable[[], None] = lambda: None
-        self.noise: Any = None  # a NoiseSampler, which sees what is summed
+        self.noise: Any = None  # a RankNoise, which sees what is summed
         self.number = 0  # of the batch in its epoch
         self.resting = False  # what is computed now is no part of a step
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
@@ -367,16 +367,12 @@ class Exchange:
 
     # ------------------------------------------------------------------ a pass that failed
 
-    def open(self, dependent: bool, rows: int) -> None:
-        """Prepare for the backward pass of these rows, 0 if it is another one of the same;
-        `dependent` as in Held.
-        """
+    def open(self, dependent: bool) -> None:
+        """Prepare for a backward pass; `dependent` as in Held."""
         self._arrived.clear()
         self._armed, self._came = self.alone, set()
         self.held.open(dependent)
         self._listen()
-        if self.alone and self.noise is not None and rows:
-            self.noise.expect(rows)
 
     def close(self) -> None:
         """Finish after the backward pass."""
@@ -385,8 +381,6 @@ class Exchange:
             self._note_arrived()
             self.held.merge()
             self.held.close()
-            if self.noise is not None:
-                self.noise.take_sum()
 
     def has_gradients(self) -> bool:
         """True if a parameter has one."""
@@ -399,8 +393,6 @@ class Exchange:
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
-        if self.alone and self.noise is not None:
-            self.noise.leave_out()
         self._armed = False
 
 

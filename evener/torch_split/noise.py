@@ -1,18 +1,14 @@
-"""Samples of a training's noise scale, taken as gradients are summed anyway: over ranks, or over
-the passes of a step.
+"""Samples of a training's noise scale, taken as ranks sum their gradients anyway.
 
-In one of EVERY steps the squared norm of each part of the gradient is taken, and beside it that of
-their sum, before anything is clipped. Parts are the ranks' own gradients, or of one process the
-passes of a step. The device isn't waited for: a sample is read once it is there. Weights aren't
-touched.
+In one of EVERY steps each rank takes the squared norm of its own gradient, and beside it that of
+their sum, before anything is clipped. The device isn't waited for: a sample is read once it is
+there. Weights aren't touched.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,67 +19,33 @@ from ..training.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, sep
 from .buckets import Bucket, HostCopy
 from .collectives import note_own
 
-_Sample = tuple[
-    tuple[int, ...], HostCopy
-]  # rows of each part; the sum of squares, and the square of the sum
+# rows of each rank; the sum of their squared norms, and the squared norm of the sum
+_Sample = tuple[tuple[int, ...], HostCopy]
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
 
 
-class NoiseSampler:
-    """Takes the noise scale of one model's gradient, in rows; equal on all ranks.
+class RankNoise:
+    """Takes the noise scale of one model's gradient, in rows, by comparing the ranks' own; equal on
+    all ranks.
 
     `begin` is called for each batch with the rows of each rank, none if they aren't known, after
-    this many updates of the weights.
+    this many updates of the weights. `note` is called with the batch that a backward pass is of,
+    where that is known: a loop may get a batch before it has trained the last one.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
+        self.window = window or NoiseWindow()
+        self.every = every
         self.steps = 0  # sums of gradients
         self.accumulated = 1  # batches of these rows that `begin` stands for
-        self.window, self.every = window or NoiseWindow(), every
         self._batch = 0  # rows of the last one that was looked at
-        self._exchange: Callable[[], Any] = lambda: None
         self._pending: deque[_Sample] = deque()
-
-    def attach(self, exchange: Any) -> None:
-        """Look at the gradients of this exchange."""
-        exchange.noise, self._exchange = self, weakref.ref(exchange)
-
-    def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch."""
-        raise NotImplementedError
-
-    def scale(self) -> NoiseScale | None:
-        """The noise scale by the samples that the device has computed; None before there are
-        enough.
-        """
-        while self._pending and self._pending[0][1].is_there():
-            sizes, figures = self._pending.popleft()
-            self.window.add(separate(sizes, *figures.read()))
-        return self.window.scale()
-
-    def describe(self) -> str:
-        """A sentence of the noise scale beside the last batch; empty before there is one."""
-        found = self.scale()
-        return "" if found is None else describe(found, self._batch, self.steps)
-
-
-class RankNoise(NoiseSampler):
-    """Compares the ranks' own gradients.
-
-    `note` is called with the batch that a backward pass is of, where that is known: a loop may get
-    a batch before it has trained the last one.
-    """
-
-    def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
-        super().__init__(window, every)
-        self._begun: list[
-            tuple[int, ...]
-        ] = []  # rows of each rank in the batches since the last sum
-        self._noted: list[Any] = []  # the batches themselves
-        self._updates, self._summed_at = (
-            0,
-            -1,
-        )  # of the weights, by the last batch, and at the last sum
+        # rows of each rank in the batches since the last sum, and the batches themselves
+        self._begun: list[tuple[int, ...]] = []
+        self._noted: list[Any] = []
+        # updates of the weights by the last batch, and at the last sum
+        self._updates = 0
+        self._summed_at = -1
         self._own: list[torch.Tensor] = []  # norms of the buckets that were sent
         self._sum: Any = None  # under way: the work, with what it sums
         self._sample: _Sample | None = None  # of a batch that may not be over
@@ -128,9 +90,26 @@ class RankNoise(NoiseSampler):
             whole = _add_squares([_norm(bucket.gradients) for bucket in buckets])
             self._batch = sum(self._rows())
             self._sample = self._rows(), HostCopy(torch.cat([weighted, whole.to(weighted.device)]))
-        self._own, self._sum, self._begun, self._noted = [], None, [], []
+        self._own = []
+        self._sum = None
+        self._begun = []
+        self._noted = []
         self._summed_at = self._updates
         self.steps += 1
+
+    def scale(self) -> NoiseScale | None:
+        """The noise scale by the samples that the device has computed; None before there are
+        enough.
+        """
+        while self._pending and self._pending[0][1].is_there():
+            sizes, figures = self._pending.popleft()
+            self.window.add(separate(sizes, *figures.read()))
+        return self.window.scale()
+
+    def describe(self) -> str:
+        """A sentence of the noise scale beside the last batch; empty before there is one."""
+        found = self.scale()
+        return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
         """True if the step is looked at: it is its turn, and its batches have the same rows, on two
@@ -153,149 +132,11 @@ class RankNoise(NoiseSampler):
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
-_HELD_BYTES = 25 << 20  # of gradients whose norms are taken at once
-
-
-class _Pass:
-    """A pass of a step: its rows, the places of parameters that have a gradient, and its gradient's
-    squared norm.
-    """
-
-    def __init__(self, rows: int, cut: bool) -> None:
-        self.rows, self.cut = rows, cut  # cut: a part of a batch, else a whole one
-        self.places: set[int] = set()
-        self.squares: list[torch.Tensor] = []  # their sum
-        self._held: list[torch.Tensor] = []
-        self._bytes = 0
-
-    def take(self, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient."""
-        self._held.append(gradient)
-        self._bytes += gradient.numel() * gradient.element_size()
-        if self._bytes >= _HELD_BYTES:
-            self.settle()
-
-    def settle(self) -> None:
-        """Take the norms of gradients that are held."""
-        if self._held:
-            self.squares.append(_add_squares(_norms(self._held)))
-            self._held, self._bytes = [], 0
-
-
-class PassNoise(NoiseSampler):
-    """Compares the passes of a step in one process: parts of a batch, or batches whose gradients
-    are accumulated.
-
-    A gradient is looked at as it comes, before it is added to that of the passes before.
-    """
-
-    def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
-        super().__init__(window, every)
-        self._updates = -1  # before the step that goes on
-        self._next = 0  # the step that is looked at next
-        self._handles: list[Any] = []  # of the hooks, in a step that is looked at
-        self._passes: list[_Pass] = []  # of the step
-        self._whole: torch.Tensor | None = None  # squared norm of the sum of their gradients
-        # passes whose gradients can't be separated; two were compared
-        self._mixed = self._compared = False
-
-    def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch; RequestError where the first step that is looked at has one pass."""
-        if updates != self._updates:
-            self._end_step()
-            self._updates, exchange = updates, self._exchange()
-            if exchange is not None and self.steps >= self._next:
-                pairs = enumerate(exchange.parameters)
-                self._handles = [
-                    p.register_hook(partial(self._note, i)) for i, p in pairs if p.requires_grad
-                ]
-        self.expect(sum(sizes), cut=False)
-
-    def expect(self, rows: int, cut: bool = True) -> None:
-        """Expect the backward pass of a batch, or a part `cut` from one, of these rows."""
-        if self._passes and not self._passes[-1].places:
-            self._passes.pop()  # a batch that is cut, or without a gradient so far
-        self._passes.append(_Pass(rows, cut))
-
-    def take_sum(self) -> None:
-        """Take the norm of the sum of all gradients so far."""
-        gradients = [each.grad for each in self._exchange().parameters if each.grad is not None]
-        if self._handles and gradients:
-            self._whole = _add_squares(_norms(gradients))
-
-    def leave_out(self) -> None:
-        """Leave out this step, as a pass has failed and is computed again."""
-        for each in self._handles:
-            each.remove()
-        self._handles = []
-
-    def _note(self, place: int, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient in a backward pass; those of the first pass are found in the
-        sum.
-        """
-        first, last = self._passes[0], self._passes[-1]
-        if not last.places and last is not first:
-            if self._whole is None:
-                self.take_sum()
-            first.squares = first.squares or [each for each in (self._whole,) if each is not None]
-            self._whole = None
-        self._mixed |= place in last.places
-        last.places.add(place)
-        if last is not first:
-            last.take(gradient)
-            if not last.cut and len(last.places) == len(first.places):
-                torch.autograd.Variable._execution_engine.queue_callback(self.take_sum)
-
-    def _end_step(self) -> None:
-        passes = [each for each in self._passes if each.places]
-        if self._handles:
-            self._next = self.steps + self.every
-            self._compare(passes)
-        self.leave_out()
-        self._passes, self._whole, self._mixed = self._passes[len(passes) :], None, False
-        self.steps += self._updates >= 0
-
-    def _compare(self, passes: Sequence[_Pass]) -> None:
-        sizes = tuple(each.rows for each in passes)
-        if len(passes) < 2 and not self._compared:
-            raise RequestError(
-                "The noise scale is seen between ranks, or between the passes of a step, and "
-                "one process takes each"
-                " step in one pass.",
-                (
-                    "Accumulate a step over two parts of its batch, train on two ranks, or leave "
-                    "noise out."
-                ),
-            )
-        known = all(each.cut for each in passes) or (
-            len(set(sizes)) == 1 and sizes[0]
-        )  # batches may come early
-        if len(passes) < 2 or self._whole is None or self._mixed or not known:
-            return
-        weighted = torch.zeros_like(self._whole)
-        for each in passes:
-            each.settle()
-            for square in each.squares:
-                weighted += square.to(weighted.device) * (sum(sizes) ** 2 / each.rows)
-        self._pending.append((sizes, HostCopy(torch.cat([weighted, self._whole]))))
-        self._batch, self._compared = sum(sizes), True
-
-
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
     """The norm, summed up in float32 at least, on the device: one kernel, as steps may wait for the
     host.
     """
-    values = gradients.coalesce().values() if gradients.is_sparse else gradients
-    return torch.linalg.vector_norm(values, dtype=_WIDER.get(values.dtype))
-
-
-def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each, in few kernels where they are of one kind."""
-    kinds = {(each.device, each.dtype, each.layout) for each in gradients}
-    if len(kinds) > 1 or gradients[0].is_sparse:
-        return [_norm(each) for each in gradients]
-    with torch.no_grad():
-        return list(torch._foreach_norm(list(gradients), 2, dtype=_WIDER.get(gradients[0].dtype)))
+    return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -33,7 +33,7 @@ from ..live.reporter import DeviceTimes, Reporter, middle, spread, sum_up
 from ..plan.check import describe
 from ..training.retreat import Retreat, say
 from .collectives import own_collectives
-from .noise import NoiseSampler
+from .noise import RankNoise
 from .ranks import RankShares
 
 KEPT_STEPS = 25  # that medians are taken over
@@ -335,7 +335,7 @@ class StepReporter:
         shares: RankShares,
         timer: StepTimer,
         journal: bool = False,
-        noise: NoiseSampler | None = None,
+        noise: RankNoise | None = None,
     ) -> None:
         self.shares, self._timer, self._noise = shares, timer, noise
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from .batch import OfPart, Part, make_parts, weigh_by_count
 from .checks import check_part_loss, check_rows
 from .collectives import add_up, end_when_stuck
 from .memory import MemoryGauge
-from .noise import NoiseSampler, PassNoise, RankNoise, refuse_noise
+from .noise import RankNoise, refuse_noise
 from .others import explain_at_exit, watch_others
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, settle
@@ -74,9 +75,15 @@ class PlannedTraining:
         settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
         if self.world > 1:
             join(self.device, backend)
-        self.noise: NoiseSampler | None = (
-            None if not noise else PassNoise() if self.world == 1 else RankNoise()
-        )
+        self.noise: RankNoise | None = None
+        if noise and self.world > 1:
+            self.noise = RankNoise()
+        elif noise:
+            warnings.warn(
+                "noise=True compares the gradients of ranks, and this training has one: no noise "
+                "scale is measured.",
+                stacklevel=3,
+            )
         self.timer = make_timer(self.device, alone=self.world == 1)
         if self.noise is not None:
             self.timer.begun = self.noise.begin

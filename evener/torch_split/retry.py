@@ -186,14 +186,13 @@ class Passes:
         if self._part is not None:
             self._look_for_meetings(self._part)
         dependent = self._state is not None and self._state.is_changed()
-        rows = 0 if self._part is None or self._ended else self._part.rows
         for exchange in self._exchanges:
             if exchange in self._given and not exchange.has_gradients():
                 raise RequestError(
                     "The gradients of the batch's earlier passes are gone.",
                     "Call zero_grad() before or after all parts of a batch, not in between.",
                 )
-            exchange.open(dependent, rows)
+            exchange.open(dependent)
 
     def close(self) -> None:
         """Finish after the backward pass of a part."""

@@ -20,7 +20,7 @@ from ..torch_rows.structure import tensors_in
 from .batch import BatchTracker, TakenBatch
 from .exchange import Exchange, exchanged_parameters
 from .loose import LOOSE
-from .noise import NoiseSampler, refuse_noise
+from .noise import RankNoise, refuse_noise
 from .own_work import StepTimer
 from .ranks import RankShares
 from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, watch
@@ -42,7 +42,7 @@ class BatchWeights(BatchTracker):
     """
 
     def __init__(
-        self, shares: RankShares, weigh: Weigh, timer: StepTimer, noise: NoiseSampler | None
+        self, shares: RankShares, weigh: Weigh, timer: StepTimer, noise: RankNoise | None
     ) -> None:
         super().__init__()
         self.shares, self.weigh = shares, weigh
@@ -171,28 +171,24 @@ class BatchWeights(BatchTracker):
         if self.noise is None:
             return
         own = set(map(id, exchange.parameters))
-        for other in (*self._exchanges, *self._alone.values()):
+        for other in self._exchanges:
             if other.noise is not None and own.isdisjoint(map(id, other.parameters)):
                 raise RequestError(
                     "Two models are trained, and a noise scale is of one.",
                     "Leave noise out, or wrap one model.",
                 )
             other.noise = None
-        self.noise.attach(exchange)
+        exchange.noise = self.noise
 
     def _exchange_alone(self, model: Any) -> Exchange:
         if model not in self._alone:
-            made = Exchange(model, alone=True)
-            self._sample(made)
-            self._alone[model] = made
+            self._alone[model] = Exchange(model, alone=True)
         return self._alone[model]
 
     def follow(self, model: Any, device: torch.device) -> None:
         """Look at each of its forward passes."""
         self.models[model] = None
         watch(model, device, self.forward)
-        if self.noise is not None and self.shares.world == 1:
-            self._exchange_alone(model)
 
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any

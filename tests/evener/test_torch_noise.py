@@ -5,15 +5,11 @@ stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
-from evener.errors import RequestError
-from evener.torch_split.exchange import Exchange
-from evener.torch_split.noise import PassNoise
 from tests.support import torch_noise_programs as programs
 from tests.support.frameworks import skip_without
 
@@ -84,62 +80,7 @@ def test_what_sums_gradients_itself_and_a_second_model_are_refused(exact: list[A
         assert second.startswith("Two models are trained")
 
 
-@pytest.mark.parametrize("name", programs.ALONE)
-def test_one_process_compares_the_passes_of_a_step(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each sample is that of the passes' own gradients, and the weights are bit for bit those
-    without noise.
-    """
-    case, opened = programs.ALONE[name], Exchange.open
-    if name == "rows that depend on draws":
-        monkeypatch.setattr(Exchange, "open", lambda self, _, rows: opened(self, True, rows))
-    samples = programs.compare_samples(case)
-    assert len(samples) == 4
-    for found, expected in samples:
-        assert found == pytest.approx(expected, rel=1e-4)
-    without, with_noise = (programs.learn(case, noise) for noise in (False, True))
-    assert all(map(torch.equal, without, with_noise))
-
-
-@pytest.mark.slow
-def test_a_trainer_in_one_process_compares_what_it_accumulates(
-    trainer_ranks: Callable[..., list[Any]],
-) -> None:
-    skip_without("transformers")
-    (found,) = trainer_ranks(
-        "tests.support.trainer_noise_programs.one_process", imports="transformers.trainer"
-    )
-    assert found["samples"] > 60
-    assert (
-        found["low"]
-        < programs.true_noise_scale(programs.network(), programs.data())
-        < found["high"]
-    )
-
-
-def test_steps_of_one_pass_are_refused() -> None:
-    with pytest.raises(RequestError, match="one process takes each step in one pass"):
-        programs.learn({"shares": (8,)}, noise=True)
-
-
-def test_memory_that_runs_out_in_a_pass_leaves_its_step_out() -> None:
-    split = programs.make_split((64,), (16,), noise=True)
-    model, noise = split.wrap(programs.network()), split.noise
-    assert isinstance(noise, PassNoise)
-    noise.every, passes = 1, 0
-
-    def fail_once(*_: object) -> None:
-        nonlocal passes
-        passes += torch.is_grad_enabled()  # else the loss is checked
-        if passes == 7:  # the third of the second step
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model[0].register_forward_hook(fail_once)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    for batch in islice(split.loader(programs.data()), 6):
-        programs.train(split, model, batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    noise.scale()
-    assert (noise.steps, noise.window._samples) == (5, 4)
+def test_one_process_has_no_noise_scale_and_trains_on() -> None:
+    with pytest.warns(UserWarning, match="this training has one: no noise"):
+        with_noise = programs.learn({"shares": (8,)}, noise=True)
+    assert all(map(torch.equal, programs.learn({"shares": (8,)}, noise=False), with_noise))

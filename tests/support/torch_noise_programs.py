@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -21,9 +19,8 @@ from torch.utils.data import TensorDataset
 
 from evener.errors import RequestError
 from evener.plan.file import make_layout
-from evener.shares.whole_rows import split_passes
 from evener.torch_split import Split
-from evener.training.noise_scale import NoiseWindow, Sample, separate
+from evener.training.noise_scale import NoiseWindow
 from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_program_parts import shard
 from tests.support.torch_ranks import example_plan
@@ -35,48 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"shares": (24, 8), "accumulate": 2},
     "by loss": {"shares": (60, 20), "weigh": "loss"},
     "rebalanced": {"shares": (60, 20), "changes": True},
-}
-ALONE: dict[str, dict[str, Any]] = {  # in one process
-    "equal passes": {"shares": (64,), "micros": (16,)},
-    "unequal passes": {"shares": (64,), "micros": (30,)},
-    "accumulated": {"shares": (32,), "accumulate": 2},
-    "a plain loop": {"shares": (32,), "accumulate": 2, "weigh": "loss"},
-    "rows that depend on draws": {"shares": (64,), "micros": (16,)},
-    "gradients zeroed in place": {"shares": (64,), "micros": (30,), "set_to_none": False},
-    "a sparse layer": {"shares": (64,), "micros": (16,), "kind": "sparse"},
-    "complex parameters": {"shares": (32,), "accumulate": 3, "kind": "complex"},
-}
-
-
-class Complex(nn.Module):
-    """A layer with complex weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(10, 3, dtype=torch.cfloat))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return (inputs.to(torch.cfloat) @ self.weight).abs()
-
-
-class Sparse(nn.Module):
-    """A layer whose gradient has the rows that were looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.last = nn.Embedding(40, 8, sparse=True), nn.Linear(8, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.last(
-            self.embedding((inputs.abs() * 10).long().clamp(max=39)).mean(1)
-        )
-        return found
-
-
-KINDS: dict[str, Callable[[], nn.Module]] = {
-    "dense": lambda: network(),
-    "sparse": Sparse,
-    "complex": Complex,
 }
 
 
@@ -169,69 +124,14 @@ def exact(folder: Path, rank: int) -> None:
     )
 
 
-class Recorder(NoiseWindow):
-    """Keeps all samples."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.samples: list[Sample] = []
-
-    def add(self, sample: Sample) -> None:
-        self.samples.append(sample)
-
-
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in case.items() if name in ("shares", "micros", "weigh")}
-
-
-def compare_samples(case: dict[str, Any]) -> list[tuple[Sample, Sample]]:
-    """The samples of some steps of one process beside those of each pass's own gradient."""
-    torch.manual_seed(0)
-    split, expected, recorder = (
-        make_split(**options_of(case), noise=True),
-        list[Sample](),
-        Recorder(),
-    )
-    noise, model, count = split.noise, KINDS[case.get("kind", "dense")](), case.get("accumulate", 1)
-    assert noise is not None
-    noise.window, noise.every = recorder, 1
-    bare, parts = copy.deepcopy(model), list[tuple[int, torch.Tensor]]()
-    wrapped = split.wrap(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), 0.0)
-    for done, batch in enumerate(islice(split.loader(data(), drop_last=True), 4 * count + 1), 1):
-        sizes = split_passes(len(batch[0]), case.get("micros", (len(batch[0]),))[0])
-        pairs = zip(*(each.split(sizes) for each in batch), strict=True)
-        parts += [(len(labels), own_gradient(bare, inputs, labels)) for inputs, labels in pairs]
-        train(split, wrapped, batch)
-        if done % count == 0:
-            taken, rows = [size for size, _ in parts], sum(size for size, _ in parts)
-            weighted = sum(size * float(each.abs().square().sum()) for size, each in parts)
-            whole = sum(size / rows * each for size, each in parts)
-            expected.append(
-                separate(taken, weighted * count**2, float(whole.abs().square().sum()) * count**2)
-            )
-            parts.clear()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=case.get("set_to_none", True))
-    noise.scale()
-    return list(zip(recorder.samples, expected, strict=False))  # the last step may not be over
-
-
-def own_gradient(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The gradient of the mean loss of these rows."""
-    model.zero_grad()
-    F.cross_entropy(model(inputs), labels).backward()
-    found = [
-        torch.zeros_like(each) if each.grad is None else each.grad.to_dense()
-        for each in model.parameters()
-    ]
-    return torch.cat([each.flatten() for each in found]).to(torch.complex128)
 
 
 def learn(case: dict[str, Any], noise: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     split = make_split(**options_of(case), noise=noise)
-    model = split.wrap(KINDS[case.get("kind", "dense")]())
+    model = split.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for done, batch in enumerate(islice(split.loader(data(), drop_last=True), 20), 1):
         train(split, model, batch)

@@ -60,18 +60,8 @@ def huggingface(folder: Path, rank: int) -> None:
     save(folder, rank, train_huggingface, exact, train_accelerate)
 
 
-def one_process(folder: Path, rank: int) -> None:
-    """transformers' Trainer, which accumulates two batches."""
-    torch.set_num_threads(1)
-    torch.save(train_huggingface(2, 80, shares=(64,))[0], folder / f"{rank}.pt")
-
-
 def train_huggingface(
-    accumulated: int,
-    steps: int,
-    rate: float = 0.0,
-    noise: bool = True,
-    shares: tuple[int, ...] = SHARES,
+    accumulated: int, steps: int, rate: float = 0.0, noise: bool = True
 ) -> Learned:
     from transformers import Trainer, TrainingArguments
 
@@ -93,7 +83,7 @@ def train_huggingface(
             save_strategy="no",
             logging_strategy="no",
         )
-        planned = with_plan(Trainer, ratios=shares, global_batch=sum(shares), noise=noise)
+        planned = with_plan(Trainer, ratios=SHARES, global_batch=sum(SHARES), noise=noise)
         trainer = planned(model=Classifier(), args=arguments, train_dataset=rows)
         set_up(trainer._planned.noise)
         torch.manual_seed(0)

@@ -240,8 +240,5 @@ def _check_several(plan: Plan) -> None:
     if len(plan.layout.active) == 1:
         raise RequestError(
             "--noise compares the processes of a training, and on one device there is one.",
-            (
-                "Leave --noise out, give two devices, or write Split(noise=True) in the script "
-                "(docs/learning.md)."
-            ),
+            "Leave --noise out, or give two devices.",
         )
