@@ -131,12 +131,11 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, made_of: tuple[Any, ...]) -> None:
-        """A loop calls backward on a loss that is made of these operations; if no loss was before,
+        """Backward is called on a loss that is made of these operations; if no loss was before,
         the next one is audited.
         """
-        with suppress(ReferenceError):  # of a training that is dropped
-            if self._training.weights.is_loops and self._batch is not None:
-                self._changed |= self.judge.sees(made_of) and not self._due
+        if self._batch is not None:
+            self._changed |= self.judge.sees(made_of) and not self._due
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit the loss `compute(part)` of a batch, if it is due; RequestError for a difference.
