@@ -104,13 +104,13 @@ class CallTensors:
 
 
 @functools.cache
-def _keras_attributes() -> frozenset[str]:
+def keras_attributes() -> frozenset[str]:
     """Attributes that every model and layer has. A name of its own leaves Keras' counters alone."""
     return frozenset(vars(keras.Model(name="without_layers")))
 
 
 def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in layer.items() if name not in _keras_attributes()}
+    return {name: value for name, value in layer.items() if name not in keras_attributes()}
 
 
 def _slots(

@@ -19,6 +19,7 @@ import tensorflow as tf
 from ..errors import RequestError
 from ..plan.check import check_global_batch
 from ..shares.whole_rows import batch_in_one_pass, largest_pass
+from .audit import StepAudit
 from .callbacks import group_callbacks, save_whole
 from .compatibility import (
     CHECKS,
@@ -75,6 +76,11 @@ class FitHooks:
         self._evaluated = (
             max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
         )
+        self.audit = self._make_audit() if engine is not None and split.audited else None
+
+    def _make_audit(self) -> StepAudit:
+        device = self.group.device if self.group else self.split.devices[0]
+        return StepAudit(self.engine, device, self.split.strict, self._pass_rows)
 
     def attach(self) -> None:
         """Replace the model's steps by the engine's, and what prepares them."""
@@ -150,6 +156,9 @@ class FitHooks:
         engine, training = self.engine, name == "train_function"
         if training and self.split.engine == "multiworker":
             function = engine.after_steps(function)
+        if training and self.audit is not None:
+            self.audit.begin_anew()
+            function = self.audit.before_steps(function)
         of_engine = training or (name == "test_function" and not overrides(self.model, "test_step"))
         if engine is None or not of_engine:
             return function

@@ -7,7 +7,8 @@ Masks that Keras attaches to tensors are cut and joined with the rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -129,13 +130,20 @@ in_step = ContextVar("in_step", default=False)  # True while an engine calls the
 HEADROOM = 16.0  # a power of two, which rounds nothing
 
 
-def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
-    """The model on these rows; `training` is passed only to a `call` that has that argument."""
+@contextmanager
+def calls_of_steps() -> Iterator[None]:
+    """Calls of the model are those of a step, not of a loop of the user's own."""
     token = in_step.set(True)
     try:
-        return model(x, training=training) if model._call_has_training_arg else model(x)
+        yield
     finally:
         in_step.reset(token)
+
+
+def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
+    """The model on these rows; `training` is passed only to a `call` that has that argument."""
+    with calls_of_steps():
+        return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:

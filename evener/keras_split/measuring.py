@@ -33,8 +33,9 @@ from .compatibility import (
     warn,
 )
 from .data import DealtArrays
+from .equal_draws import equal_rows
 from .keras_step import OwnRows, Tensors, call_model, cut_rows, split_losses
-from .loss_kinds import CLOSE, equal_rows, first_line, judge_loss, kind_of, traceless
+from .loss_kinds import CLOSE, first_line, judge_loss, kind_of, traceless
 from .passes import is_seed
 
 MOST_ROWS = 8
@@ -228,7 +229,7 @@ LATE = 1_000_000  # a step in which all that grows by steps has grown
 def _raise_zeros(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Sequence[Tensors]]:
     """Variables that are 0 as 1, and counters of steps as those of a late step."""
     varied = []
-    for variable in [*model.non_trainable_variables, model.optimizer.iterations]:
+    for variable in [*model.non_trainable_variables, model.optimizer._iterations]:
         value = tf.convert_to_tensor(variable)
         if is_seed(variable) or value.dtype.is_bool:
             continue

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from .attributes import PlainVariables
 from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric, warn_sparse
+from .equal_draws import are_alike
 from .keras_step import (
     CopiesScope,
     Tensors,
@@ -72,7 +73,7 @@ class StepStates:
             value = tf.convert_to_tensor(state)
             if id(state) in self._metrics:
                 value = tf.zeros_like(value) if apart else self._counted.get(id(state), value)
-            elif is_seed(state) and device:
+            elif is_seed(state) and device and not are_alike.get():
                 with tf.device(HOST):
                     value += tf.cast([0, device * SEED_STEP], value.dtype)
             starts.append((state, value))
@@ -164,10 +165,10 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
     """The way to put together the values that several devices give to a state, by the state's
     id.
     """
-    kinds = {}
+    kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
-        kinds[id(state)] = CHAINED if is_seed(state) else found.states.get(place, unknown)
+        kinds[id(state)] = drawn if is_seed(state) else found.states.get(place, unknown)
     return kinds
 
 

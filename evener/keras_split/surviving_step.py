@@ -113,6 +113,14 @@ class SurvivingStep:
         )
         self._spec = spec
 
+    def as_one(self, data: Tensors) -> dict[str, Any]:
+        """The whole step in the graph that is traced, where running out of memory ends it."""
+        self._states = list_states(self._engine.model)
+        before = [tf.convert_to_tensor(state) for state in self._states]
+        own = self._engine.own_rows(data)
+        passes = self._engine.cut.passes(self._engine.group.rank, own.size)
+        return self._finish_step(data, before, tf.timestamp(), *self._run_passes(data, passes))
+
     def _run_passes(self, data: Tensors, passes: Any) -> tuple[Any, ...]:
         engine = self._engine
         own = engine.own_rows(data)

@@ -333,8 +333,11 @@ def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
     return "rows"
 
 
-def describe(difference: GradientDifference, cause: str, rows: Sequence[int], step: int = 1) -> str:
+def describe(
+    difference: GradientDifference, cause: str | LikelyCause, rows: Sequence[int], step: int = 1
+) -> str:
     """The sentences for a difference; `rows` are those of the parts, or none if ranks differ."""
+    likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
     compared = "on two ranks"
     if rows:
@@ -342,7 +345,7 @@ def describe(difference: GradientDifference, cause: str, rows: Sequence[int], st
         compared = f"from {sum(rows)} rows at once and from {parts} of them, as shares compute it,"
     amount = f"{difference.relative:.2g}" if math.isfinite(difference.relative) else "any amount"
     text = (
-        f"{CAUSES[cause].why}. In step {step}, {tensor} {compared} differs by {amount} of its size"
+        f"{likely.why}. In step {step}, {tensor} {compared} differs by {amount} of its size"
         f" ({difference.reference:.4g} and {difference.trained:.4g};"
         f" rounding: up to {difference.allowed:.1g})"
     )

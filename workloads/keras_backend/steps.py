@@ -73,6 +73,7 @@ class KerasSteps:
         engine = self.engine if len(self._devices) > 1 else "towers" if micro else "auto"
         split = Split(devices=devices, engine=engine)
         split.survives = False  # a probe finds what fits
+        split.audited = False  # and measures steps alone
         if split.engine != "solo":
             split.cut = ChangingCut(shares, micro)
         return split

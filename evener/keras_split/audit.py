@@ -1,0 +1,595 @@
+"""Audits of a Keras training: does the engine give the gradient that one device would?
+
+Before an audited step, a few rows of its batch are trained on twice, in graphs that leave nothing
+behind: by Keras' own step on one device, and by the engine, with its shares and passes.
+`evener/training/audit.py` says when, which difference is more than rounding, and what follows.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import keras
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from ..errors import RequestError
+from ..shares.divisions import Cut
+from ..training.audit import (
+    REPEATS,
+    Action,
+    Audits,
+    GradientDifference,
+    LikelyCause,
+    Sketch,
+    compare,
+    describe,
+    find_unequal,
+    floor,
+)
+from .audit_step import StepResult, StepVariable, TracedStep
+from .compatibility import NO_PASSES, TOWERS, warn
+from .data import DealtArrays
+from .keras_step import OwnRows, Tensors, count_rows, cut_rows, pad_rows
+from .loss_kinds import first_line
+from .measuring import peek
+from .passes import is_seed
+from .surviving_step import SurvivingStep
+
+FEW = 8  # rows that are always audited, where the batch has them
+MOST = 32
+LATE = 1_000_000  # a step in which all that grows by steps has grown
+ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # of the numbers in a repeat
+FINEST_ROUNDING = 2e-7  # models of float64 often compute something in float32
+FIGURES_DIFFER = 1e-5  # of a logged figure
+HOST = "CPU:0"
+
+IN_MODEL = LikelyCause(
+    "The loss is computed on the whole batch: so it is the model that looks at the other rows of a"
+    " part, counts calls, or leaves something for the loss where only the last part's is found, as"
+    " in a global",
+    "Keep what the loss reads in attributes of the model or its layers, compute what looks at all"
+    " rows in the loss, or train on one device.",
+)
+IN_PARTS = LikelyCause(
+    "The loss of a batch isn't the mean of its parts' losses, or a row's output depends on the"
+    " other rows",
+    "",
+)
+
+
+class Finding(msgspec.Struct):
+    """What an audit has found: a difference, and what is said of it."""
+
+    difference: GradientDifference
+    said: str
+
+
+class StepAudit:
+    """The audits of a model's trainings by an engine, which runs on `device`.
+
+    With `strict` a confirmed difference ends the training at any time. `pass_rows` are those of the
+    engine's largest pass, where it takes passes.
+    """
+
+    def __init__(self, engine: Any, device: str, strict: bool, pass_rows: int | None) -> None:
+        self._engine = engine
+        self._model = engine.model
+        self._group: Any = getattr(engine, "group", None)
+        self._device = device
+        self._most = MOST if pass_rows is None else min(MOST, max(FEW, pass_rows // 2))
+        self.audits = Audits(strict=strict)
+        self.warnings: list[str] = []  # differences after which the training went on
+        self._traced: dict[Any, tuple[TracedStep, TracedStep] | None] = {}
+        self._specs: dict[Any, Any] = {}
+        self._compiled = 0
+        self._varied: set[Any] = set()  # signatures whose hidden differences were looked for
+        self._told: set[str] = set()
+
+    def begin_anew(self) -> None:
+        """The model was compiled again, or its step is made again."""
+        self._compiled += 1
+        self._traced.clear()
+        self._specs.clear()
+
+    def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Keras' function of some steps, with an audit before those that are due."""
+
+        def run_audited(batches: Any) -> Any:
+            steps = self._model.steps_per_execution
+            first = None
+            if not isinstance(batches, tf.data.Iterator):
+                first, batches = peek(batches, steps)
+            signature = self._compiled, repr(_kind_of_batch(batches, first))
+            due = [self.audits.begin(signature) for _ in range(steps)]
+            if any(due):
+                if first is None:
+                    first, batches = peek(batches, steps)
+                if first is not None and not isinstance(first, DealtArrays):
+                    self.look(first, signature)
+            return run(batches)
+
+        return run_audited
+
+    def look(self, batch: Tensors, signature: Any = None) -> None:
+        """Audit a batch; RequestError for a difference, or a warning."""
+        with _plain_float32():
+            rows = self._take_rows(batch)
+            steps = None if rows is None else self._trace(rows, signature)
+            finding = None if steps is None else self._compare(steps, rows, signature)
+        finding = self._share(finding)
+        action = self.audits.decide(None if finding is None else finding.difference)
+        if finding is None or action not in (Action.REFUSE, Action.WARN):
+            return
+        if action == Action.REFUSE:
+            raise RequestError(finding.said, self._remedy())
+        self.warnings.append(finding.said)
+        warn(f"{finding.said} The training goes on; strict=True would end it. {self._remedy()}")
+
+    # ---------------------------------------------------------------- rows and graphs
+
+    def _take_rows(self, batch: Tensors) -> Tensors:
+        """A few rows of the whole batch, (x, y, weight), in every process."""
+        data = batch.data if isinstance(batch, OwnRows) else batch
+        triple = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.device(HOST):
+            triple = tf.nest.map_structure(_to_tensor, triple)
+            whole = int(batch.rows) if isinstance(batch, OwnRows) else int(count_rows(triple))
+            devices = len(self._engine.cut.weights)
+            rows = min(whole, max(self._most, 2 * devices))
+            if self._group is None:
+                return cut_rows(triple, 0, rows)
+            return self._gather(triple, isinstance(batch, OwnRows), whole, rows)
+
+    def _gather(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
+        """The first rows of each process' share, of all; None where they can't be sent."""
+        cut, rank = self._engine.cut, self._group.rank
+        shares = cut.sizes(whole)
+        if any(few > own for few, own in zip(cut.sizes(rows), shares, strict=True)):
+            rows = whole
+        edges = [int(edge) for edge in cut.bounds(rows)]
+        sizes = cut.sizes(rows)
+        start = 0 if is_own else int(sum(shares[:rank]))
+        own = cut_rows(data, start, start + sizes[rank])
+        leaves = [leaf for leaf in tf.nest.flatten(own) if leaf is not None]
+        if not all(isinstance(leaf, tf.Tensor) and _is_number(leaf) for leaf in leaves):
+            self._say_once("Rows that aren't plain numbers can't be gathered from processes")
+            return None
+        sent = [pad_rows(leaf[: sizes[rank]], edges[rank], rows) for leaf in leaves]
+        summed = self._group.sum_now([_as_number(leaf) for leaf in sent])
+        whole_leaves = iter(
+            tf.reshape(tf.cast(each, leaf.dtype), [rows, *leaf.shape[1:]])
+            for each, leaf in zip(summed, leaves, strict=True)
+        )
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(whole_leaves), own)
+
+    def _trace(self, rows: Tensors, signature: Any) -> tuple[TracedStep, TracedStep] | None:
+        """Keras' own step, and the engine's, as graphs; None where they can't be audited."""
+        spec = tf.nest.map_structure(_open_rows, rows)
+        before = self._specs.get(signature)
+        if before is not None:
+            spec = tf.nest.map_structure(_open_unequal, before, spec)
+        if signature not in self._traced or spec != before:
+            self._specs[signature] = spec
+            try:
+                self._traced[signature] = self._trace_both(rows, spec)
+            except Exception as error:
+                self._traced[signature] = None
+                place = find_users_line(error)
+                self._say_once(f"the step can't be traced{place}: {first_line(error)}")
+        steps = self._traced[signature]
+        if steps is not None and any(step.draws for step in steps):
+            self._say_once("it draws random numbers that aren't Keras'; use keras.random")
+            return None
+        return steps
+
+    def _trace_both(self, rows: Tensors, spec: Any) -> tuple[TracedStep, TracedStep]:
+        model, engine = self._model, self._engine
+        with tf.device(self._device):
+            plain = TracedStep(model, lambda data: type(model).train_step(model, data), spec)
+        with self._in_small_passes(int(count_rows(rows))):
+            step = engine.train_step
+            if engine.cut.in_passes and self._group is not None:
+                step = SurvivingStep(engine, None, lambda _: None).as_one
+            return plain, TracedStep(model, step, spec)
+
+    @contextmanager
+    def _in_small_passes(self, rows: int) -> Iterator[None]:
+        """Let each device take two passes of these rows where it takes passes."""
+        cut = self._engine.cut
+        if not cut.in_passes:
+            yield
+            return
+        micros = [max(1, -(-size // 2)) for size in cut.sizes(rows)]
+        with patch.object(self._engine, "cut", Cut(cut.weights, cut.floors, micros)):
+            yield
+
+    # ---------------------------------------------------------------- comparing
+
+    def _compare(
+        self, steps: tuple[TracedStep, TracedStep], rows: Tensors, signature: Any
+    ) -> Finding | None:
+        """What differs between the steps on these rows."""
+        found = self._compare_gradients(steps, rows, {}, "")
+        unequal = self._compare_ranks(steps[0])
+        found = found or unequal
+        if signature in self._varied:
+            return found
+        for moved, values, changed in self._list_variants(steps[0], rows):
+            other = self._compare_gradients(steps, changed, values, moved)  # in every process
+            found = found or other
+        if found is None:
+            self._varied.add(signature)
+        return found
+
+    def _compare_gradients(
+        self,
+        steps: tuple[TracedStep, TracedStep],
+        rows: Tensors,
+        values: Mapping[int, Any],
+        moved: str,
+    ) -> Finding | None:
+        """A difference of gradients, figures or states, with these values of variables."""
+        plain, shared = steps
+        reference = None
+        try:
+            reference = plain.run(rows, values)
+        except Exception as error:  # values that the program can't compute with
+            if not moved:
+                self._say_once(f"the step can't be run: {first_line(error)}")
+        if not self._all(reference is not None) or reference is None:
+            return None
+        trained = shared.run(rows, values)
+        if not _is_finite(reference.gradients):
+            return None
+        difference = compare(reference.gradients, trained.gradients)
+        if difference is not None:
+            repeats = [each.gradients for each in self._repeat(plain, rows, values)]
+            difference = compare(reference.gradients, trained.gradients, repeats)
+        if difference is not None:
+            return self._find(difference, rows, moved)
+        if moved:
+            return None
+        self._compare_figures(reference, trained)
+        return self._compare_states(plain, rows, reference, trained)
+
+    def _repeat(
+        self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
+    ) -> list[StepResult]:
+        """The step again, of numbers that differ by rounding."""
+        weights = {id(each.value.handle) for each in self._model.trainable_variables}
+        found = []
+        for number in range(REPEATS):
+            changed = dict(values)
+            for key, variable in plain.variables.items():
+                if key in weights:
+                    value = values.get(key, variable.read())
+                    changed[key] = self._round(value, number)
+            x, *others = rows
+            near = tf.nest.map_structure(lambda leaf, n=number: self._round(leaf, n), x)
+            found.append(plain.run((near, *others), changed))
+        return found
+
+    def _round(self, value: Any, number: int) -> Any:
+        """The numbers, each changed by rounding."""
+        if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
+            return value
+        kind = self._model.compute_dtype
+        amount = ROUNDING.get(kind, ROUNDING.get(value.dtype.name, FINEST_ROUNDING))
+        drawn = tf.random.stateless_uniform(tf.shape(value), (number, 9), -1.0, 1.0, tf.float64)
+        return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
+
+    def _compare_figures(self, reference: StepResult, trained: StepResult) -> None:
+        """Warn of a logged figure that differs where the gradients don't."""
+        losses = self._model._compile_loss.metrics if self._model._compile_loss else []
+        means = {each.name for each in losses} if self._engine.cut.in_passes else set()
+        for name, one in reference.figures.items():
+            other = trained.figures.get(name, one)
+            differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
+            if differs and name not in means and name not in self._told:
+                self._told.add(name)
+                warn(
+                    f"The figure {name!r} of the same rows is {one:.6g} on one device and"
+                    f" {other:.6g} by shares; the gradients are the same. Give a metric the rows,"
+                    f" not their mean."
+                )
+
+    def _compare_states(
+        self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
+    ) -> Finding | None:
+        """A state that the step leaves otherwise, and that changes what is learned from it."""
+        for variable in self._list_states(plain):
+            one = reference.states[variable.key]
+            other = trained.states.get(variable.key, variable.read())
+            relative = _distance(one, other)
+            if relative <= _state_floor(one):
+                continue
+            results = [plain.run(rows, {variable.key: value}) for value in (one, other)]
+            if compare(results[0].gradients, results[1].gradients) is None:
+                continue
+            sizes = float(_norm(one)), float(_norm(other))
+            difference = GradientDifference(
+                variable.name, relative, _state_floor(one), *sizes, (math.nan, math.nan)
+            )
+            said = (
+                f"In step {self.audits.step}, the variable {variable.name} is another one after all"
+                f" rows at once than after parts of {self._name_parts(rows)} of them, as shares"
+                f" compute it (norms {sizes[0]:.6g} and {sizes[1]:.6g}), and what is learned"
+                f" depends on it."
+            )
+            return Finding(difference, said)
+        return None
+
+    def _list_states(self, plain: TracedStep) -> list[StepVariable]:
+        """Variables of the program that a step may assign, besides weights and metrics."""
+        model = self._model
+        others = [
+            *model.trainable_variables,
+            *model.metrics_variables,
+            *model.optimizer.variables,
+            *(each for each in model.non_trainable_variables if is_seed(each)),
+        ]
+        left_out = {id(each.value.handle) for each in others}
+        return [
+            each
+            for key, each in plain.variables.items()
+            if key not in left_out and not each.name.endswith("seed_generator_state")
+        ]
+
+    def _compare_ranks(self, plain: TracedStep) -> Finding | None:
+        """A variable whose values aren't the same in all processes."""
+        if self._group is None:
+            return None
+        weights = {id(each.value.handle) for each in self._model.trainable_variables}
+        states = {each.key for each in self._list_states(plain)}
+        chosen = [each for key, each in plain.variables.items() if key in weights or key in states]
+        rank, size = self._group.rank, self._group.size
+        own = [_summary(each.read()) for each in chosen]
+        sent = [tf.one_hot(rank, size, 1.0, 0.0, dtype=tf.float64)[:, None] * each for each in own]
+        gathered = self._group.sum_now(sent)
+        every = [
+            {
+                f"{place} {each.name}": tuple(float(n) for n in figures[other])
+                for place, (each, figures) in enumerate(zip(chosen, gathered, strict=True))
+            }
+            for other in range(size)
+        ]
+        found = find_unequal(every)
+        if found is None:
+            return None
+        name, low, high = found[0].partition(" ")[2], *found[1:]
+        difference = GradientDifference(name, 1.0, 1e-4, low, high, (math.nan, math.nan))
+        said = (
+            f"In step {self.audits.step}, the variable {name} isn't the same in all processes"
+            f" (norms {low:.6g} and {high:.6g}): each has made it of its own rows."
+        )
+        return Finding(difference, said)
+
+    # ---------------------------------------------------------------- what may be hidden
+
+    def _list_variants(
+        self, plain: TracedStep, rows: Tensors
+    ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
+        """What the first rows may hide: names, values of variables, and rows."""
+        values, names = self._raise_zeros(plain)
+        if values:
+            yield f"with {' and '.join(names[:2])} above 0", values, rows
+        if not (self._engine.cut.in_passes or self._group is not None):
+            return
+        x, y, weight = rows
+        for said, change in LABELS.items():
+            changed = tf.nest.map_structure(change, y)
+            yield f"with {said}", values, (x, changed, weight)
+
+    def _raise_zeros(self, plain: TracedStep) -> tuple[dict[int, Any], list[str]]:
+        """Variables that are 0 as other numbers, and counters as those of a late step."""
+        values: dict[int, Any] = {}
+        names = []
+        iterations = id(self._model.optimizer._iterations.value.handle)
+        weights = {id(each.value.handle) for each in self._model.trainable_variables}
+        states = {each.key for each in self._list_states(plain)}
+        for number, (key, variable) in enumerate(plain.variables.items()):
+            if key not in states and key not in weights and key != iterations:
+                continue
+            value = variable.read()
+            if value.dtype.is_floating and not bool(tf.reduce_any(value != 0)):
+                drawn = tf.random.stateless_uniform(value.shape, (number, 4), 0.5, 1.0, tf.float32)
+                scale = 1.0 if value.shape.rank == 0 else 0.2
+                values[key] = tf.cast(scale * drawn, value.dtype)
+            elif value.dtype.is_integer and value.shape.rank == 0:
+                values[key] = value + tf.cast(LATE, value.dtype)
+            else:
+                continue
+            names.append(variable.name)
+        return values, names
+
+    # ---------------------------------------------------------------- sharing and saying
+
+    def _all(self, fine: bool) -> bool:
+        """True if all processes could compute the reference."""
+        if self._group is None:
+            return fine
+        (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
+        return bool(failed == 0)
+
+    def _share(self, finding: Finding | None) -> Finding | None:
+        """The finding of the first process that has one, in all of them."""
+        if self._group is None:
+            return finding
+        rank, size = self._group.rank, self._group.size
+        (found,) = self._group.sum_now([tf.one_hot(rank, size, float(finding is not None), 0.0)])
+        if not tf.reduce_any(found > 0):
+            return None
+        first = int(tf.argmax(found))
+        text = b""
+        if finding is not None:
+            text = msgspec.json.encode(Finding(_with_finite(finding.difference), finding.said))
+        return msgspec.json.decode(self._group.share_text(text, first), type=Finding)
+
+    def _find(self, difference: GradientDifference, rows: Tensors, moved: str) -> Finding:
+        cut = self._engine.cut
+        partial = cut.in_passes or self._group is not None
+        cause = IN_PARTS if partial else IN_MODEL
+        parts = cut.sizes(int(count_rows(rows)))
+        said = describe(difference, cause, [size for size in parts if size], self.audits.step)
+        if moved:
+            said += f" It shows {moved}, as later in a training."
+        return Finding(difference, said)
+
+    def _remedy(self) -> str:
+        if self._group is not None:
+            return f"{TOWERS} {NO_PASSES}" if self._engine.cut.in_passes else TOWERS
+        return NO_PASSES if self._engine.cut.in_passes else IN_MODEL.remedy
+
+    def _name_parts(self, rows: Tensors) -> str:
+        sizes = self._engine.cut.sizes(int(count_rows(rows)))
+        return " and ".join(str(size) for size in sizes if size)
+
+    def _say_once(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            warn(f"Gradients by shares aren't audited for {self._model.name}: {why}.")
+
+
+def _is_finite(gradients: Sketch) -> bool:
+    return all(math.isfinite(gradients.size(name)) for name in gradients.sums)
+
+
+def _kind_of_batch(batches: Any, first: Any) -> Any:
+    """The types and shapes of a batch, without its number of rows."""
+    if isinstance(batches, tf.data.Iterator):
+        return batches.element_spec
+    leaves = tf.nest.flatten(first)
+    return [(tuple(np.shape(leaf))[1:], str(getattr(leaf, "dtype", ""))) for leaf in leaves]
+
+
+def find_users_line(error: BaseException) -> str:
+    """The last line of the user's own code in an error's traceback, as ` (train.py, line 3)`."""
+    own = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "site-packages" not in frame.filename and not frame.filename.startswith(own):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
+
+
+@contextmanager
+def _plain_float32() -> Iterator[None]:
+    """GPUs multiply float32 as it is, not as TensorFloat-32."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+def _to_tensor(each: Any) -> Any:
+    if each is None or isinstance(each, tf.SparseTensor | tf.RaggedTensor):
+        return each
+    return tf.convert_to_tensor(each)
+
+
+def _open_rows(leaf: Any) -> Any:
+    """The kind of a tensor with any number of rows."""
+    if leaf is None:
+        return None
+    spec = tf.type_spec_from_value(leaf)
+    if isinstance(leaf, tf.Tensor):
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    return tf.RaggedTensorSpec(
+        [None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, spec.row_splits_dtype
+    )
+
+
+def _open_unequal(one: Any, other: Any) -> Any:
+    """The kind of tensors of two kinds, with the axes open that aren't equally long."""
+    if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
+        return other
+    sizes = zip(one.shape, other.shape, strict=True)
+    return tf.TensorSpec([a if a == b else None for a, b in sizes], one.dtype)
+
+
+def _is_number(leaf: Any) -> bool:
+    return bool(leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool)
+
+
+def _as_number(leaf: Any) -> Any:
+    return tf.cast(leaf, tf.int64) if leaf.dtype.is_integer or leaf.dtype.is_bool else leaf
+
+
+def _norm(value: Any) -> float:
+    return float(tf.norm(tf.cast(tf.reshape(value, [-1]), tf.float64)))
+
+
+def _distance(one: Any, other: Any) -> float:
+    """The distance of two values as a part of their size; 0 for what isn't numbers."""
+    if one.shape != other.shape or not _is_number(one):
+        return 0.0
+    if not one.dtype.is_floating:
+        return float(bool(tf.reduce_any(one != other)))
+    first, second = (tf.cast(each, tf.float64) for each in (one, other))
+    size = max(_norm(first), _norm(second))
+    return _norm(first - second) / size if size else 0.0
+
+
+def _state_floor(value: Any) -> float:
+    return floor(value.dtype.name) if value.dtype.is_floating else 0.0
+
+
+def _summary(value: Any) -> Any:
+    """Two sums of a variable's sizes, which are unequal where values are."""
+    if not _is_number(value):
+        return tf.zeros([2], tf.float64)
+    flat = tf.abs(tf.cast(tf.reshape(value, [-1]), tf.float64))
+    drawn = tf.random.stateless_uniform(tf.shape(flat), (1, 2), 0.1, 1.0, tf.float64)
+    return tf.stack([tf.reduce_sum(flat), tf.reduce_sum(flat * drawn)])
+
+
+def _with_finite(difference: GradientDifference) -> GradientDifference:
+    """The difference with numbers that JSON has."""
+    fields = {
+        name: each if math.isfinite(each) else math.copysign(1e300, each)
+        for name, each in (
+            ("relative", difference.relative),
+            ("reference", difference.reference),
+            ("trained", difference.trained),
+        )
+    }
+    return msgspec.structs.replace(difference, **fields, losses=(0.0, 0.0))
+
+
+# ------------------------------------------------------------------ labels that come later
+
+
+def _mixed_labels(y: Any) -> Any:
+    """Labels in another order."""
+    if not isinstance(y, tf.Tensor) or y.shape.rank == 0:
+        return y
+    order = np.random.default_rng(5).permutation(int(y.shape[0]))
+    return tf.gather(y, order)
+
+
+def _missing_labels(missing: float, y: Any) -> Any:
+    """Labels of which some are this number."""
+    if not isinstance(y, tf.Tensor) or not _is_number(y) or y.dtype.is_bool:
+        return y
+    if not y.dtype.is_floating and not (y.dtype.min < 0 and math.isfinite(missing)):
+        return y
+    drawn = np.random.default_rng(6).random(tuple(y.shape)) < 0.4
+    return tf.where(drawn, tf.cast(missing, y.dtype), y)
+
+
+LABELS: dict[str, Callable[[Any], Any]] = {
+    "labels in another order": _mixed_labels,
+    "labels of -1": lambda y: _missing_labels(-1.0, y),
+    "labels that aren't numbers": lambda y: _missing_labels(math.nan, y),
+}

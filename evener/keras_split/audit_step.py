@@ -1,0 +1,193 @@
+"""A train step as a graph of its own that leaves nothing behind: what an audit compares.
+
+The step is Keras' own on one device, or an engine's. Its gradients are summed up where the
+optimizer would get them, and all variables that the graph touches are put back after each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+from ..training.audit import PROJECTIONS, Sketch
+from .attributes import CallTensors, keras_attributes
+from .compatibility import all_layers
+from .equal_draws import draws_alike
+from .keras_step import Tensors, calls_of_steps
+
+DRAWING = ("Random", "Multinomial", "TruncatedNormal", "Rng")  # in the names of operations
+SEED = (7, 7)
+PLAIN = (bool, int, float, str, type(None))
+
+Values = dict[int, Any]  # of variables, by their keys
+
+
+class StepResult(NamedTuple):
+    """The result of a step on some rows: gradients, figures, and variables as it left them."""
+
+    gradients: Sketch
+    figures: dict[str, float]
+    states: Values
+
+
+class StepVariable(NamedTuple):
+    """A variable that the graph of a step touches; `key` is the same in every graph."""
+
+    key: int
+    name: str
+    handle: Any
+    dtype: Any
+
+    def read(self) -> Any:
+        """Its value; no copy is made."""
+        return gen_resource_variable_ops.read_variable_op(self.handle, self.dtype)
+
+    def assign(self, value: Any) -> None:
+        """Give it a value."""
+        gen_resource_variable_ops.assign_variable_op(self.handle, value)
+
+
+class TracedStep:
+    """The graph of a step that takes batches of this kind, (x, y, weight), of any number of rows.
+
+    `variables` are those that it reads or assigns, by key. `draws` is True if it draws numbers
+    that can't be made the same for a row wherever it is computed.
+    """
+
+    def __init__(self, model: Any, step: Callable[[Tensors], Any], spec: Tensors) -> None:
+        self._model = model
+        self._step = step
+        self._kinds: dict[str, str] = {}  # types of gradients
+        with kept_attributes(model), draws_alike(model), calls_of_steps():
+            traced = tf.function(self._run, autograph=False)
+            seed = tf.TensorSpec([2], tf.int32)
+            self._graph = traced.get_concrete_function(spec, seed)
+        self.variables = {each.key: each for each in _list_variables(model, self._graph.graph)}
+        self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
+
+    def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
+        """The result of the step on these rows, with these values of variables; none stays
+        changed.
+        """
+        before = [(each, each.read()) for each in self.variables.values()]
+        try:
+            for key, value in (values or {}).items():
+                if key in self.variables:
+                    self.variables[key].assign(value)
+            sums, figures = self._graph(data, tf.constant(SEED))
+            states = {key: each.read() for key, each in self.variables.items()}
+        finally:
+            for variable, value in before:
+                variable.assign(value)
+        numbers = _read_figures(figures)
+        sketch = Sketch({}, {}, numbers.get("loss", float("nan")))
+        for name, each in sums.items():
+            sketch.add(name, self._kinds[name], [float(number) for number in each])
+        return StepResult(sketch, numbers, states)
+
+    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any]:
+        """The gradients' random sums by name, and what the step logs."""
+        found: list[tuple[Any, Any]] = []
+        with patch.object(self._model.optimizer, "apply_gradients", found.extend):
+            self._model.reset_metrics()
+            figures = self._step(data)
+        names, half = _name_weights(self._model), _computes_in_half(self._model)
+        sums = {}
+        for place, (gradient, variable) in enumerate(found):
+            name = names[id(variable)]
+            if gradient is not None:
+                self._kinds[name] = half or tf.as_dtype(variable.dtype).name
+                sums[name] = _sum_up(gradient, seed + tf.constant([0, place]))
+        return sums, figures
+
+
+def _sum_up(gradient: Any, seed: Any) -> Any:
+    """PROJECTIONS sums of the gradient's numbers, each with random signs."""
+    flat = tf.reshape(tf.convert_to_tensor(gradient), [-1])
+    if flat.dtype.is_complex:
+        flat = tf.concat([tf.math.real(flat), tf.math.imag(flat)], 0)
+    flat = tf.cast(flat, tf.float64 if flat.dtype == tf.float64 else tf.float32)
+    drawn = tf.random.stateless_uniform([tf.size(flat)], seed, None, None, tf.int32)
+    signs = [tf.bitwise.bitwise_and(drawn, 1 << bit) > 0 for bit in range(PROJECTIONS)]
+    return tf.stack([tf.reduce_sum(tf.where(sign, flat, -flat)) for sign in signs])
+
+
+def _read_figures(figures: Any) -> dict[str, float]:
+    """Single numbers that a step logs."""
+    found = figures.items() if isinstance(figures, dict) else ()
+    pairs = [(name, tf.convert_to_tensor(each)) for name, each in found]
+    return {name: float(each) for name, each in pairs if each.shape.rank == 0}
+
+
+def _name_weights(model: Any) -> dict[int, str]:
+    """The paths of trainable weights by their ids; numbered where two have the same."""
+    names: dict[int, str] = {}
+    for weight in model.trainable_weights:
+        path = weight.path
+        taken = sum(name.partition(" (")[0] == path for name in names.values())
+        names[id(weight)] = f"{path} ({taken + 1})" if taken else path
+    return names
+
+
+def _computes_in_half(model: Any) -> str:
+    """The 16-bit type in which a layer computes; "" if none does."""
+    kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
+    return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
+
+
+def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
+    """The variables that a graph has captured."""
+    known = {}
+    every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    for variable in every:
+        known[id(variable.value.handle)] = variable.path
+    for variable in graph.variables:
+        known.setdefault(id(variable.handle), variable.name.partition(":")[0])
+    for outer, _ in graph.captures:
+        if outer.dtype != tf.resource:
+            continue
+        described = getattr(outer, "_handle_data", None)
+        if described is None or not described.is_set or len(described.shape_and_type) != 1:
+            continue  # a table, or a queue
+        name = known.get(id(outer), "a variable")
+        kind = tf.as_dtype(described.shape_and_type[0].dtype)
+        yield StepVariable(id(outer), name, outer, kind)
+
+
+def _list_operations(graph: Any) -> Iterator[str]:
+    """The types of all operations, in functions that the graph calls too."""
+    definition = graph.as_graph_def()
+    yield from (node.op for node in definition.node)
+    for function in definition.library.function:
+        yield from (node.op for node in function.node_def)
+
+
+def _is_draw(operation: str) -> bool:
+    known = operation.startswith("Stateless") or "Dataset" in operation
+    return not known and any(word in operation for word in DRAWING)
+
+
+@contextmanager
+def kept_attributes(model: Any) -> Iterator[None]:
+    """Put back tensors and plain numbers in the attributes of layers and the loss."""
+    left = CallTensors(model)
+    holders = [vars(each) for each in (model, *all_layers(model)) if hasattr(each, "__dict__")]
+    if hasattr(model.loss, "__dict__"):
+        holders.append(vars(model.loss))
+    before = [
+        {name: value for name, value in holder.items() if isinstance(value, PLAIN)}
+        for holder in holders
+    ]
+    try:
+        yield
+    finally:
+        left.restore()
+        for holder, plain in zip(holders, before, strict=True):
+            for name, value in plain.items():
+                if name not in keras_attributes() and isinstance(holder.get(name), PLAIN):
+                    holder[name] = value

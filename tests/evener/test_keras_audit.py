@@ -1,0 +1,72 @@
+"""A Keras training whose gradient by shares isn't that of one device ends with a sentence, in the
+step in which that shows; an exact one may be audited in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import skip_without
+from tests.support.keras_start import Answers
+
+skip_without("tensorflow")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+
+# by engine: the steps that are trained before the audit that sees it, and a part of the sentence
+HIDDEN = {
+    "towers": {"a global": (0, "kernel"), "rows mixed later": (3, "In step 4")},
+    "passes": {"a late term": (0, "as later in a training")},
+    "multiworker": {
+        "labels of -1 later": (0, "labels of -1"),
+        "a figure carried on": (3, "the variable"),
+    },
+}
+EXACT = {
+    "towers": ["Dropout, GaussianNoise, a state", "loss of attributes: containers"],
+    "passes": ["activity and weight regularizers", "state: rows", "loss of a second call"],
+    "multiworker": ["ignore_class", "BatchNormalization", "pooler, AdamW"],
+}
+RANDOM = ("Dropout, GaussianNoise, a state", "BatchNormalization")  # learned otherwise by design
+
+
+@pytest.fixture(scope="module")
+def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
+    """What became of an engine's programs."""
+
+    def ask(engine: str) -> list[Any]:
+        roles = ("worker",) * 2 if engine == "multiworker" else ()
+        given = engine, list(HIDDEN[engine]), EXACT[engine]
+        return keras_ranks("tests.support.keras_audits.find", *given, roles=roles)
+
+    return Answers(ask)
+
+
+@pytest.mark.parametrize(
+    ("engine", "program"), [(engine, name) for engine, names in HIDDEN.items() for name in names]
+)
+def test_a_training_ends_before_it_learns_what_it_should_not(
+    answers: Answers, engine: str, program: str
+) -> None:
+    """The sentence is the same in all processes."""
+    steps, words = HIDDEN[engine][program]
+    for found in answers(engine):
+        assert words in found[program]["said"]
+        assert found[program]["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("engine", "program"), [(engine, name) for engine, names in EXACT.items() for name in names]
+)
+def test_audits_of_exact_programs_find_nothing_and_leave_nothing(
+    answers: Answers, engine: str, program: str
+) -> None:
+    """Six audits each, and the training ends with plain Keras' weights."""
+    first, *others = answers(engine)
+    for found in (first, *others):
+        assert found[program]["verdict"] == "trained", found[program]["said"]
+    assert "audited" not in first[program]["said"]
+    if program not in RANDOM:
+        assert first[program]["gap"] <= 1e-9

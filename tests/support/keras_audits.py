@@ -1,0 +1,182 @@
+"""Trains programs whose gradient by shares is another one, at first or later, and exact ones that
+are audited in every step.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from evener.errors import EvenerError
+from evener.keras_split import Split, SplitWarning, make_logical_cpus
+from evener.training import audit
+from tests.support.keras_programs import BATCH, Program, programs
+from tests.support.keras_proofs import make_plan
+from tests.support.keras_twice import seeded, trace_faster
+
+RANDOM = np.random.default_rng(11)
+ROWS = 8 * BATCH
+X = RANDOM.normal(size=(ROWS, 6))
+Y = RANDOM.normal(size=(ROWS, 1))
+LABELS = RANDOM.integers(0, 2, (ROWS, 3)).astype(float)
+LABELS[-BATCH:][RANDOM.random((BATCH, 3)) < 0.5] = -1.0  # of which the first batches have none
+
+
+class Mixes(layers.Layer):
+    """Mixes a row with the mean of its batch; at first it takes the row alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        """The mix."""
+        return self.own * x + (1 - self.own) * ops.mean(x, axis=0, keepdims=True)
+
+
+class Lower(keras.callbacks.Callback):
+    """Lets rows be mixed after two batches."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Half of the mean from here on."""
+        if batch == 1:
+            self.model.layers[0].own.assign(0.5)
+
+
+class Carries(keras.Model):
+    """Divides the errors by what they have been from the fourth step on."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
+        """The mean of the divided errors."""
+        error = ops.mean(ops.square(y - y_pred))
+        loss = error / self.before
+        late = ops.cast(self.optimizer.iterations >= 3, error.dtype)
+        self.before.assign_add(0.1 * late * (ops.stop_gradient(error) - self.before))
+        return loss
+
+
+class LateContrast(keras.Model):
+    """Adds the spread of the outputs from the fourth step on."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
+        """The squared error, and later the spread."""
+        late = ops.cast(self.optimizer.iterations >= 3, y_pred.dtype)
+        return ops.mean(ops.square(y - y_pred)) + late * ops.std(y_pred)
+
+
+KEPT: dict[str, Any] = {}  # what a call leaves outside the model
+
+
+class ReadsGlobal(keras.Model):
+    """Its loss reads what its call has left in a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(3), layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        """The outputs."""
+        KEPT["hidden"] = self.hidden(x)
+        return self.out(KEPT["hidden"])
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
+        """The squared error and a penalty of what was left."""
+        return ops.mean(ops.square(y - y_pred)) + ops.mean(ops.square(KEPT["hidden"]))
+
+
+def masked(y: Any, outputs: Any) -> Any:
+    """A mean over labels that aren't -1."""
+    known = tf.cast(y >= 0, outputs.dtype)
+    errors = known * tf.square(y - outputs)
+    return tf.reduce_sum(errors) / tf.maximum(tf.reduce_sum(known), 1.0)
+
+
+def dense(loss: Any, outputs: int = 1, base: Any = None, extra: Any = ()) -> Any:
+    """Two layers behind `extra`."""
+    entry = keras.Input((6,))
+    hidden = entry
+    for layer in extra:
+        hidden = layer(hidden)
+    hidden = layers.Dense(4, activation="tanh")(hidden)
+    model = (base or keras.Model)(entry, layers.Dense(outputs)(hidden))
+    model.compile(keras.optimizers.SGD(0.05), loss)
+    return model
+
+
+def mixing() -> Any:
+    """A model of layers in a row."""
+    model = keras.Sequential([keras.Input((6,)), Mixes(), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def reading() -> Any:
+    """The model that leaves something in a global."""
+    model = ReadsGlobal()
+    model.compile(keras.optimizers.SGD(0.05))
+    model(X[:2])
+    return model
+
+
+def carrying() -> Any:
+    """A functional model has its weights already."""
+    model = dense(None, base=Carries)
+    model.before = model.add_weight(shape=(), initializer="ones", trainable=False, name="before")
+    return model
+
+
+HIDDEN: dict[str, tuple[Callable[[], Any], Any, list[Any]]] = {
+    "a global": (reading, Y, []),
+    "rows mixed later": (mixing, Y, [Lower()]),
+    "a late term": (lambda: dense(None, base=LateContrast), Y, []),
+    "labels of -1 later": (lambda: dense(masked, 3), LABELS, []),
+    "a figure carried on": (carrying, Y, []),
+}
+
+
+def find(_rank: int, engine: str, hidden: list[str], exact: list[str]) -> dict[str, Any]:
+    """What became of the programs in an engine: `hidden` ones as users train them, `exact` ones
+    audited in every step.
+    """
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    keras.config.set_floatx("float64")
+    if "multiworker" not in engine:
+        make_logical_cpus(2)
+    split = Split(make_plan(6, 2, micros=(2, 2) if "passes" in engine else None))
+    trace_faster()
+    found: dict[str, Any] = {name: train(split, *HIDDEN[name]) for name in hidden}
+    every = programs()
+    with patch.object(audit, "is_audited", lambda _: True):
+        for name in exact:
+            found[name] = Program(name, every[name], 2 * BATCH + 1, False).run(split)
+    return found
+
+
+def train(split: Split, make: Callable[[], Any], y: Any, callbacks: list[Any]) -> dict[str, Any]:
+    """The sentence with which a training ends, after how many steps, and what was warned of."""
+    model = seeded(lambda: split.build(make))
+    said = ""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            model.fit(X, y, shuffle=False, verbose=0, callbacks=callbacks)
+        except EvenerError as error:
+            said = str(error)
+    warned = [str(each.message) for each in seen if issubclass(each.category, SplitWarning)]
+    return {"said": said, "steps": int(model.optimizer.iterations), "warned": warned}
