@@ -90,8 +90,9 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """The thread of `_work`: it reports by `_events.put`, waits for `_going` before it begins, and
-    ends at `_halt`.
+    """Work that reports events: on the thread of whoever calls `run`, or on one of its own, of
+    which `events` are read. `_work` reports by `_emit`, waits for `_going` before it begins
+    something, and ends at `_halt`.
 
     A signal that interrupts the reader of the events doesn't break it: the handler calls `stop`,
     and reading goes on.
@@ -101,7 +102,15 @@ class EventThread:
         self._halt, self._going = threading.Event(), threading.Event()
         self._going.set()
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        self._emit: Callable[[Event], object] = self._events.put
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
+
+    def run(self, report: Callable[[Event], object]) -> None:
+        """Work on this thread, and report each event as it happens; it may come from another
+        thread.
+        """
+        self._emit = report
+        self._work()
 
     def events(self) -> Iterator[Event]:
         """Start, and yield what happens; what ended the work is raised. It can be iterated again

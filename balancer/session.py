@@ -99,7 +99,7 @@ class Session(EventThread):
         try:
             self._start()
             self._unwritten = self._loop_until_unwritten()
-            self._events.put(self._finish())
+            self._emit(self._finish())
             if self._unwritten is not None:
                 raise self._unwritten
         finally:
@@ -127,7 +127,7 @@ class Session(EventThread):
             self._run.replayed,
             job.notes,
         )
-        self._events.put(started)
+        self._emit(started)
 
     def _loop(self) -> None:
         left = self._run.began_with.pending
@@ -147,7 +147,7 @@ class Session(EventThread):
     def _measure(self, probes: tuple[Probe, ...], finished: tuple[Probe, ...]) -> None:
         self._running.clear()
         for probe in probes:
-            self._events.put(ProbeStarted(probe, self._prober.now()))
+            self._emit(ProbeStarted(probe, self._prober.now()))
         alarms = self._set_alarms()
         try:
             measured = 0
@@ -169,7 +169,7 @@ class Session(EventThread):
     def _report(self, progress: ProbeProgress) -> None:
         """Report progress, from any thread."""
         self._running[progress.probe] = progress
-        self._events.put(progress)
+        self._emit(progress)
 
     def _hopeless(self, seen: Observation) -> bool:
         """True if the workload's own code failed before anything ran, as it would on every
@@ -191,7 +191,7 @@ class Session(EventThread):
         self._search.tell(seen)
         self._running.pop(seen.probe, None)
         belief, best = self._search.belief(), self._search.best()
-        self._events.put(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
+        self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""
@@ -265,7 +265,7 @@ class Session(EventThread):
         if self._going.is_set():
             return
         started = time.monotonic()
-        self._events.put(Paused(self._prober.now()))
+        self._emit(Paused(self._prober.now()))
         while not self._going.wait(POLL_SECONDS):
             pass
         self._paused_seconds += time.monotonic() - started

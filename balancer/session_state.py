@@ -110,6 +110,11 @@ def timed(state: SessionState) -> list[Timed]:
     return [each.seen for each in state.seen if isinstance(each.seen, Timed)]
 
 
+def has_split(state: SessionState) -> bool:
+    """True once a layout over several devices has been measured."""
+    return any(len(each.probe.layout.active) > 1 for each in timed(state))
+
+
 def best_solo(state: SessionState, device: int) -> Timed | None:
     """The fastest measurement of one device alone."""
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
@@ -196,8 +201,10 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
         return (plan_rate(plan, labels), *compared)
     found: list[RivalRate] = []
     best = state.best
+    compares = has_split(state) or len(labels) == 1
     if best is not None:
-        found.append(_rival("plan", "best so far", best.throughput, best.layout.shares, labels))
+        name = "best so far" if compares else "fastest alone so far"
+        found.append(_rival("plan", name, best.throughput, best.layout.shares, labels))
     evens = [
         each
         for each in timed(state)
@@ -216,7 +223,7 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
         layout = each.probe.layout
         name = "even split" if kind == "equal_shares" else f"{labels[layout.active[0]]} alone"
         found.append(_rival(kind, name, each.throughput, layout.shares, labels))
-    complete = len(solos) == len(labels)
+    complete = compares and len(solos) == len(labels)
     return (*found, *(_sum([each.throughput for each in solos]) if complete else ()))
 
 

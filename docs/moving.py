@@ -107,7 +107,7 @@ class _Gated(EventThread):
         for event in self._recorded:
             with self._more:
                 self._more.wait_for(partial(self._may_report, _at(event)))
-            self._events.put(event)
+            self._emit(event)
 
     def _may_report(self, at_seconds: float) -> bool:
         return at_seconds <= self._until or self._halt.is_set()

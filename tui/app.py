@@ -56,10 +56,13 @@ class EvenerApp(BaseApp):
         *,
         theme: str = "dark",
         replayed: tuple[Record, float] | None = None,
+        first_start: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(publisher, **options)
         self._replayed = replayed  # the run, and how many times as fast, that is in front first
+        self._first_start = first_start
+        self.wants_demo = False  # once it is left
         self.crash_log: Path | None = None
         self._started_on: asyncio.AbstractEventLoop | None = None
         self._makes_screen = False
@@ -87,6 +90,8 @@ class EvenerApp(BaseApp):
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not in the main thread: the caller handles signals
         self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
+        if self._first_start:
+            self.action_welcome()
         if not gc.isenabled():  # started on a terminal, not within a test
             self.call_after_refresh(_settle_memory)
 
@@ -150,6 +155,39 @@ class EvenerApp(BaseApp):
         if name != self.current_mode and not isinstance(self.screen, ModalScreen):
             self.switch_mode(name)
 
+    def action_welcome(self) -> None:
+        """Ask where to begin, as at the first start."""
+        from .screens.welcome import WelcomeDialog
+
+        if not isinstance(self.screen, ModalScreen):
+            reports = self.snapshot.reports if self.snapshot is not None else ()
+            count = len({report.training or str(report.pid) for report in reports})
+            self.push_screen(WelcomeDialog(count), self._begin_with)
+
+    def _begin_with(self, door: str | None) -> None:
+        """Go through a door of the first start."""
+        if door == "b":
+            self.action_show("balance")
+        elif door == "w":
+            snapshot = self.snapshot
+            trains = snapshot is not None and bool(snapshot.reports)
+            self.action_show("trainings" if trains else "monitor")
+        elif door == "d":
+            self.wants_demo = True
+            self.exit()
+
+    def last_words(self, width: int | None) -> list[str]:
+        """What the terminal says once the app is left: of the last search, and of a training that
+        was started here.
+        """
+        from .text.leaving import leaving_lines
+
+        path = self.written_plans.get(self.last_run, "")
+        lines = leaving_lines(self.last_run, path, width) if self.last_run else []
+        if self.training is not None:
+            lines += self.training.last_words()
+        return lines
+
     def action_help(self) -> None:
         """Open the help page."""
         from .screens.dialogs import DetailsDialog, help_lines
@@ -172,6 +210,9 @@ class EvenerApp(BaseApp):
             "Dark or light", "Switch between the two themes", self.action_switch_theme
         )
         yield SystemCommand("Theme", "Choose among all themes", self.action_change_theme)
+        yield SystemCommand(
+            "First steps", "Where to begin, as at the first start", self.action_welcome
+        )
         yield SystemCommand("Help", "Keys, and what the marks mean", self.action_help)
         if not self.readonly:
             yield SystemCommand(

@@ -31,10 +31,11 @@ from evener.balancer.request import Request
 from evener.balancer.session_state import SessionState, advance, first_state, own_speed
 from evener.devices.sampler import Sampler
 from evener.devices.types import Device, DeviceSample, Snapshot
-from evener.errors import EvenerError
+from evener.errors import EvenerError, RequestError
 from evener.printable import plain
 from evener.system.files import make_private
 
+from .local_training import LocalTraining
 from .view.cells import to_ascii
 
 Post = Callable[[Message], object]
@@ -101,14 +102,16 @@ class SessionThread:
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
 
+    def _report(self, event: Event) -> None:
+        self._post(SessionReported(self.source, event))
+
     def _run(self) -> None:
         fault = remedy = ""
         try:
             with closing(self._make()) as self._session:
                 if self._stopping.is_set():
                     self._session.stop()
-                for event in self._session.events():
-                    self._post(SessionReported(self.source, event))
+                self._session.run(self._report)
         except EvenerError as error:
             fault, remedy = error.message, error.remedy
         except (
@@ -210,6 +213,9 @@ class BaseApp(App[int]):
         # the state that was shown, until the session has begun
         self._before: SessionState | None = None
         self._session_devices: tuple[Device, ...] = ()
+        self.written_plans: dict[str, str] = {}  # by run, where its plan was written to
+        self.training: LocalTraining | None = None  # that was started here last
+        self.last_run = ""  # of the searches of this app
         self.set_class(ascii, "-ascii")
 
     def close_threads(self) -> None:
@@ -296,6 +302,8 @@ class BaseApp(App[int]):
         if self._session is not None and message.source == self._session.source:
             self._before = None
             self.balance = advance(self.balance, message.event)
+            if not self.replays:
+                self.last_run = self.balance.run
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
@@ -349,6 +357,16 @@ class BaseApp(App[int]):
             else {}
         )
         return tuple(seen.get(device.key) for device in self._session_devices)
+
+    def start_training(self, arguments: Sequence[str], log: Path) -> None:
+        """Start a training by a plan, and show its log; RequestError while another one runs."""
+        if self.training is not None and self.training.runs:
+            raise RequestError(
+                f"A training runs here already: {self.training.command}.",
+                "Stop it on the Trainings screen, or start this one in another terminal.",
+            )
+        self.training = LocalTraining(arguments, log)
+        self.switch_mode("trainings")
 
     def change_interval(self, direction: int) -> None:
         """Sample more (-1) or less (1) often, in steps."""

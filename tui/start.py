@@ -12,9 +12,11 @@ import contextlib
 import gc
 import os
 import select
+import shutil
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -64,9 +66,34 @@ def run_app(
     from .app import EvenerApp
 
     app = EvenerApp(
-        publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options
+        publisher,
+        devices=devices,
+        trainable=trainable,
+        theme=theme or "dark",
+        first_start=_is_first_start(options),
+        **options,
     )
-    return draw_app(app, serving(publisher.latest) if serving else contextlib.nullcontext())
+    code = draw_app(app, serving(publisher.latest) if serving else contextlib.nullcontext())
+    return _run_demo(theme, options) if app.wants_demo else code
+
+
+def _is_first_start(options: Mapping[str, Any]) -> bool:
+    """True where nothing was ever balanced, on a terminal whose user may do so."""
+    from evener.balancer.store.runs import have_runs
+
+    may_start = not options.get("readonly") and not options.get("replayed")
+    return may_start and _owns_terminal() and not have_runs()
+
+
+def _owns_terminal() -> bool:
+    """True on a terminal, False where the app is drawn in a browser."""
+    return sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ
+
+
+def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
+    """The demo in place of the app that was left for it; it keeps nothing."""
+    words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
+    return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
 
 
 def draw_app(
@@ -90,6 +117,9 @@ def draw_app(
         )
         print(f"evener crashed; {where}.", file=sys.stderr)
         return CRASH_EXIT_CODE
+    if _owns_terminal():
+        for text in app.last_words(shutil.get_terminal_size().columns):
+            print(text)
     return result or 0
 
 

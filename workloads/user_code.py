@@ -278,6 +278,45 @@ def _without_function(name: str, path: Path) -> RequestError:
     return RequestError(f"{name} doesn't name a function.", f"Write {path}:FUNCTION; {could}.")
 
 
+MOST_FILES = 100  # that are looked through for models
+MOST_FILE_BYTES = 1 << 20
+_BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
+
+
+def find_models(folder: Path) -> tuple[str, ...]:
+    """The functions in a folder's Python files that could build a model, as `train.py:build`: those
+    whose name says so first, then by file, the newest first.
+
+    Files that can't be parsed, or that import no framework, are left out. No code is run.
+    """
+    with suppress(OSError):
+        files = [path for path in folder.glob("*.py") if _is_small_file(path)]
+        files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        found = [name for path in files[:MOST_FILES] for name in _list_models(path)]
+        return tuple(sorted(found, key=_rank_model))
+    return ()
+
+
+def _is_small_file(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= MOST_FILE_BYTES
+
+
+def _list_models(path: Path) -> list[str]:
+    """The functions of one file that could be called for a model."""
+    if not script_framework(path):
+        return []
+    functions = [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)]
+    callable_ones = [node for node in functions if _could_build(node) and not _required(node)]
+    return [f"{path.name}:{node.name}" for node in callable_ones if node.name != "main"]
+
+
+def _rank_model(name: str) -> int:
+    function = name.rpartition(":")[2]
+    if function == "build":
+        return 0
+    return 1 if any(word in function for word in _BUILDS) else 2
+
+
 def _could_build(function: ast.FunctionDef) -> bool:
     """Public, makes no data, and returns something."""
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:

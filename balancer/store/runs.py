@@ -496,4 +496,4 @@ class RunReplay(EventThread):
             if self._halt.wait(gap):
                 return
             self._going.wait()
-            self._events.put(event)
+            self._emit(event)

@@ -547,7 +547,6 @@ def requests() -> dict[str, str]:
         "nothing": lambda: Split(),
         "group missing": lambda: Split(devices=two, engine="multiworker"),
         "no file": lambda: Split("nowhere.toml"),
-        "rebalance": lambda: Split(devices=two, rebalance=True),
         "noise": lambda: Split(devices=two, noise=True),
         "other precision, strict": lambda: Split(make_plan(4, 4), strict=True).build(
             lambda: half_precision()
@@ -773,7 +772,7 @@ def group_cases() -> dict[str, Any]:
         group = split.required_group
         return found | {
             "one that rebalances": said(
-                lambda: check_options({"rebalance": group.rank == 1}, group)
+                lambda: check_options({"rebalance": group.rank == 1, "noise": True}, group)
             )
         }
     clipped = lambda: network(  # noqa: E731

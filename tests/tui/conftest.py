@@ -115,7 +115,6 @@ class ScriptedPublisher(Sampler):
         self.loads: list[Mapping[str, tuple[float, int]]] = []
         self._snapshots = snapshots
         self._history = History(600)
-        self._lock = threading.Lock()
 
     def start(self, subscriber: Subscriber | None = None) -> None:
         assert subscriber is not None
@@ -130,6 +129,9 @@ class ScriptedPublisher(Sampler):
     def close(self, wait_seconds: float = 0.0) -> bool:
         self.stopped = True
         return True
+
+    def history(self, key: str, metric: str, newest: int = 600) -> tuple[float | None, ...]:
+        return self._history.values(key, metric, newest)
 
     def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         self.loads.append(dict(loads))
@@ -149,6 +151,10 @@ class ScriptedSession:
         if self._hold:
             self.asked.wait(200)
         yield self._events[-1]
+
+    def run(self, report: Callable[[Event], object]) -> None:
+        for event in self.events():
+            report(event)
 
     def stop(self) -> None:
         self.calls.append("stop")

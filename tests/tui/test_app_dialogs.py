@@ -5,6 +5,7 @@ a hurry.
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from textual.widgets import Input
 from evener.balancer.session_state import SessionState
 from evener.balancer.store import runs
 from evener.plan.file import load_plan
+from evener.tui.screens.balance_form import ANOTHER
 from evener.tui.screens.run_dialogs import SaveDialog, plan_dialog
 from evener.tui.screens.runs import RunPanel
 from evener.tui.view.cells import cells
@@ -57,7 +59,7 @@ async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: An
     """
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.push_screen(plan_dialog(plan))
+        await app.push_screen(plan_dialog(app, plan, "20260101-000000-aaaa"))
         for path, reason in UNWRITABLE.items():
             app.screen.query_one("#path", Input).value = path
             await pilot.press("enter")
@@ -126,7 +128,7 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
         await pilot.press("2")
         await until(
             pilot,
-            lambda: "% over even" in _words(app, "#search"),
+            lambda: re.search(r"even split .* \+\d", _words(app, "#result")),
             "the verdict that came meanwhile",
         )
         await pilot.press("n")
@@ -163,10 +165,13 @@ async def test_a_typed_workload_runs_in_its_framework(
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
         workloads = app.screen.query_one("#pick-workload", Ticks)
+        await pilot.press("ctrl+o")
         for name, imported, presses in (("first.py", "torch", 0), ("second.py", "keras", 2)):
             (own_folder / name).write_text(f"import {imported}\ndef build(): ...\n")
             app.screen.query_one("#own", Input).value = f"{name}:build"
-            await until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
+            await until(
+                pilot, lambda: workloads.rows[min(workloads.ticked)][0] == ANOTHER, "the tick"
+            )
             app.screen.query_one("#framework", OneOf).focus()
             await pilot.press(*["right"] * presses, "ctrl+s")
             await until(pilot, lambda: app.balance.ended, "the search's end")

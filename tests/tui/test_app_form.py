@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,17 @@ from textual.events import Key
 from textual.widgets import Input, Static
 
 from evener.balancer.families import FAMILIES
+from evener.balancer.store.runs import RunSummary
+from evener.balancer.trials import DeviceOutlook, Outlook
 from evener.errors import DeviceError, RequestError
 from evener.tui.app import EvenerApp
-from evener.tui.screens.balance import BalanceScreen, Setup, form_words
+from evener.tui.screens.balance import BalanceScreen
+from evener.tui.screens.balance_form import Setup, form_words
 from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import help_lines
 from evener.tui.screens.monitor import MonitorScreen, ProcessPanel
 from evener.tui.screens.runs import RunPanel, RunsScreen
+from evener.tui.widgets.balance import ResultPanel
 from evener.tui.widgets.lists import ListPanel, OneOf, SortedPanel, Ticks
 from tests.support.pilots import open_form, text, until
 
@@ -69,7 +74,9 @@ async def test_a_start_that_fails_stays_in_the_form(
     app = app_of(session_maker=fail)
     async with app.run_test(size=(80, 24)) as pilot:
         await open_form(pilot)
-        app.screen.query_one("#own", Input).value = "nope.py:build"
+        if field == "own":
+            app.screen.query_one("#own", Input).value = "nope.py:build"
+            await until(pilot, lambda: not app.screen.query_one(Setup).model.name, "another file")
         await pilot.press("ctrl+s")
         await until(pilot, lambda: said in " ".join(text(app, "#problem").split()), "the reason")
         assert "--" not in text(app, "#problem")
@@ -108,13 +115,13 @@ async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any
         assert "▸" not in text(app, "#pick-devices"), (
             "two cursors would leave open where the keys go"
         )
-        await pilot.press("end", "space", "ctrl+s")
+        await pilot.press("home", "space", "ctrl+s")
         assert "No workload of your own is named" in text(app, "#problem"), (
             "nothing else is measured in its place"
         )
-        app.screen.query_one("#budget", Input).focus()
+        app.screen.query_one("#global_batch", Input).focus()
         await pilot.press("enter")
-        await until(pilot, lambda: app.screen.focused.id == "global_batch", "the next field")
+        await until(pilot, lambda: app.screen.focused.id == "budget", "the next field")
         assert not app.balance.active
 
 
@@ -139,15 +146,16 @@ async def test_keys_are_taken_in_the_order_in_which_they_were_pressed(app_of: An
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
-        app.screen.query_one("#own", Input).focus()
-        await until(pilot, lambda: app.screen.focused.id == "own", "the focus")
+        app.screen.query_one("#pick-devices").focus()
+        await until(pilot, lambda: app.screen.focused.id == "pick-devices", "the focus")
         tabs = [Key("tab", "\t")]
-        budget = [*map(_key, "9h"), Key("ctrl+u", "\x15"), *map(_key, "45s")]
-        for key in (*tabs * 2, *budget, *tabs * 3, *map(_key, "0.05"), *tabs, *map(_key, "a=1")):
+        rows = [*map(_key, "9"), Key("ctrl+u", "\x15"), *map(_key, "512")]
+        for key in (*tabs, *rows, *tabs, *map(_key, "0")):
             app.post_message(key)
-        await until(pilot, lambda: app.screen.query_one("#settings", Input).value, "the last field")
+        budget = app.screen.query_one("#budget", Input)
+        await until(pilot, lambda: budget.value != "120s", "the last field")
         fields = {each.id: each.value for each in app.screen.query(Input) if each.value}
-        assert fields == {"budget": "45s", "tolerance": "0.020.05", "settings": "a=1"}
+        assert fields == {"global_batch": "512", "budget": "120s0", "tolerance": "0.02"}
 
 
 def _key(sign: str) -> Key:
@@ -161,6 +169,8 @@ async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
         row = app.screen.query_one("#row-max_slowdown")
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen.query_one("#row-tolerance").display, "all options")
         assert not row.display
         app.screen.query_one("#max_slowdown", Input).value = "5%"
         await pilot.press("ctrl+s")
@@ -211,10 +221,12 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
         "end": "End",
         "ctrl+c": "Ctrl-C",
         "ctrl+s": "Ctrl-S",
+        "ctrl+t": "Ctrl-T",
+        "ctrl+o": "Ctrl-O",
         "delete": "Delete",
     }
     page = "\n".join(row.text for row in help_lines((), 100))
-    widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, Setup)
+    widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, Setup, ResultPanel)
     for kind in (EvenerApp, MonitorScreen, BalanceScreen, RunsScreen, SortedScreen, *widgets):
         for binding in kind.BINDINGS:
             assert isinstance(binding, Binding)
@@ -223,3 +235,115 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
                 assert binding.show or re.search(
                     rf"(^|[ ,]){re.escape(name)}($|[ ,;])", page, re.MULTILINE
                 ), key
+
+
+async def test_a_function_of_this_folder_comes_first_and_one_key_starts_it(
+    app_of: Any, searches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions that build a model are found in files that import a framework, and in no others."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cnn.py").write_text(
+        "import torch\ndef helper(x):\n    return x\ndef build():\n    return torch.zeros(1)\n"
+    )
+    (tmp_path / "notes.py").write_text("def build():\n    return 1\n")
+    (tmp_path / "broken.py").write_text("import torch\ndef build(:\n")
+    app = app_of(session_maker=searches)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await open_form(pilot)
+        await until(
+            pilot, lambda: "(o) cnn.py:build" in text(app, "#pick-workload"), "the function"
+        )
+        listed = text(app, "#pick-workload")
+        assert listed.splitlines()[0].startswith("▸(o) cnn.py:build")
+        assert "helper" not in listed
+        assert "notes.py" not in listed
+        assert "broken.py" not in listed
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: searches.requests, "the search")
+    (request,) = searches.requests
+    assert (request.workload, request.framework) == ("cnn.py:build", "torch")
+
+
+async def test_the_model_that_was_balanced_last_is_the_first(
+    app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as its file is there; what a person ticks meanwhile stays ticked."""
+    script = tmp_path / "mine.py"
+    script.write_text("import torch\ndef build():\n    return 1\ndef other():\n    return 2\n")
+    last = RunSummary(
+        "20260101-000000-aaaa",
+        "2026-01-01T00:00:00Z",
+        ("GPU:0",),
+        f"{script}:other",
+        "finished",
+        9,
+        512.0,
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("evener.tui.screens.balance_form.runs.list_runs", lambda: (last,))
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await open_form(pilot)
+        await until(pilot, lambda: "(o) mine.py:other" in text(app, "#pick-workload"), "the last")
+        assert "512.0 samples/s" in text(app, "#pick-workload")
+        assert text(app, "#pick-workload").count("mine.py:other") == 1
+        script.unlink()
+        form = app.screen.query_one(Setup)
+        await pilot.press("down", "space")
+        await form.find_own_models()
+        assert "mine.py" not in text(app, "#pick-workload")
+
+
+async def test_a_dry_run_says_what_fits_and_starts_the_search(
+    app_of: Any, searches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlook = Outlook(
+        "cnn.py:build",
+        "torch",
+        (DeviceOutlook("GPU:0", "H200", 1 << 37, 4096),),
+        ((8, 0.01), (64, 0.02)),
+        3.0,
+        120.0,
+    )
+    monkeypatch.setattr("evener.tui.screens.dry_run.take_in", lambda request: request)
+    monkeypatch.setattr("evener.tui.screens.dry_run.dry_run", lambda *_: outlook)
+    app = app_of(session_maker=searches)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await open_form(pilot)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: "about 4096 samples" in text(app, "#outlook"), "what fits")
+        assert not searches.requests
+        await pilot.press("enter")
+        await until(pilot, lambda: searches.requests, "the search")
+
+
+async def test_a_dry_run_that_fails_says_why_and_closes(
+    app_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_request: Any) -> Any:
+        raise MISSING
+
+    monkeypatch.setattr("evener.tui.screens.dry_run.take_in", fail)
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await open_form(pilot)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: "no file nope.py" in text(app, "#outlook"), "the reason")
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen.query("#problem"), "the form again")
+        assert not app.balance.active
+
+
+async def test_the_four_fields_and_the_hint_fit_a_small_terminal(app_of: Any) -> None:
+    """The others are hidden until they are asked for, and the form scrolls then."""
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await open_form(pilot)
+        shown = [row.id for row in app.screen.query(".field") if row.display]
+        expected = ["pick-workload", "pick-devices", "global_batch", "budget", "more"]
+        assert shown == [f"row-{name}" for name in expected]
+        for name in expected:
+            assert app.screen.query_one(f"#row-{name}").region.bottom <= 20, name
+        app.screen.query_one("#global_batch", Input).focus()
+        await until(pilot, lambda: "trains fastest" in text(app, "#problem"), "the explanation")
+        assert "…" not in text(app, "#problem")

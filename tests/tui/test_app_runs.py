@@ -175,7 +175,7 @@ async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
         await pilot.press("r")
         await until(pilot, lambda: app.screen.query("#lanes") and app.balance.ended, "its end")
         await until(pilot, lambda: "✗ failed" in text(app, "#lanes"), "how it ended")
-        assert "Nothing could be measured." in text(app, "#search")
+        assert "Nothing could be measured." in text(app, "#story")
         await pilot.press("t")
         await _dialog(pilot, DetailsDialog)
         own = '  File "/home/ada/train.py", line 7, in build\n    build()\n'

@@ -32,9 +32,7 @@ async def test_the_monitor_shows_host_devices_graphs_and_processes(app_of: Any) 
         assert "node7" in text(app, "#top")
         assert "41 %" in text(app, "#host")
         assert "115 932" in text(app, "#devices")
-        graphs = text(app, "#graphs")
-        assert "utilisation %" in graphs
-        assert " 116k " in graphs, "the samples/s of the first device"
+        assert "throughput 115 932 samples/s" in text(app, "#graphs")
         assert "python train.py --rank 1" in text(app, "#processes")
     assert app.publisher.stopped
 
@@ -56,7 +54,7 @@ async def test_keys_move_open_and_close_details(app_of: Any) -> None:
         assert app.screen.query_one(DevicePanel).cursor == 1
         await until(
             pilot,
-            lambda: "▸GPU:1" in text(app, "#graphs"),
+            lambda: "GPU:1" in app.screen.query_one("#graphs").border_title,
             "the graphs follow",
         )
         await pilot.press("enter")
@@ -222,6 +220,8 @@ async def test_a_search_from_form_to_exported_plan(
         await until(pilot, lambda: app.screen.query("#pick-devices"), "the form")
         await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
         app.screen.query_one("#global_batch", Input).value = "512"
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen.query_one("#row-engine").display, "all options")
         app.screen.query_one("#engine").focus()
         await pilot.press("right", "right", "ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the verdict")
@@ -235,10 +235,10 @@ async def test_a_search_from_form_to_exported_plan(
             "multiworker",
         )
         await until(
-            pilot, lambda: "18 % faster than even" in text(app, "#search"), "the verdict's words"
+            pilot, lambda: "18 % faster than even" in text(app, "#result"), "the verdict's words"
         )
-        assert "820 (59 %)" in text(app, "#shares")
-        assert "even split" in text(app, "#rivals")
+        assert "even split" in text(app, "#result")
+        assert "the fastest so far" in text(app, "#log")
         await pilot.press("e")
         await until(pilot, lambda: isinstance(app.screen, SaveDialog), "the export dialog")
         target = tmp_path / "plan.json"
@@ -320,9 +320,9 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
         await until(pilot, (tmp_path / "plan.toml").exists, "the file")
         assert load_plan(tmp_path / "plan.toml").workload
         await pilot.press("r")
-        await until(pilot, lambda: app.screen.query("#search"), "the replay")
+        await until(pilot, lambda: app.screen.query("#log"), "the replay")
         await until(pilot, lambda: app.balance.finished is not None, "the replayed verdict")
-        await until(pilot, lambda: "samples/s" in text(app, "#search"), "its measurements")
+        await until(pilot, lambda: "again" in text(app, "#log"), "its measurements")
         await pilot.press("3")
         await pilot.press("d", "y")
         await until(pilot, lambda: text(app, "#runs").count("finished") == 1, "one run less")
@@ -392,9 +392,11 @@ async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
         await pilot.press("2")
         await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
         assert "▼" in text(app, "#pick-workload"), "more workloads than rows, and it says so"
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen.query_one("#row-tolerance").display, "all options")
         app.screen.query_one("#tolerance", Input).focus()
         await until(
-            pilot, lambda: "smallest global batch" in text(app, "#problem"), "what a tolerance is"
+            pilot, lambda: "smallest that is nearly" in text(app, "#problem"), "what a tolerance is"
         )
         app.screen.query_one("#tolerance", Input).value = "much"
         await pilot.press("ctrl+s")

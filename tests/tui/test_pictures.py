@@ -57,17 +57,3 @@ def test_the_monitor_looks_as_it_did(
     assert snap_compare(
         app_of(script.snapshot(count), theme=theme), terminal_size=size, run_before=_drawn
     )
-
-
-def test_a_verdict_looks_as_it_did(
-    snap_compare: Callable[..., bool], app_of: Any, events: Any, session_of: Any
-) -> None:
-    app = app_of(session_maker=lambda _: session_of(events))
-
-    async def search(pilot: Pilot[Any]) -> None:
-        await _drawn(pilot)
-        await pilot.press("2", "ctrl+s")
-        await until(pilot, lambda: app.balance.ended, "the verdict")
-        await pilot.pause(0.3)
-
-    assert snap_compare(app, terminal_size=(120, 40), run_before=search)

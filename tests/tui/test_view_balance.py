@@ -137,7 +137,7 @@ def test_nothing_is_claimed_before_it_ran(events: Any) -> None:
     assert curves(start) == ()
     assert chosen_layout(start) is None
     assert "Nothing has been measured yet." in _text(rival_lines(start, 80, 10))
-    assert "No layout has been measured yet." in _text(share_lines(start, 80, 9))
+    assert "No split was measured yet" in _text(share_lines(start, 80, 9))
 
 
 def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
@@ -397,10 +397,10 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     figure = Interval(100.0, 99.0, 101.0)
     rival = RivalRate("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
     plan = RivalRate("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
-    assert balance_lines._versus(plan, rival) == "+29.3 %"
-    assert balance_lines._versus(plan, rival._replace(tie=True)) == "tie"
+    assert balance_lines.versus(plan, rival) == "+29.3 %"
+    assert balance_lines.versus(plan, rival._replace(tie=True)) == "tie"
     rough = rival._replace(figure=Interval(100.0, 99.0, 140.0))
-    assert balance_lines._versus(plan, rough) == "unclear"
+    assert balance_lines.versus(plan, rough) == "unclear"
 
 
 @pytest.mark.parametrize("width", [*range(48, 70), 80])

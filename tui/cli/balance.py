@@ -16,16 +16,16 @@ import typer
 
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison
-from evener.balancer.number_format import size
 from evener.balancer.request import Job, Request
 from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
-from evener.balancer.trials import DeviceOutlook, Outlook, dry_run
+from evener.balancer.trials import Outlook, dry_run
 from evener.errors import RequestError
-from evener.printable import align, plain, say
+from evener.printable import say
 
 from ..text.formatting import json_text
+from ..text.outlook import outlook_lines
 from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from ..text.summaries import frontier_table, summary_lines, verdict_lines
@@ -114,7 +114,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
         outlook = dry_run(job, _say_phases(), stop)
     if outlook is None:
         return caught[0] if caught else 1
-    text = json_text(_outlook_json(outlook)) if as_json else "\n".join(_outlook_lines(outlook))
+    text = json_text(_outlook_json(outlook)) if as_json else "\n".join(outlook_lines(outlook))
     print(text, flush=True)
     return 0
 
@@ -134,27 +134,6 @@ def _say_phases() -> Callable[[ProbeProgress], None]:
 def _outlook_json(outlook: Outlook) -> dict[str, object]:
     text = f"{outlook.write_tried()} {outlook.write_rest()}"
     return {**msgspec.to_builtins(outlook), "text": text}
-
-
-def _outlook_lines(outlook: Outlook) -> list[str]:
-    """The lines of a dry run: what was tried, a row for each device, and the budget of a search."""
-    return [
-        *(f"note: {plain(note)}" for note in outlook.notes),
-        plain(outlook.write_tried(), 1000),
-        "",
-        *align(
-            [("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)],
-            numbers_from=2,
-        ),
-        "",
-        outlook.write_rest(),
-    ]
-
-
-def _row(device: DeviceOutlook) -> tuple[str, str, str, str]:
-    memory = "unknown" if device.memory_bytes is None else size(device.memory_bytes)
-    most = "unknown" if device.largest_batch is None else f"about {device.largest_batch} samples"
-    return (device.label, plain(device.name, 32), memory, most)
 
 
 @app.command()

@@ -15,13 +15,14 @@ from textual.widgets import Input
 from evener.devices.types import Snapshot
 
 from ..base_app import UsesApp
-from ..view.cells import Line, Span
+from ..view.cells import Line, Span, span_cells
 from ..view.monitor import status_texts, top_line
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
 
 NARROW = 100  # columns of the terminal, below which panels are stacked
 LOW = 30  # rows, below which they have no frames
+ALWAYS = 2  # keys, the last ones, that are shown at any width
 
 
 class PanelScreen(UsesApp, Screen[None]):
@@ -58,13 +59,15 @@ class PanelScreen(UsesApp, Screen[None]):
         event.stop()
         self.call_after_refresh(self.redraw)
 
-    def open_details(self, title: str, draw: Callable[[int], tuple[Line, ...]]) -> None:
+    def open_details(
+        self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False
+    ) -> None:
         """A page of text over the screen; what dialogs need is imported when the first one
         opens.
         """
         from .dialogs import DetailsDialog
 
-        self.app.push_screen(DetailsDialog(title, draw))
+        self.app.push_screen(DetailsDialog(title, draw, wide=wide))
 
     async def on_screen_resume(self) -> None:
         """Show what happened while another screen was in front."""
@@ -232,11 +235,20 @@ class KeysBar(Lines):
         offered = [
             each.binding for each in self.screen.active_bindings.values() if each.binding.show
         ]
-        spans: list[Span] = []
-        for binding in {
-            each.action: each for each in reversed(offered)
-        }.values():  # of several keys, the first
-            action = f"app.simulate_key('{binding.key}')"
-            key = Span(f" {self.app.get_key_display(binding)}", "key", action)
-            spans = [key, Span(f" {binding.description}", "text", action), *spans]
-        self.show([Line(tuple(spans))])
+        by_action = {each.action: each for each in reversed(offered)}  # of several keys, the first
+        self.show([Line(self._fit([self._hint(each) for each in by_action.values()][::-1]))])
+
+    def _hint(self, binding: Binding) -> tuple[Span, ...]:
+        """A key with its words; a click on it presses it."""
+        action = f"app.simulate_key('{binding.key}')"
+        key = Span(f" {self.app.get_key_display(binding)}", "key", action)
+        return key, Span(f" {binding.description}", "text", action)
+
+    def _fit(self, hints: list[tuple[Span, ...]]) -> tuple[Span, ...]:
+        """The hints that fit, each whole: the last two, help and quit, stay, and those before them
+        go first.
+        """
+        width = self.size.width
+        while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
+            del hints[-ALWAYS - 1]
+        return tuple(span for hint in hints for span in hint)

@@ -16,14 +16,15 @@ from textual.widgets import Input
 
 import evener
 from evener.balancer.number_format import duration
-from evener.balancer.result.sentences import write_training_step
+from evener.balancer.result.sentences import find_training_command, write_training_step
 from evener.balancer.store import runs
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan
 from evener.system.files import error_file
 
-from ..base_app import UsesApp
+from ..base_app import BaseApp, UsesApp
+from ..local_training import read_command
 from ..text.parsing import parse_duration
 from ..view.cells import whole_lines
 from .dialogs import DetailsDialog, FieldDialog, confirm
@@ -178,13 +179,45 @@ class SaveDialog(FieldDialog):
         return True
 
 
-def plan_dialog(plan: Plan) -> SaveDialog:
+def plan_dialog(app: BaseApp, plan: Plan, run: str) -> SaveDialog:
     """Writes a plan."""
 
     def find_step(path: str) -> str:
+        app.written_plans[run] = path
         return write_training_step(plan, path)
 
     return SaveDialog("plan", "plan.toml", (".toml", ".json"), plan.save, find_step)
+
+
+class TrainDialog(FieldDialog):
+    """Asks for the line that trains by a plan, writes the plan, and starts it."""
+
+    def __init__(self, plan: Plan, run: str, path: str, written: bool) -> None:
+        command = find_training_command(plan, path)
+        writes = "" if written else f"writes {path} and "
+        hint = (
+            f"Enter {writes}starts this here; add the script's own arguments. The training goes on "
+            f"when evener is left."
+        )
+        super().__init__("Train by it", Input(command, id="line", compact=True), hint)
+        self.add_class("-wide")
+        self._plan, self._run, self._path, self._written = plan, run, path, written
+
+    async def take(self, text: str) -> bool:
+        """Write the plan and start."""
+        arguments = read_command(text)
+        if not self._written and self._path in arguments:
+            await asyncio.to_thread(self._plan.save, Path(self._path))
+            self.evener.written_plans[self._run] = self._path
+        self.evener.start_training(arguments, runs.run_folder(self._run) / "launch.log")
+        return True
+
+
+def train_dialog(app: BaseApp, plan: Plan, run: str) -> TrainDialog:
+    """Starts the plan's script, by the file that the plan was written to, or by a new one."""
+    written = app.written_plans.get(run, "")
+    free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
+    return TrainDialog(plan, run, written or free, bool(written))
 
 
 def report_dialog(run: str) -> SaveDialog:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 
+from evener.balancer.result.sentences import find_training_command
 from evener.balancer.session_state import SessionState
 from evener.balancer.store import runs
 from evener.balancer.store.runs import RunSummary, StoredRun, read_run
@@ -17,21 +19,24 @@ from evener.errors import EvenerError
 
 from ..text.summaries import training_report
 from ..view.cells import Line, text_lines
-from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_words
+from ..view.run_differences import difference_lines
+from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_page, run_words
 from ..view.table import Grid, Order
 from ..widgets.lines import Lines
 from ..widgets.lists import SortedPanel
 from .base import SortedScreen
 from .dialogs import confirm
-from .run_dialogs import RunActions, errors_file, plan_dialog
+from .run_dialogs import RunActions, errors_file, plan_dialog, train_dialog
 
 
 class RunPanel(SortedPanel[RunSummary]):
     """A panel with a row per run."""
 
     COLUMNS = RUN_COLUMNS
-    OPEN = "screen.replay"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Replay", show=False)]
+    OPEN = "screen.read_all"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "tag", "Compare", key_display="Space"),
+    ]
 
     def __init__(self) -> None:
         super().__init__("Runs", id="runs", order=Order("run"))
@@ -67,7 +72,8 @@ class RunsScreen(RunActions, SortedScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "go_on", "Continue"),
         Binding("r", "replay", "Replay"),
-        Binding("e", "export", "Export"),
+        Binding("e", "export", "Plan"),
+        Binding("g", "train_here", "Train"),
         Binding("w", "report", "Report"),
         Binding("d,delete", "delete", "Delete"),
         Binding("t", "traceback", "Traceback"),
@@ -87,6 +93,7 @@ class RunsScreen(RunActions, SortedScreen):
     def panels(self) -> Iterable[Widget]:
         """The list, one or two plans, the filter."""
         yield RunPanel()
+        yield Lines("Differences", id="differences", classes="panel")
         with Horizontal(id="plans"):
             yield Lines(id="left", classes="panel")
             yield Lines(id="right", classes="panel")
@@ -136,11 +143,32 @@ class RunsScreen(RunActions, SortedScreen):
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
         left, right = self.query_one("#left", Lines), self.query_one("#right", Lines)
         right.display = bool(others)
+        self._draw_differences(others[0] if others else "", chosen)
         left.entitle("Compared with" if others else "Plan")
         right.entitle("Plan")
         left.show(self._plan_lines(others[0] if others else chosen, *left.size))
         if others:
             right.show(self._plan_lines(chosen, *right.size))
+
+    def _draw_differences(self, before: str, after: str) -> None:
+        """What differs between two searches; nothing where one of them is none."""
+        panel = self.query_one("#differences", Lines)
+        lines: tuple[Line, ...] = ()
+        with suppress(EvenerError):
+            if before and not any(map(runs.load_training, (before, after))):
+                lines = difference_lines(
+                    self._load(before), self._load(after), self.app.size.width - 4
+                )
+        panel.display = bool(lines)
+        panel.styles.height = len(lines) + (0 if self.has_class("-bare") else 2)
+        panel.entitle("Differences", f"{before} and {after}" if lines else "")
+        panel.show(lines)
+
+    def _load(self, name: str) -> StoredRun:
+        """A run, which is read once."""
+        found = self._plans.get(name) or runs.load_run(name)
+        self._plans[name] = found
+        return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
         """The plan of a run, what a training kept of itself, or why the run can't be read."""
@@ -154,15 +182,21 @@ class RunsScreen(RunActions, SortedScreen):
                     for text in training_report(training)
                     for line in text_lines(text, width, 3)
                 )
-            found = self._plans.get(name) or runs.load_run(name)
+            return plan_lines(self._load(name), width, height)
         except EvenerError as fault:
             return text_lines(str(fault), width, 6, "bad")
-        self._plans[name] = found
-        return plan_lines(found, width, height)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
-        if action not in ("go_on", "replay", "export", "report", "delete", "traceback"):
+        if action not in (
+            "go_on",
+            "replay",
+            "export",
+            "train_here",
+            "report",
+            "delete",
+            "traceback",
+        ):
             return True
         chosen = next((panel.chosen for panel in self.query(RunPanel)), None)
         if chosen is not None and chosen.kind == "training" and action != "delete":
@@ -173,15 +207,53 @@ class RunsScreen(RunActions, SortedScreen):
         return {
             "go_on": state in ("finished", "stopped", "failed") and not self.evener.searches,
             "export": planned,
+            "train_here": planned and self._has_script(chosen.run),
             "report": planned,
             "delete": state != "running",
             "traceback": errors_file(chosen.run) is not None,
         }.get(action, state != "unreadable")
 
+    def _has_script(self, name: str) -> bool:
+        """True if a script can be started by the run's plan."""
+        try:
+            plan = self._load(name).plan
+        except EvenerError:
+            return False
+        return plan is not None and bool(find_training_command(plan, "plan.toml"))
+
+    def action_read_all(self) -> None:
+        """Show everything that the run under the cursor has come to."""
+        name = self.chosen_run
+        with self.evener.saying_faults():
+            training = runs.load_training(name)
+            if training is not None:
+                texts = list(training_report(training))
+                self.open_details(
+                    "Training",
+                    lambda width: tuple(
+                        row for text in texts for row in text_lines(text, width, 6)
+                    ),
+                    wide=True,
+                )
+                return
+            found, path = self._load(name), self.evener.written_plans.get(name, "")
+            self.open_details(name, lambda width: run_page(found, width, path), wide=True)
+
+    def action_train_here(self) -> None:
+        """Write the plan of the run under the cursor and start its script by it, in this app."""
+        name = self.chosen_run
+        with self.evener.saying_faults():
+            plan = self._load(name).require_plan()
+            self.app.push_screen(train_dialog(self.evener, plan, name))
+
     def action_export(self) -> None:
         """Write the plan of the run under the cursor."""
         with self.evener.saying_faults():
-            self.app.push_screen(plan_dialog(runs.load_run(self.chosen_run).require_plan()))
+            self.app.push_screen(
+                plan_dialog(
+                    self.evener, runs.load_run(self.chosen_run).require_plan(), self.chosen_run
+                )
+            )
 
     def action_replay(self) -> None:
         """Replay the run under the cursor on the Balance screen."""

@@ -5,13 +5,15 @@ would mend it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import ClassVar
 
+from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.devices.types import Snapshot
 from evener.printable import plain
 
-from ..view.cells import Line
+from ..view.cells import Line, whole_lines
 from ..view.ranks import RankRow
 from ..view.table import Grid
 from ..view.training_lines import (
@@ -25,14 +27,17 @@ from ..view.trainings import TrainingRow, join_trainings
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel
 from .base import SnapshotScreen
+from .dialogs import confirm
 
 _BARS = 2  # rows of the bar on top and the keys
+_LEAST_LOG = 5
 
 
 class TrainingsScreen(SnapshotScreen):
     """The training under the cursor is shown in full."""
 
     NAME = "trainings"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "stop_training", "Stop")]
 
     def panels(self) -> Iterable[Widget]:
         """Trainings, ranks, causes, graphs."""
@@ -40,6 +45,7 @@ class TrainingsScreen(SnapshotScreen):
         yield RankPanel()
         yield Lines("What holds it up", id="causes", classes="panel")
         yield Lines("Last minutes", id="training-graphs", classes="panel")
+        yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
         """Draw the trainings of the snapshot."""
@@ -57,9 +63,12 @@ class TrainingsScreen(SnapshotScreen):
         trainings, app = self.query_one(TrainingPanel), self.evener
         row = trainings.chosen
         ranks = len(row.ranks) if row is not None else 0
-        self.place_panels(
-            arrange_trainings(app.size.height - _BARS, self.settle_frames(), trainings.count, ranks)
-        )
+        frame = self.settle_frames()
+        height = app.size.height - _BARS
+        log = self._log_rows(height, shares_rows=row is not None)
+        rows = arrange_trainings(height - log, frame, trainings.count, ranks)
+        self.place_panels({**rows, "#training-log": log})
+        self._show_log()
         self.query_one(RankPanel).take(row)
         causes, graphs = self.query_one("#causes", Lines), self.query_one("#training-graphs", Lines)
         causes.show(
@@ -71,6 +80,36 @@ class TrainingsScreen(SnapshotScreen):
             graphs.show(
                 training_graph_lines(row, snapshot.devices, app.publisher.history, *graphs.size)
             )
+
+    def _log_rows(self, height: int, *, shares_rows: bool) -> int:
+        """Rows for the log of a training that was started here; most of them until it reports."""
+        if self.evener.training is None:
+            return 0
+        return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
+
+    def _show_log(self) -> None:
+        """Draw the end of that log, with how the training is."""
+        training, panel = self.evener.training, self.query_one("#training-log", Lines)
+        if training is None:
+            return
+        panel.entitle(training.command, training.state_words())
+        width, height = panel.size
+        text = "\n".join(training.read_tail(height))
+        panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer to stop a training only where one was started here and runs."""
+        if action == "stop_training":
+            training = self.evener.training
+            return training is not None and training.runs and not self.evener.readonly
+        return super().check_action(action, parameters)
+
+    def action_stop_training(self) -> None:
+        """Stop the training that was started here, after asking."""
+        training = self.evener.training
+        if training is not None:
+            question = f"Stop {training.command}? It gets the signal that Ctrl-C sends."
+            confirm(self.evener, "Stop", question, training.stop)
 
     def action_open_training(self) -> None:
         """Show all that is said of the training under the cursor."""

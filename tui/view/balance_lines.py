@@ -17,6 +17,7 @@ from evener.balancer.session_state import (
     RivalRate,
     SessionState,
     chosen_layout,
+    has_split,
     rivals,
     seconds_left,
     timed,
@@ -56,6 +57,8 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     it.
     """
     chosen = chosen_layout(state)
+    if _measures_alone(state):
+        return (*text_lines(_alone_words(state), width, 3, "dim"),)
     if chosen is None or not chosen.global_batch or width < 4:
         return (
             line(
@@ -66,13 +69,13 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     total = line(Span(f" global batch {chosen.global_batch}", "dim"))
     tried = _tried_layout(state, chosen)
     if tried is None:
-        return (_shares_bar(chosen.shares, width), *legend, total)
+        return (shares_bar(chosen.shares, width), *legend, total)
     before = (*total.spans, Span(f"{Mark.DOT:^3}", "dim"), Span(f"{Mark.RUNNING} ", "speed"))
     words = f"now {list_samples(tried)} = {tried.global_batch}"
     if span_cells(before) + len(words) > width:
         words = f"now {tried.global_batch} over {len(tried.active)} devices"
     facts = line(*before, Span(words))
-    bars = [_shares_bar(layout.shares, width) for layout in (chosen, tried)]
+    bars = [shares_bar(layout.shares, width) for layout in (chosen, tried)]
     return (
         *bars[: max(1, min(2, height - len(legend) - 1))],
         *legend,
@@ -80,7 +83,23 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     )
 
 
-def _shares_bar(shares: Sequence[int], width: int) -> Line:
+def _measures_alone(state: SessionState) -> bool:
+    """True until a split was measured: the shares would read as a decision."""
+    best = state.best
+    if state.finished is not None or len(state.devices) == 1 or has_split(state):
+        return False
+    return best is None or len(best.layout.active) == 1
+
+
+def _alone_words(state: SessionState) -> str:
+    """How far the measurements of each device alone are, before any split."""
+    sizes = [each.probe.layout.global_batch for each in timed(state)]
+    measured = f" {len(set(sizes))} batch sizes so far." if sizes else ""
+    return f"No split was measured yet: each device is measured alone first.{measured}"
+
+
+def shares_bar(shares: Sequence[int], width: int) -> Line:
+    """The shares as one bar, each device with its colour and pattern."""
     parts = apportion(width - 2, [float(share) for share in shares])
     spans = (
         Span(device_pattern(device) * part, device_tone(device))
@@ -164,26 +183,27 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, drawn: tuple[Span,
     first = each is best
     half = relative_error(each.figure.value, each.figure.low, each.figure.high)
     error = f"±{percent(half, 1 if half < 0.1 else 0)}"
-    versus = "" if first else _versus(best, each)
+    gain = "" if first else versus(best, each)
     room = max(1, min(18, width - _BRIEF_CELLS))
     spans: tuple[Span, ...] = (
         Span(f" {cut(each.name, room):<{room}}", "strong" if first else "text"),
         Span(f"{rate(each.figure.value):>9}", "speed"),
     )
     if width < _WHOLE_CELLS:
-        last = Span(f" {error}", "dim") if first else Span(f" {versus}", _versus_tone(versus))
+        last = Span(f" {error}", "dim") if first else Span(f" {gain}", versus_tone(gain))
         return Line(pad((*spans, last), width))
     spans = (
         *spans,
         Span(f" {error:<7}", "dim"),
         *drawn,
-        Span(f" {versus:<7} ", _versus_tone(versus)),
+        Span(f" {gain:<7} ", versus_tone(gain)),
     )
     left = width - span_cells(spans)
     return Line(pad((*spans, Span(cut(each.where, max(1, min(22, left))), "dim")), width))
 
 
-def _versus(best: RivalRate, each: RivalRate) -> str:
+def versus(best: RivalRate, each: RivalRate) -> str:
+    """The gain of the best over another layout, in a few cells."""
     gain = each.gain_of(best)
     if gain is None:
         return "" if is_known(each.figure) else "unclear"
@@ -193,7 +213,8 @@ def _versus(best: RivalRate, each: RivalRate) -> str:
     return "tie" if each.tie else f"{'-' if gain < 0 else '+'}{size}"
 
 
-def _versus_tone(text: str) -> Tone:
+def versus_tone(text: str) -> Tone:
+    """The tone of such a gain."""
     return "good" if text.startswith("+") and not text.startswith("+0.0") else "dim"
 
 

@@ -19,7 +19,9 @@ from .balance_lines import (
     warning_lines,
 )
 from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines
-from .table import TAG, Column, text_cell
+from .result_panel import everything_lines
+from .search_log import LOG, log_rows
+from .table import TAG, Column, text_cell, whole_table
 
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
@@ -124,6 +126,19 @@ def _end_state(run: StoredRun) -> SessionState:
     """A run's end as the Balance screen shows it."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
+
+
+def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
+    """All that a search has come to; of one without a plan, its state and its measurements."""
+    state = msgspec.structs.replace(
+        _end_state(run), seen=run.record.seen, probes=len(run.record.seen)
+    )
+    head = line(Span(plain(run.header.workload), "strong"))
+    if run.end is not None:
+        return (head, Line(), *everything_lines(state, width, path))
+    tone = _STATE_TONES[run.state]
+    words = text_lines(_state_words(run), width, 8, tone)
+    return (head, *words, Line(), *whole_table(LOG, log_rows(state), width))
 
 
 def _state_words(run: StoredRun) -> str:

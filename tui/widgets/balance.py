@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
 from textual.widget import Widget
 
+from evener.balancer.journal import ObservationEntry
 from evener.balancer.session_state import SessionState
 from evener.devices.registry import is_simulated
 from evener.devices.types import DeviceSample
 from evener.printable import plain
 
 from ..base_app import UsesApp
-from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
+from ..view.balance_lines import DETAILED_SHARES, rival_lines, share_lines, warning_lines
 from ..view.cells import Mark
 from ..view.curves import curve_chart
 from ..view.lanes import LANES, Lane, lane_rows
+from ..view.result_panel import KeyHint, count_rows, result_lines
+from ..view.search_log import LOG, LogRow, log_rows
+from ..view.search_story import best_chart, story_lines
 from ..view.table import Grid
 from .lines import Lines
 from .lists import ListPanel
 from .plot import ChartPanel
 
 LEAST_CHART = 7  # rows that a readable curve needs
-LEAST_SEARCH = 5  # rows for the search: what it does, how far it is, the latest measurements
+MOST_CHART = 26  # rows, from which on more say nothing more
+LEAST_LOG = 3  # rows of the log, its heading among them
 
 
 class LanePanel(ListPanel[Lane]):
@@ -54,27 +61,90 @@ class LanePanel(ListPanel[Lane]):
         self.redraw()
 
 
-class BalanceView(UsesApp, Widget):
-    """Draws one state; on a small terminal the chart is dropped before the text."""
+class LogPanel(ListPanel[LogRow]):
+    """A row per measurement in words, the newest first; Enter opens one."""
+
+    OPEN = "screen.open_probe"
 
     def __init__(self) -> None:
+        super().__init__("Measurements", id="log")
+        self._seen: tuple[ObservationEntry, ...] = ()
+
+    def grid(self) -> Grid[LogRow]:
+        """The table of these rows."""
+        return LOG
+
+    def identity(self, row: LogRow) -> int:
+        """The number of the measurement."""
+        return row.number
+
+    def take(self, state: SessionState) -> None:
+        """Show these measurements; the cursor stays on its own, or on the newest."""
+        if state.seen is not self._seen:
+            self._seen = state.seen
+            follows = self.cursor == 0
+            self.place_rows(log_rows(state))
+            if follows:
+                self.action_move(-self.cursor)
+        failed = f", {state.out_of_memory} out of memory" if state.out_of_memory else ""
+        self.entitle(subtitle=f"{state.probes} probes{failed}")
+        self.redraw()
+
+
+class ResultPanel(Lines):
+    """The verdict over the whole width, with the keys that lead on; Enter opens all of it."""
+
+    can_focus = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "screen.read_all", "Everything", key_display="Enter"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(id="result", classes="panel")
+
+    def take(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
+        """Show the verdict of this state."""
+        self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
+        self.show(result_lines(state, *self.size, keys))
+
+    def click_row(self, row: int, clicks: int) -> None:
+        """A double click opens all of it."""
+        if clicks >= 2:
+            self.call_later(self.run_action, "screen.read_all")
+
+
+class BalanceView(UsesApp, Widget):
+    """Draws one state; on a small terminal charts are dropped before the text."""
+
+    def __init__(self, keys: Callable[[], Sequence[KeyHint]]) -> None:
         super().__init__(id="balance")
         self.state = SessionState()
+        self._keys = keys
 
     def compose(self) -> ComposeResult:
-        """Devices, below them chart and shares, below those the search."""
+        """What the search does, or its result; the devices; curves and the best so far; shares and
+        rivals; the log.
+        """
+        yield Lines("Search", id="story", classes="panel")
+        yield ResultPanel()
         yield LanePanel()
-        with Horizontal(id="middle"):
+        with Horizontal(id="charts"):
             yield ChartPanel("Samples/s of each device alone", id="curves")
-            with Vertical(id="side"):
-                yield Lines("Shares", id="shares", classes="panel")
-                yield Lines("Throughput", id="rivals", classes="panel")
-        yield Lines("Search", id="search", classes="panel")
+            yield ChartPanel("Best so far", id="best")
+        with Horizontal(id="facts"):
+            yield Lines("Shares", id="shares", classes="panel")
+            yield Lines("Throughput", id="rivals", classes="panel")
+        yield LogPanel()
 
     def take(self, state: SessionState) -> None:
         """Draw this state."""
         self.state = state
         self.redraw()
+
+    @property
+    def shows_result(self) -> bool:
+        """True if there is a verdict to show."""
+        return self.state.finished is not None and not self.state.fault
 
     def redraw(self) -> None:
         """Rebuild every panel."""
@@ -83,47 +153,65 @@ class BalanceView(UsesApp, Widget):
         state = self.state
         with self.app.batch_update():
             self._place_panels()
+            self.query_one(ResultPanel).take(state, self._keys())
             self.query_one(LanePanel).take(state)
-            for name, draw in (
-                ("shares", share_lines),
-                ("rivals", rival_lines),
-                ("search", search_lines),
-            ):
+            story = self.query_one("#story", Lines)
+            notes = [] if state.ended else warning_lines(state.notes, story.size.width, 2)
+            story.show((*story_lines(state, story.size.width), *notes))
+            for name, draw in (("shares", share_lines), ("rivals", rival_lines)):
                 panel = self.query_one(f"#{name}", Lines)
                 panel.show(draw(state, *panel.size))
-            self.query_one(ChartPanel).take(curve_chart(state))
+            self.query_one("#curves", ChartPanel).take(curve_chart(state))
+            self.query_one("#best", ChartPanel).take(best_chart(state))
+            self.query_one(LogPanel).take(state)
 
     def _place_panels(self) -> None:
-        """Distribute the rows: every device, then the figures, then the chart, then the search."""
+        """Distribute the rows: the story or the result, every device, then charts and log."""
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
-        lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 3))
-        rivals = 4 + frame
-        middle = max(0, min(height - lanes - 4 - frame, (height - lanes) * 3 // 5))
-        shares = max(1, min(self._share_rows(width, narrow) + frame, middle - rivals))
-        chart = middle
-        if narrow:
-            spare = height - lanes - shares - rivals - LEAST_SEARCH
-            chart = max(middle - shares - rivals, min(spare, LEAST_CHART))
-            chart = chart if chart >= LEAST_CHART else 0
-            middle = max(0, min(shares + rivals + chart, height - lanes - 2))
-        curves = self.query_one("#curves")
-        curves.display = chart >= 6
-        curves.styles.height = chart if narrow else "1fr"
+        lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 4))
+        top = self._top_rows(width - frame, frame, height - lanes - LEAST_LOG - frame)
+        left = height - top - lanes
+        facts = self._fact_rows(width, frame, narrow) if left >= 9 + frame else 0
+        charts = left - facts - max(LEAST_LOG + 1, left // 4) - frame
+        charts = min(charts, MOST_CHART)
+        if charts < LEAST_CHART + frame:
+            charts = 0
+        self.query_one("#story").display = not self.shows_result
+        self.query_one("#result").display = self.shows_result
+        self.query_one("#story").styles.height = top
+        self.query_one("#result").styles.height = top
         self.query_one("#lanes").styles.height = lanes
-        self.query_one("#middle").styles.height = middle
-        self.query_one("#shares").styles.height = shares
-        self.query_one("#search").styles.height = max(0, height - lanes - middle)
+        self.query_one("#charts").display = charts > 0
+        self.query_one("#charts").styles.height = charts
+        self.query_one("#best").display = not narrow
+        self.query_one("#facts").display = facts > 0
+        self.query_one("#facts").styles.height = facts
+        self.query_one("#shares").display = not narrow
+        self.query_one("#log").styles.height = max(0, left - charts - facts)
 
-    def _share_rows(self, width: int, narrow: bool) -> int:
-        """The bar, the global batch and the legend; in a wide terminal one more, for a split that
-        is being measured.
+    def _top_rows(self, width: int, frame: int, most: int) -> int:
+        """Rows of the result, or of the story and its notes."""
+        if self.shows_result:
+            return max(3, min(count_rows(self.state, width) + frame, most))
+        notes = 0 if self.state.ended else len(warning_lines(self.state.notes, width, 2))
+        return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
+
+    def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
+        """Rows of shares and rivals; none once the result has them."""
+        if self.shows_result:
+            return 0
+        shares = 0 if narrow else self._share_rows(width)
+        return max(4, shares) + frame
+
+    def _share_rows(self, width: int) -> int:
+        """The bar, the global batch and the legend, and one more for a split that is being
+        measured.
         """
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
-        room = width if narrow else width // 2 - 2
-        legend = max(1, -(-len(self.state.devices) // max(1, room // each)))
-        return legend + (2 if narrow else 3)
+        legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))
+        return legend + 3
 
     def on_resize(self) -> None:
         """Distribute the rows again."""

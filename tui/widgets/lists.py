@@ -239,6 +239,9 @@ class Ticks(ListPanel[tuple[str, str]]):
         Binding("enter", "tick", show=False),
     ]
 
+    class Ticked(Message):
+        """Other entries are ticked."""
+
     # Textual's name
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002
         super().__init__(title, id=id)
@@ -284,6 +287,7 @@ class Ticks(ListPanel[tuple[str, str]]):
         here = frozenset({self.cursor})
         self.ticked = here if self._single else self.ticked ^ here
         self.redraw()
+        self.post_message(self.Ticked())
 
     def tick_only(self, place: int) -> None:
         """Tick this entry and no other."""

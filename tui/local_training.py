@@ -1,0 +1,105 @@
+"""A training that the app has started by a plan: its process, and the end of its log.
+
+The training outlives the app: its output goes to a file, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from evener.errors import RequestError, as_request_error
+from evener.system.files import make_private
+
+TAIL_BYTES = 64 << 10  # of the log, that are read for its last lines
+
+
+class LocalTraining:
+    """`evener launch` with these arguments, as a process of its own session."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self.command = shlex.join(["evener", *arguments])
+        self.log = log
+        with as_request_error(f"The log {log} can't be written", f"Look at {log.parent}."):
+            make_private(log.parent)
+            stream = open(log, "ab")  # noqa: SIM115 - the child keeps it
+        with stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "evener", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | {"COLUMNS": "120", "NO_COLOR": "1"},
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process of the launcher."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def runs(self) -> bool:
+        """True until it has ended."""
+        return self.exit_code is None
+
+    def stop(self) -> None:
+        """Ask it to end as Ctrl-C does: most trainings save and stop."""
+        if self.runs:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGINT)
+
+    def state_words(self) -> str:
+        """Whether it runs, or how it ended."""
+        code = self.exit_code
+        if code is None:
+            return f"process {self.pid}"
+        return "has ended" if code == 0 else f"ended with exit code {code}"
+
+    def read_tail(self, lines: int) -> list[str]:
+        """The last lines of its log; what a progress bar has overwritten is left out."""
+        try:
+            with open(self.log, "rb") as stream:
+                length = stream.seek(0, os.SEEK_END)
+                stream.seek(max(0, length - TAIL_BYTES))
+                text = stream.read().decode("utf-8", "replace")
+        except OSError:
+            return []
+        rows = [row.rstrip("\r").rpartition("\r")[2] for row in text.split("\n")]
+        if rows and not rows[-1]:
+            rows.pop()
+        return rows[-lines:] if lines > 0 else []
+
+    def last_words(self) -> tuple[str, ...]:
+        """What to know of it when the app is left."""
+        if not self.runs:
+            return (f"{self.command}: {self.state_words()}; its log: {self.log}",)
+        return (
+            f"{self.command} goes on as process {self.pid}; its log: {self.log}",
+            f"to end it: kill -INT {self.pid}",
+        )
+
+
+def read_command(text: str) -> list[str]:
+    """The arguments of a line `evener launch PLAN SCRIPT ...`; RequestError for another line."""
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise RequestError(f"The line can't be read: {error}.", "Close its quotes.") from None
+    if parts[:2] != ["evener", "launch"] or len(parts) < 4:
+        raise RequestError(
+            "The line doesn't start a training by a plan.",
+            "Write evener launch PLAN SCRIPT, then the script's own arguments.",
+        )
+    return parts[1:]

@@ -1,0 +1,493 @@
+"""The form of a search: the model, the devices, the global batch and the budget, and all other
+options under "more".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.events import DescendantFocus
+from textual.widget import Widget
+from textual.widgets import Button, Input, Static
+
+from evener.balancer.families import FAMILIES
+from evener.balancer.number_format import rate, size
+from evener.balancer.objectives import OBJECTIVES, find_objective
+from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
+from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.store import runs
+from evener.balancer.store.runs import RunSummary
+from evener.devices.registry import find_backend
+from evener.devices.types import Device
+from evener.errors import EvenerError, RequestError
+from evener.printable import plain
+from evener.workloads import registry
+from evener.workloads.user_code import find_models, names_a_file
+
+from ..base_app import UsesApp
+from ..text.parsing import REQUEST_HELP, make_request, parse_words, request_fields, select_devices
+from ..view.cells import Mark, text_lines
+from ..view.devices import short_name
+from ..widgets.lines import Lines
+from ..widgets.lists import ListPanel, OneOf, Ticks
+
+SPLIT, COMPARE = "find the best split", "compare layouts"
+ANOTHER = "another file"
+FEWER, ALL = "hidden", "shown"
+HINT_ROWS = 3
+COMPLAINT_ROWS = 4
+MOST_DEVICE_ROWS = 6
+LEAST_MODEL_ROWS, MOST_MODEL_ROWS = 3, 9
+_BUTTON_CELLS = 30
+_FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
+_MORE_FIELDS = {"max_global_batch": "", "tolerance": "0.02", "max_slowdown": "", "settings": ""}
+HINTS = REQUEST_HELP | {
+    "pick-workload": (
+        "The model to balance: a function of yours that returns it, or one of evener's own, "
+        "to try it out."
+    ),
+    "pick-devices": "Devices to share the batch. Space leaves one out, or takes it back.",
+    "own": (
+        "The file and its function that returns your model, like train.py:build; its code is run. "
+        "What it may return: evener help workload."
+    ),
+    "global_batch": (
+        "Samples of one training step, over all devices together. Empty: evener finds the batch "
+        "that trains fastest."
+    ),
+    "budget": (
+        "Longest time to measure, like 90s or 5m. The devices train your model meanwhile; nothing "
+        "that they learn is kept."
+    ),
+    "more": "Right shows all other options: precision, passes, the objective and more.",
+    "task": "Find the best split, or compare it with other layouts, as several trainings at once.",
+    "objective": (
+        "What to maximise. throughput: tokens/s where rows have lengths, else samples/s; "
+        "samples-per-joule: the most efficient."
+    ),
+    "layouts": f"Some of {', '.join(FAMILIES)}; empty: all that are possible.",
+    "micro": (
+        "auto: a share that doesn't fit in memory is computed in several passes, as in gradient "
+        "accumulation; off: it must fit at once."
+    ),
+    "engine": (
+        f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device."
+    ),
+    "tolerance": (
+        "Of several global batches evener takes the smallest that is nearly the fastest: 0.02 lets "
+        "it be 2 % slower."
+    ),
+    "framework": "The framework of your own model; auto: the one that its file imports.",
+    "settings": "Parameters of the model: key=value key=value.",
+    "pace": "Simulated devices: real seconds for each simulated one; 0 doesn't wait.",
+}
+_LABELS = {
+    "own": "file",
+    "pick-workload": "model",
+    "pick-devices": "devices",
+    "inputs": "input",
+    "share": "share devices",
+    "more": "more options",
+}
+_WORDS = {"set": "settings"}  # for options that the form calls differently
+_BY_OPTION = {"set": "settings", "input": "inputs", "workload": "own", "devices": "pick-devices"}
+
+
+def field_label(name: str) -> str:
+    """How the form calls a field."""
+    return _LABELS.get(name) or name.replace("_", " ")
+
+
+def form_words(text: str) -> tuple[str, str]:
+    """A command's complaint in the form's words, and the field that it is about, by its first
+    option; "" if by none.
+    """
+    options = re.findall(r"--([a-z][a-z-]*)", text)
+    fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
+    shown = re.sub(
+        r"--([a-z][a-z-]*)", lambda found: _WORDS.get(found[1]) or found[1].replace("-", " "), text
+    )
+    return shown, fields[options[0]] if options else ""
+
+
+class Model(NamedTuple):
+    """An entry of the list of models; `name` is as `--workload` takes it, empty for another
+    file.
+    """
+
+    name: str
+    label: str
+    note: str
+    own: bool
+
+
+def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
+    """The models to choose from: the one that was balanced last, functions of this folder's files,
+    another file, then evener's own networks.
+    """
+    models: list[Model] = []
+    if last is not None:
+        models.append(
+            Model(last.workload, _short_path(last.workload), _last_words(last, now), True)
+        )
+    known = {_full_name(each.name) for each in models}
+    new = [name for name in found if _full_name(name) not in known]
+    models += [Model(name, name, "a function of yours; its code is run", True) for name in new]
+    models.append(Model("", ANOTHER, "named below, as file.py:build; its code is run", True))
+    built_in = [registry.find(name) for name in registry.names()]
+    models += [Model(each.name, each.name, f"built in: {each.summary}", False) for each in built_in]
+    return models
+
+
+def _full_name(workload: str) -> str:
+    """A function by the whole path of its file, so that two spellings are one."""
+    home, _, function = workload.rpartition(":")
+    return f"{Path(home).absolute()}:{function}"
+
+
+def _short_path(workload: str) -> str:
+    """The path from the current folder, for a file in it."""
+    home, _, function = workload.rpartition(":")
+    path, here = Path(home), Path.cwd()
+    short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
+    return f"{short}:{function}"
+
+
+def _last_words(last: RunSummary, now: float) -> str:
+    """When a model was balanced last, and what came out."""
+    made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
+    days = max(0.0, now - _utc_seconds(made)) / 86400
+    ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
+    speed = last.samples_per_second
+    return f"last time, {ago}" + (f": {rate(speed)} samples/s" if speed else "")
+
+
+def _utc_seconds(moment: time.struct_time) -> float:
+    import calendar
+
+    return float(calendar.timegm(moment))
+
+
+def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
+    """The newest search over a function of the user's own whose file is still there."""
+    for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
+        home = summary.workload.rpartition(":")[0]
+        own = summary.kind == "search" and bool(home) and names_a_file(home)
+        if own and Path(home).is_file():
+            return summary
+    return None
+
+
+class Setup(UsesApp, Vertical):
+    """Starts what it says; if that can't be, it marks the field that is wrong and says why."""
+
+    can_focus = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "send", "Start", key_display="^s"),
+        Binding("ctrl+t", "try", "Dry run", key_display="^t"),
+        Binding("ctrl+o", "more", "More options", key_display="^o"),
+    ]
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002 - Textual's name
+        super().__init__(id=id)
+        self._complaint = ""
+        self._models: list[Model] = []
+        self._picked = False  # a person has chosen the model
+
+    def compose(self) -> ComposeResult:
+        """Four fields, the others below them; what the one in focus means, and the buttons."""
+        with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
+            fields.border_title = "Balance a model"
+            yield self._row("pick-workload", Ticks(id="pick-workload", title="", single=True))
+            yield self._row("own", Input(placeholder="file.py:build", id="own", compact=True))
+            yield self._row("pick-devices", Ticks(id="pick-devices", title=""))
+            yield self._row("global_batch", self._input("global_batch", "", "empty: the fastest"))
+            yield self._row("budget", self._input("budget", "120s", "90s, 5m or none"))
+            yield self._row("more", OneOf((FEWER, ALL), id="more"))
+            yield from self._more_rows()
+        yield Lines(id="problem")
+        with Horizontal(id="send"):
+            yield Button("Start", id="start", variant="success", compact=True)
+            yield Button("Dry run, 10 s", id="try", compact=True)
+
+    def _more_rows(self) -> Iterator[Widget]:
+        choices: dict[str, Sequence[str]] = {
+            "task": (SPLIT, COMPARE),
+            "objective": tuple(OBJECTIVES),
+            "micro": MICROS,
+            "precision": PRECISIONS,
+            "inputs": INPUTS,
+            "share": ("no", "yes"),
+        }
+        fields = {"layouts": "", **_MORE_FIELDS}
+        if self._simulated:
+            fields["pace"] = "0.2"
+        else:
+            choices |= {"engine": ENGINES, "framework": _FRAMEWORKS}
+        for name, words in choices.items():
+            yield self._row(name, OneOf(words, id=name), more=True)
+        for name, default in fields.items():
+            yield self._row(name, self._input(name, default, ""), more=True)
+
+    def _input(self, name: str, default: str, placeholder: str) -> Input:
+        return Input(default, placeholder, id=name, compact=True)
+
+    def _row(self, name: str, field: Widget, *, more: bool = False) -> Widget:
+        label = Static(f" {field_label(name)}", classes="label", markup=False)
+        classes = "field -more" if more else "field"
+        return Horizontal(label, field, classes=classes, id=f"row-{name}")
+
+    @property
+    def _simulated(self) -> bool:
+        devices = self.evener.trainable
+        return bool(devices) and find_backend(devices[0].kind).simulated
+
+    def on_mount(self) -> None:
+        """List the devices of this machine and the models, those of this folder as they are
+        found.
+        """
+        devices = self.evener.trainable
+        rows = [
+            (each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices
+        ]
+        self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
+        self._offer_models((), None)
+        self.run_worker(self.find_own_models())
+        self.show_rows()
+
+    async def find_own_models(self) -> None:
+        """Look through the files of this folder and the past runs, and offer what is found."""
+        found = await asyncio.to_thread(find_models, Path.cwd())
+        last = await asyncio.to_thread(_read_last_own)
+        self._offer_models(found, last)
+
+    def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
+        """Offer these models; the first is chosen, unless a person has chosen another."""
+        panel = self.query_one("#pick-workload", Ticks)
+        before = self._models[min(panel.ticked)] if self._picked and panel.ticked else None
+        self._models = list_models(found, last, time.time())
+        names = [model.name for model in self._models]
+        devices = self.evener.trainable
+        on_cpu = bool(devices) and devices[0].on_cpu
+        wanted = registry.default_name("tensorflow", on_cpu)
+        if found or last is not None:
+            wanted = names[0]
+        if before is not None and before.name in names:
+            wanted = before.name
+        rows = [(model.label, model.note) for model in self._models]
+        panel.offer(rows, frozenset({names.index(wanted)}))
+        self.show_rows()
+
+    @property
+    def model(self) -> Model:
+        """The model that is chosen."""
+        return self._models[min(self.query_one("#pick-workload", Ticks).ticked)]
+
+    def on_one_of_changed(self) -> None:
+        """Show the rows that the choices ask for."""
+        self.show_rows()
+
+    def show_rows(self) -> None:
+        """Show the path for another file alone, layouts for a comparison alone, and the rest where
+        more is shown.
+        """
+        if not self._models:
+            return
+        more = self.query_one("#more", OneOf).value == ALL
+        for row in self.query(".-more"):
+            row.display = more
+        self.query_one("#row-own").display = not self.model.name
+        compares = self.query_one("#task", OneOf).value == COMPARE
+        self.query_one("#row-layouts").display = more and compares
+        self.query_one("#row-max_slowdown").display = more and self._trades_speed
+        self.call_after_refresh(self.redraw)
+
+    @property
+    def _trades_speed(self) -> bool:
+        return find_objective(self.query_one("#objective", OneOf).value).trades_speed
+
+    def redraw(self) -> None:
+        """Give the lists the rows that are left."""
+        height = self.size.height - HINT_ROWS - 1
+        frame = 0 if self.screen.has_class("-bare") else 2
+        devices = max(1, min(len(self.evener.trainable), MOST_DEVICE_ROWS))
+        plain_rows = sum(row.display for row in self.query(".field")) - 2
+        spare = height - frame - devices - plain_rows
+        models = max(LEAST_MODEL_ROWS, min(len(self._models), spare, MOST_MODEL_ROWS))
+        for name, rows in (("pick-workload", models), ("pick-devices", devices)):
+            self.query_one(f"#row-{name}").styles.height = rows
+            panel = self.query_one(f"#{name}", Ticks)
+            panel.styles.height = rows
+            panel.redraw()
+        self._explain()
+
+    def on_resize(self) -> None:
+        """Fill the new size."""
+        self.call_after_refresh(self.redraw)
+
+    @on(Button.Pressed, "#start")
+    def _pressed_start(self, event: Button.Pressed) -> None:
+        event.stop()
+        self.action_send()
+
+    @on(Button.Pressed, "#try")
+    def _pressed_try(self, event: Button.Pressed) -> None:
+        event.stop()
+        self.action_try()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Tick another file when its name is typed."""
+        if event.input.id == "own" and event.value.strip() and self.model.name:
+            names = [model.name for model in self._models]
+            self.query_one("#pick-workload", Ticks).tick_only(names.index(""))
+            self._picked = True
+            self.show_rows()
+
+    def on_input_submitted(self) -> None:
+        """Enter goes on to the next field."""
+        self.screen.focus_next()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer no start to those who may only look."""
+        return action not in ("send", "try") or not self.evener.readonly
+
+    def action_more(self) -> None:
+        """Show the other options, or hide them."""
+        self.query_one("#more", OneOf).action_change(1)
+
+    def action_send(self) -> None:
+        """Read the form and start what it means."""
+        read = self._read_or_complain()
+        if read is not None:
+            self.evener.start_session(*read)
+
+    def action_try(self) -> None:
+        """Build the model and take a few steps, and say what fits."""
+        from .dry_run import DryRunDialog
+
+        read = self._read_or_complain()
+        if read is not None:
+            self.app.push_screen(DryRunDialog(read[0]), self._tried)
+
+    def _tried(self, starts: bool | None) -> None:
+        """Start the search, where that was the answer to the dry run."""
+        if starts:
+            self.action_send()
+
+    def _read_or_complain(self) -> tuple[Request, tuple[Device, ...]] | None:
+        try:
+            read = self._read()
+        except EvenerError as fault:
+            self.complain(str(fault))
+            return None
+        self.complain("")
+        return read
+
+    def complain(self, text: str) -> None:
+        """Show what is wrong with the form and mark the field, until it is sent again."""
+        self._complaint, named = form_words(text)
+        wrong = self._find_wrong(text, named)
+        if text and self.query_one(f"#row-{wrong}").has_class("-more"):
+            self._show_more()
+        for row in self.query(".field"):
+            marked = bool(text) and row.id == f"row-{wrong}"
+            row.set_class(marked, "-wrong")
+            sign = Mark.ALARM if marked else " "
+            name = (row.id or "").removeprefix("row-")
+            row.query_one(".label", Static).update(f"{sign}{field_label(name)}")
+        if text:
+            self.call_after_refresh(self.query_one(f"#{wrong}").focus)
+        self._explain()
+        self.call_after_refresh(self.redraw)
+
+    def _find_wrong(self, text: str, named: str) -> str:
+        """The field that a complaint is about."""
+        if named == "own" and self.model.name:
+            return "pick-workload"
+        if named and self.query(f"#{named}"):
+            return named
+        file = (self.model.name or self.query_one("#own", Input).value).rpartition(":")[0]
+        if file and file in text:
+            return "pick-workload" if self.model.name else "own"
+        return "pick-devices"
+
+    def _show_more(self) -> None:
+        field = self.query_one("#more", OneOf)
+        if field.value != ALL:
+            field.action_change(1)
+
+    @on(ListPanel.Moved)
+    @on(Ticks.Ticked)
+    def _chosen(self) -> None:
+        """The model in focus may be another one now."""
+        focused = self.screen.focused
+        if focused is not None and focused.id == "pick-workload":
+            self._picked = True
+        self.show_rows()
+
+    @on(DescendantFocus)
+    def _explain(self) -> None:
+        """Show the complaint; without one, explain the field in focus on up to three lines."""
+        problem, field = self.query_one("#problem", Lines), self.screen.focused
+        room = problem.size.width or self.app.size.width  # 0 before the first layout
+        if self._complaint:
+            rows = text_lines(self._complaint, room, COMPLAINT_ROWS, "bad")
+            problem.styles.height = max(HINT_ROWS, len(rows))
+            problem.show(rows)
+            return
+        problem.styles.height = HINT_ROWS
+        problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
+
+    def _hint(self, field: Widget | None) -> str:
+        """What a field means; of a list, the entry under the cursor too."""
+        name = (field.id if field is not None else None) or ""
+        hint = HINTS.get(name, "")
+        if isinstance(field, Ticks) and field.chosen is not None:
+            return f"{plain(field.chosen[0])}: {plain(field.chosen[1])}. {hint}"
+        return hint
+
+    def _read(self) -> tuple[Request, tuple[Device, ...]]:
+        devices = self.evener.trainable
+        chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
+        spec = select_devices(self.evener.devices, devices, chosen)
+        typed = {field.id or "": field.value for field in (*self.query(Input), *self.query(OneOf))}
+        del typed["more"]
+        task, framework = typed.pop("task"), typed.pop("framework", None)
+        file = typed.pop("own").strip()
+        layouts, share = typed.pop("layouts"), typed.pop("share") == "yes"
+        if not self._trades_speed:
+            del typed["max_slowdown"]
+        model = self.model
+        workload = model.name or file
+        if not workload:
+            raise RequestError(
+                "No --workload of your own is named.", "Write train.py:build, or tick another one."
+            )
+        fields = request_fields(typed) | {"share": share}
+        if task == COMPARE:
+            words = tuple(parse_words(layouts) or ()) if layouts.strip() else tuple(FAMILIES)
+            fields["compare"] = LayoutOptions(families=words)
+        named = framework if model.own and framework != "auto" else None
+        request = make_request(devices=spec, workload=workload, framework=named, **fields)
+        return request, tuple(devices[position] for position in chosen)
+
+
+def _read_last_own() -> RunSummary | None:
+    """The newest search over a function of the user's own; None where runs can't be read."""
+    try:
+        return find_last_own(runs.list_runs())
+    except EvenerError:
+        return None
+
+
+def _memory(device: Device) -> str:
+    return size(device.usable_memory_bytes) if device.usable_memory_bytes else ""

@@ -1,0 +1,93 @@
+"""A dry run from the form: the model is built, a few steps are taken, and a page says what fits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.widget import Widget
+from textual.widgets import Button
+
+from evener.balancer.events import ProbeProgress
+from evener.balancer.intake import take_in
+from evener.balancer.number_format import duration
+from evener.balancer.request import Request
+from evener.balancer.trials import Outlook, dry_run
+from evener.errors import EvenerError
+
+from ..text.outlook import outlook_lines
+from ..view.cells import Line, Tone, line, text_lines, whole_lines
+from .dialogs import Dialog, Text
+
+
+class DryRunDialog(Dialog[bool]):
+    """Says what is going on, then what fits; it ends with True where the search is to start."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "start", "Start the search", key_display="^s"),
+    ]
+
+    def __init__(self, request: Request) -> None:
+        super().__init__("Dry run")
+        self.add_class("-wide")
+        self._request = request
+        self._stop = threading.Event()
+
+    def content(self) -> Iterable[Widget]:
+        """What is found, and the way on."""
+        yield Text(id="outlook")
+        with Horizontal():
+            yield Button("Close", id="close", compact=True)
+            yield Button("Start the search", id="begin", variant="success", compact=True)
+
+    def on_mount(self) -> None:
+        """Begin."""
+        self.query_one("#begin").display = False
+        self._say("The model is being built, and takes a few steps on one device.")
+        self.run_worker(self._try())
+
+    def on_unmount(self) -> None:
+        """End the measurement with the dialog."""
+        self._stop.set()
+
+    async def _try(self) -> None:
+        try:
+            outlook = await asyncio.to_thread(self._measure)
+        except EvenerError as fault:
+            self._say(str(fault), "bad")
+            return
+        if outlook is None:
+            return
+        width = self.text_width
+        rows: list[Line] = []
+        for text in outlook_lines(outlook):
+            rows += whole_lines(text, width) if text else (line(),)
+        self.query_one(Text).show([*rows, line()])
+        self.query_one("#begin").display = True
+        self.query_one("#begin", Button).focus()
+
+    def _measure(self) -> Outlook | None:
+        return dry_run(take_in(self._request), self._report, self._stop)
+
+    def _report(self, progress: ProbeProgress) -> None:
+        """Show the phase; called from the thread that measures."""
+        if not self._stop.is_set():
+            words = f"{progress.phase}, {duration(progress.at_seconds)}"
+            self.app.call_later(self._say, f"The model on one device: {words}.")
+
+    def _say(self, text: str, tone: Tone = "text") -> None:
+        if self.is_mounted:
+            self.query_one(Text).show([*text_lines(text, self.text_width, 12, tone, 0), line()])
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """Start the search, or close."""
+        event.stop()
+        self.dismiss(event.button.id == "begin")
+
+    def action_start(self) -> None:
+        """Start the search."""
+        self.dismiss(True)

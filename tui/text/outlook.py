@@ -1,0 +1,28 @@
+"""The findings of a dry run as text."""
+
+from __future__ import annotations
+
+from evener.balancer.number_format import size
+from evener.balancer.trials import DeviceOutlook, Outlook
+from evener.printable import align, plain
+
+
+def outlook_lines(outlook: Outlook) -> list[str]:
+    """The lines of a dry run: what was tried, a row for each device, and the budget of a search."""
+    return [
+        *(f"note: {plain(note)}" for note in outlook.notes),
+        plain(outlook.write_tried(), 1000),
+        "",
+        *align(
+            [("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)],
+            numbers_from=2,
+        ),
+        "",
+        outlook.write_rest(),
+    ]
+
+
+def _row(device: DeviceOutlook) -> tuple[str, str, str, str]:
+    memory = "unknown" if device.memory_bytes is None else size(device.memory_bytes)
+    most = "unknown" if device.largest_batch is None else f"about {device.largest_batch} samples"
+    return (device.label, plain(device.name, 32), memory, most)

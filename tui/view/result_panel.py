@@ -1,0 +1,206 @@
+"""The moment of result: what a search found, its gains as bars, and what to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from evener.balancer.events import Finished
+from evener.balancer.number_format import rate
+from evener.balancer.result.sentences import (
+    BETWEEN,
+    Written,
+    write_next_steps,
+    write_verdict,
+)
+from evener.balancer.session_state import RivalRate, SessionState, chosen_layout, rivals
+from evener.balancer.statistics import is_known
+from evener.printable import plain
+
+from ..text.summaries import rival_lines as rival_texts
+from ..text.summaries import share_table, write_search
+from .balance_lines import other_warnings, shares_bar, versus, versus_tone, warning_lines
+from .cells import Line, Mark, Span, cut, line, span_cells, text_lines, whole_lines
+from .search_log import LOG, log_rows
+from .table import whole_table
+
+WIDEST_NAME = 26
+GAIN_CELLS = 9
+LEAST_BAR = 8
+PLAN_NAME = "this plan"
+
+
+class KeyHint(NamedTuple):
+    """A key that has an effect now, and what it does."""
+
+    key: str
+    words: str
+    shown: str = ""  # how the key is written, if not as itself
+
+
+def result_lines(
+    state: SessionState, width: int, height: int, keys: Sequence[KeyHint]
+) -> tuple[Line, ...]:
+    """The verdict in at most `height` rows, with the keys in the last one.
+
+    What doesn't fit is left for the page that Enter opens, and the last row of text ends in dots.
+    """
+    finished = state.finished
+    if finished is None:
+        return ()
+    body = [*_headline(finished, width), *_shares(state, width)]
+    bars = gain_bars(state, width)
+    body += [Line(), *bars, Line()] if len(body) + len(bars) + 3 <= height else bars
+    body += _remarks(finished, width)
+    last = _keys_line(keys, width)
+    room = max(0, height - 1)
+    if len(body) > room:
+        body = [*body[: max(0, room - 1)], line(Span(f" {Mark.PENDING}", "dim"))][:room]
+    return (*body, last)
+
+
+def count_rows(state: SessionState, width: int) -> int:
+    """The rows that the whole panel takes."""
+    return len(result_lines(state, width, 999, ()))
+
+
+def _headline(finished: Finished, width: int) -> list[Line]:
+    """The figure, and the layout that has it: side by side where they fit."""
+    if finished.found is None:  # of an older version, which kept its text alone
+        return list(text_lines(finished.verdict, width, 6, "strong"))
+    written = write_verdict(finished.found)
+    figure, answer = Span(f" {plain(written.figure)}", "speed"), plain(written.answer)
+    beside = Span(f"{BETWEEN}{answer}", "strong")
+    if span_cells((figure, beside)) <= width:
+        return [line(figure, beside)]
+    return [
+        *text_lines(written.figure, width, 3, "speed"),
+        *text_lines(answer, width, 6, "strong"),
+    ]
+
+
+def _shares(state: SessionState, width: int) -> list[Line]:
+    """The shares as one bar, for a layout over several devices."""
+    chosen = chosen_layout(state)
+    if chosen is None or len(chosen.active) < 2 or width < 20:
+        return []
+    return [shares_bar(chosen.shares, width)]
+
+
+def gain_bars(state: SessionState, width: int) -> list[Line]:
+    """A bar of samples/s for the plan and for each layout that it is compared with, and its gain
+    over that.
+    """
+    shown = [each for each in rivals(state) if each.kind != "sum"]
+    if not shown:
+        return []
+    plan, top = shown[0], max(each.figure.value for each in shown)
+    name_cells = min(WIDEST_NAME, max(len(PLAN_NAME), *(len(each.name) for each in shown)))
+    bar_cells = width - name_cells - GAIN_CELLS - 13
+    lines = []
+    for each in shown:
+        name = PLAN_NAME if each is plan else each.name
+        lines.append(_gain_bar(each, plan, name, name_cells, bar_cells, top))
+    return lines
+
+
+def _gain_bar(
+    each: RivalRate, plan: RivalRate, name: str, name_cells: int, bar_cells: int, top: float
+) -> Line:
+    first = each is plan
+    words = "" if first else versus(plan, each)
+    spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
+    if bar_cells >= LEAST_BAR:
+        spans += _blocks(each.figure.value / top, bar_cells, first)
+    number = rate(each.figure.value) if is_known(each.figure) else f"~{rate(each.figure.value)}"
+    spans += (Span(f"{number:>10}", "speed" if first else "text"),)
+    spans += (Span(f"  {words:<{GAIN_CELLS - 2}}", versus_tone(words)),)
+    return line(*spans)
+
+
+def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
+    """A thick bar, to half a cell."""
+    halves = max(1, round(min(1.0, part) * width * 2))
+    full, half = divmod(halves, 2)
+    filled = Mark.FILLS[0] * full + Mark.WALL * half
+    return Span(filled, "speed" if first else "dim"), Span(" " * (width - full - half))
+
+
+def _remarks(finished: Finished, width: int) -> list[Line]:
+    """The doubts first, then the remarks, each on a few rows."""
+    written = _written(finished)
+    doubts = written.doubts if written is not None else ()
+    remarks = written.remarks if written is not None else ()
+    lines = list(warning_lines([*doubts, *other_warnings(finished)], width))
+    for remark in remarks:
+        lines += text_lines(remark, width, 3, "dim")
+    return lines
+
+
+def _written(finished: Finished) -> Written | None:
+    return write_verdict(finished.found) if finished.found is not None else None
+
+
+def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
+    """The keys with their words; a click on one presses it. The last ones are left out where they
+    don't fit.
+    """
+    spans: list[Span] = []
+    for hint in keys:
+        action = f"app.simulate_key('{hint.key}')"
+        more = [
+            Span(f" {hint.shown or hint.key}", "key", action),
+            Span(f" {hint.words}  ", "text", action),
+        ]
+        if span_cells([*spans, *more]) > width:
+            break
+        spans += more
+    return Line(tuple(spans))
+
+
+def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
+    """All that a search has come to, on a page: the verdict, the next steps, the tables, and every
+    measurement. `path` is the plan's file, if it was written.
+    """
+    finished = state.finished
+    if finished is None:
+        return ()
+    lines = [*_headline(finished, width), Line(), *gain_bars(state, width), Line()]
+    lines += _text_section("", _verdict_texts(finished), width)
+    steps = write_next_steps(state.run, finished, path, True)
+    lines += _text_section("Next", steps, width)
+    lines += [_title("Shares")]
+    labels = state.devices
+    lines += [
+        row for text in share_table(finished.plan, labels) for row in whole_lines(text, width)
+    ]
+    lines += [Line(), _title("Compared with")]
+    lines += [
+        row for text in rival_texts(finished.plan, labels) for row in whole_lines(text, width)
+    ]
+    lines += [Line(), _title("Every measurement")]
+    if finished.plan.search.probes:
+        lines += text_lines(write_search(finished.plan.search), width, 4, "dim")
+    lines += whole_table(LOG, log_rows(state), width)
+    return tuple(lines)
+
+
+def _verdict_texts(finished: Finished) -> list[str]:
+    """The gains and all remarks, without what the headline has."""
+    written = _written(finished)
+    if written is None:
+        return []
+    doubts = [f"{Mark.ALARM} {doubt}" for doubt in written.doubts]
+    warnings = [f"{Mark.ALARM} {warning}" for warning in other_warnings(finished)]
+    return [text for text in (written.gains, *doubts, *warnings, *written.remarks) if text]
+
+
+def _text_section(title: str, texts: Sequence[str], width: int) -> list[Line]:
+    if not texts:
+        return []
+    rows = [row for text in texts for row in text_lines(text, width, 12)]
+    return [*([_title(title)] if title else []), *rows, Line()]
+
+
+def _title(text: str) -> Line:
+    return line(Span(text, "title"))

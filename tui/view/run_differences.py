@@ -1,0 +1,130 @@
+"""Two runs compared: what differs between their plans, and whether they can be compared at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from evener.balancer.number_format import duration, percent, rate
+from evener.balancer.session_state import figure_of
+from evener.balancer.statistics import is_known
+from evener.balancer.store.runs import StoredRun
+from evener.plan.file import Plan
+from evener.printable import plain
+
+from .cells import Line, Mark, Span, Tone, cut, fit, line, text_lines
+
+LABEL_CELLS = 14
+
+
+class ComparedFact(NamedTuple):
+    """One fact of both runs, and by how much the second differs, where that can be said."""
+
+    name: str
+    before: str
+    after: str
+    change: str = ""
+    tone: Tone = "dim"
+
+    @property
+    def differs(self) -> bool:
+        """True if the two aren't the same."""
+        return self.before != self.after
+
+
+def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
+    """The facts of both runs, side by side; those of plans only where both have one."""
+    found = list(_compare_requests(one, other))
+    if one.plan is not None and other.plan is not None:
+        found += _compare_plans(one.plan, other.plan)
+    return found
+
+
+def _compare_requests(one: StoredRun, other: StoredRun) -> Iterator[ComparedFact]:
+    yield ComparedFact("workload", one.header.workload, other.header.workload)
+    yield ComparedFact("devices", _name_devices(one), _name_devices(other))
+    yield ComparedFact("settings", _write_settings(one), _write_settings(other))
+
+
+def _name_devices(run: StoredRun) -> str:
+    return ", ".join(device.label for device in run.header.devices)
+
+
+def _write_settings(run: StoredRun) -> str:
+    pairs = run.header.request.settings.items()
+    return ", ".join(f"{name}={text}" for name, text in pairs) or "as they are"
+
+
+def _compare_plans(before: Plan, after: Plan) -> Iterator[ComparedFact]:
+    figures = [figure_of(plan.throughput) for plan in (before, after)]
+    speeds = [figure.value for figure in figures]
+    change = _signed(speeds[1] / speeds[0] - 1) if speeds[0] > 0 else ""
+    tone: Tone = "good" if speeds[1] >= speeds[0] else "warn"
+    if not all(map(is_known, figures)):
+        change, tone = "too uncertain to compare", "dim"
+    elif figures[0].low <= figures[1].high and figures[1].low <= figures[0].high:
+        change, tone = f"{change}, within the error", "dim"
+    yield ComparedFact("samples/s", rate(speeds[0]), rate(speeds[1]), change, tone)
+    batches = [plan.layout.global_batch for plan in (before, after)]
+    change = _signed(batches[1] / batches[0] - 1) if all(batches) else ""
+    yield ComparedFact("global batch", str(batches[0]), str(batches[1]), change)
+    yield ComparedFact("rows", _write_rows(before), _write_rows(after))
+    yield ComparedFact("precision", _write_precision(before), _write_precision(after))
+    yield ComparedFact("measured", _write_effort(before), _write_effort(after))
+
+
+def _write_rows(plan: Plan) -> str:
+    return " + ".join(map(str, plan.layout.batches))
+
+
+def _write_precision(plan: Plan) -> str:
+    return f"{plan.precision}, XLA" if plan.xla else plan.precision
+
+
+def _write_effort(plan: Plan) -> str:
+    return f"{plan.search.probes} probes, {duration(plan.search.seconds)}"
+
+
+def _signed(change: float) -> str:
+    if abs(change) < 0.0005:
+        return "the same"
+    digits = 1 if abs(change) < 0.1 else 0
+    return f"{'+' if change > 0 else '-'}{percent(abs(change), digits)}"
+
+
+def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
+    """What differs, a row each: the first run's value, the second's, and the change; a warning
+    where the runs answer different questions.
+    """
+    found = compare_runs(one, other)
+    lines = list(_warn(found, width))
+    shown = [each for each in found if each.differs or each.name == "samples/s"]
+    cells = max(6, (width - LABEL_CELLS - 4) // 3)
+    lines += [_draw(each, cells) for each in shown]
+    if not any(each.differs for each in found):
+        lines.append(line(Span(" The two runs and their plans are alike.", "dim")))
+    return tuple(lines)
+
+
+def _draw(each: ComparedFact, cells: int) -> Line:
+    return line(
+        Span(f" {fit(each.name, LABEL_CELLS)}", "title"),
+        Span(fit(_last_part(each.before, cells), cells)),
+        Span(" "),
+        Span(fit(_last_part(each.after, cells), cells), "strong"),
+        Span(" "),
+        Span(cut(each.change, cells), each.tone),
+    )
+
+
+def _last_part(text: str, cells: int) -> str:
+    """A text that fits; of a path the file, which says more than its folders."""
+    text = plain(text)
+    return text if len(text) <= cells else text.rpartition("/")[2]
+
+
+def _warn(found: list[ComparedFact], width: int) -> Iterator[Line]:
+    others = [each.name for each in found if each.name in ("workload", "devices") and each.differs]
+    if others:
+        text = f"{Mark.ALARM} Other {' and '.join(others)}: the figures don't compare the plans."
+        yield from text_lines(text, width, 2, "warn")
