@@ -9,9 +9,8 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from array import array
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -115,6 +114,17 @@ class Sampler:
         with self._lock:
             return self._history.values(key, metric, newest)
 
+    def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
+        """When the newest ticks were, in seconds since the epoch, oldest first."""
+        with self._lock:
+            return self._history.times(newest)
+
+    @property
+    def ticks(self) -> int:
+        """How many ticks there were since the start."""
+        with self._lock:
+            return self._history.count
+
     def _poll(self) -> None:
         try:
             deadline = time.monotonic()
@@ -155,31 +165,74 @@ class Sampler:
 
 
 class History:
-    """The readings of the last ticks. Not thread-safe."""
+    """The readings of the last ticks, a column of figures for each metric of a device. Not
+    thread-safe.
+    """
 
     def __init__(self, ticks: int) -> None:
-        self._ticks: deque[dict[tuple[str, str], float | None]] = deque(maxlen=ticks)
+        self._most = ticks
+        self._columns: dict[tuple[str, str], array[float]] = {}
+        self._times = array("d")
+        self.count = 0  # of all ticks so far, those that are forgotten too
 
     def add(self, snapshot: Snapshot) -> None:
         """Add the readings of one tick."""
-        readings = {
-            (sample.device.key, name): getattr(sample, name).current
-            for sample in snapshot.devices
-            for name in _READINGS
+        before = len(self._times)
+        self._times.append(snapshot.at_seconds)
+        self.count += 1
+        for sample in snapshot.devices:
+            for name in _READINGS:
+                figure = getattr(sample, name).current
+                if figure is not None:
+                    self._put(sample.device.key, name, figure, before)
+        for report in snapshot.reports:
+            if report.noise:
+                self._put(report.training, "noise_scale", report.noise.safe_rows, before)
+        for column in self._columns.values():
+            if len(column) == before:
+                column.append(math.nan)
+        if before + 1 >= 2 * self._most:
+            self._forget()
+
+    def _put(self, key: str, metric: str, figure: float, before: int) -> None:
+        column = self._columns.get((key, metric))
+        if column is None:
+            column = self._columns[key, metric] = array("d", [math.nan]) * before
+        if len(column) == before:
+            column.append(figure)
+        else:
+            column[before] = figure  # two reports of one training
+
+    def _forget(self) -> None:
+        """Forget the older half, and metrics that nobody has reported since."""
+        del self._times[: -self._most]
+        for column in self._columns.values():
+            del column[: -self._most]
+        self._columns = {
+            key: column for key, column in self._columns.items() if not all(map(math.isnan, column))
         }
-        scales = {
-            (one.training, "noise_scale"): one.noise.safe_rows
-            for one in snapshot.reports
-            if one.noise
-        }
-        self._ticks.append(readings | scales)
 
     def values(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """The newest of the ticks kept, oldest first."""
-        ticks = islice(self._ticks, max(0, len(self._ticks) - newest), None)
-        return tuple([tick.get((key, metric)) for tick in ticks])
+        """The newest of the ticks kept, oldest first; of a metric that was never reported, None for
+        each.
+        """
+        kept = self._kept(newest)
+        column = self._columns.get((key, metric))
+        if column is None:
+            return (None,) * kept
+        return tuple(
+            [None if figure != figure else figure for figure in column[len(column) - kept :]]
+        )
+
+    def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
+        """When these ticks were, in seconds since the epoch, oldest first."""
+        kept = self._kept(newest)
+        return tuple(self._times[len(self._times) - kept :])
+
+    def _kept(self, newest: int) -> int:
+        return max(0, min(newest, self._most, len(self._times)))
 
 
 def stale(

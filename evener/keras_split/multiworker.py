@@ -28,7 +28,6 @@ from .compatibility import COUNTS, PartKinds, overrides, warn, warn_sparse, warn
 from .group import (
     BatchDigests,
     Group,
-    GroupNoise,
     digest_batch,
     refuse_other,
 )
@@ -93,7 +92,6 @@ class Workers:
         self.lines: list[str] = []  # of the retreats of all processes
         self._unshared: list[str] = []  # of this one's
         self._named = device
-        self.noise: GroupNoise | None = None
         self.unchecked = True  # a training begins
         with tf.device("CPU:0"):
             # a rank with other labels than the first one, if above 0; the same of inputs
@@ -179,7 +177,6 @@ class Workers:
             changes=tuple(self.rebalancing.changes) if self.rebalancing else (),
             retreats=self.retreats,
             retreat=clean(self.retreat),
-            noise=None if self.noise is None else self.noise.scale(),
         )
         return details, (work,)
 
@@ -307,18 +304,15 @@ class Workers:
             for each in (ready - began, 0 if digest is None else digest.labels)
         )
         inputs = self.times.spread(0 if digest is None else digest.inputs, kind)
-        noise = self.noise.weigh(list(reached.values()), own.size, own.rows) if self.noise else 0
         ordered = [
             *sent,
             loss,
             *added,
             *reversed(reached.values()),
         ]  # a backward pass has the last layer's first
-        last = tf.concat(
-            [work, seen, inputs, [tf.cast(noise, kind)]], 0
-        )  # which need not wait for a clock
+        last = tf.concat([work, seen, inputs], 0)  # whose sum need not wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
-        work, *seen, weighted = tf.split(last, [*[self.group.size] * 3, 1])
+        work, *seen = tf.split(last, 3)
         self.times.note(own.rows, began, ready, work)
         if digest is not None:
             self._note_data(digest, *seen)
@@ -327,8 +321,6 @@ class Workers:
         for update, (start, _) in zip(result.updates, changes, strict=True):
             update.state.assign(start + next(left))
         reached = dict(zip(reversed(reached), left, strict=True))
-        if self.noise is not None:
-            self.noise.note(weighted[0], list(reached.values()), self.cut.bounds(own.rows))
         apply_gradients(self.model, [reached.get(place) for place in range(len(result.gradients))])
         return summed, loss
 

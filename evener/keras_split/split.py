@@ -20,12 +20,11 @@ from ..shares.divisions import Cut
 from ..shares.whole_rows import is_ratio
 from ..training.dealing import make_dealer
 from ..training.launched import launched_plan
-from ..training.noise_scale import NoiseScale
 from . import tf_devices
 from .compatibility import check_backend, check_model, model_digest, warn, warn_small_data
 from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths
 from .fit_hooks import FitHooks
-from .group import Group, GroupNoise, check_options, group_from_environment, order_by_device
+from .group import Group, check_options, group_from_environment, order_by_device
 from .multiworker import Workers
 from .rebalancing import ChangingCut, GroupRebalancer
 from .towers import Towers
@@ -44,8 +43,7 @@ class Split:
     `multi_gpu_model`; `devices` takes TensorFlow's names instead. Make it before the model.
     PlanError, RequestError or DeviceError if it can't be done; SplitWarning, or PlanError with
     `strict`, where the plan was made for something else. With `rebalance`, the shares of a group
-    follow its processes' own work; with `noise`, `noise_scale` is measured in a group while it
-    trains: what a larger batch would cost (docs/learning.md).
+    follow its processes' own work. `noise` is refused: only PyTorch's ranks measure a noise scale.
     """
 
     def __init__(
@@ -66,6 +64,11 @@ class Split:
                 f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}."
             )
         check_backend()
+        if noise:
+            raise RequestError(
+                "No noise scale is measured in Keras; ranks of PyTorch measure one.",
+                "Leave noise out.",
+            )
         note_use()  # also of ratios, which are a plan by hand
         if not isinstance(plan, Plan) and gpus is None and devices is None:
             plan = launched_plan(plan)
@@ -81,7 +84,7 @@ class Split:
         self.engine, self.why = _choose_engine(engine, self.plan, self.group)
         self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
         if self.engine == "multiworker":
-            check_options({"rebalance": rebalance, "noise": noise}, self.required_group)
+            check_options({"rebalance": rebalance}, self.required_group)
         self.devices, self.cut, self.global_batch = self._divide(
             gpus, devices, ratios, global_batch
         )
@@ -95,13 +98,11 @@ class Split:
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
         rebalance = rebalance and self.engine != "solo"
-        if (noise or rebalance) and self.engine != "multiworker":
+        if rebalance and self.engine != "multiworker":
             raise RequestError(
-                f"rebalance and noise look at several processes, and engine={self.engine!r} "
-                f"has one.",
-                "Start a process for each device with evener launch, or leave them out.",
+                f"rebalance looks at several processes, and engine={self.engine!r} has one.",
+                "Start a process for each device with evener launch, or leave it out.",
             )
-        self._noise = GroupNoise() if noise else None  # of the last model
         self._changing = None
         if rebalance:
             if self.global_batch is None:
@@ -142,13 +143,6 @@ class Split:
         whole numbers.
         """
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
-
-    @property
-    def noise_scale(self) -> NoiseScale | None:
-        """The noise scale of the gradient so far, in rows, with its interval; None before enough
-        steps.
-        """
-        return None if self._noise is None else self._noise.scale()
 
     def scope(self) -> AbstractContextManager[Any]:
         """The scope in which the model and its optimizer are made: the first device."""
@@ -274,8 +268,6 @@ class Split:
                 )
                 workers = Workers(model, self.cut, group, rule, own)
                 workers.limit = workers.limit if self.survives else None
-                if self._noise is not None:
-                    self._noise = workers.noise = GroupNoise()
                 return workers
         return Towers(model, self.devices, self.cut)
 

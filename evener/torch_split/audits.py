@@ -36,6 +36,7 @@ from ..torch_audit.step import AuditChange, Audited, Way, Ways, audit
 from ..torch_rows.structure import each_tensor, tensors_in
 from ..training.audit import (
     CAUSES,
+    EARLY,
     Action,
     Audits,
     Sketch,
@@ -46,13 +47,12 @@ from ..training.audit import (
 from .backward import listen
 from .batch import OfPart, Part, make_parts
 from .collectives import count_foreign, own_collectives, refuse_meeting
-from .ranks import meet
 from .retry import drop_frames, free_memory, is_out_of_memory
 from .weights import WholeBatchLoss
 from .wrapped import is_sharded
 
 _NUMBERS = count()  # of the trainings that this process makes, as every rank does
-MEET_SECONDS = 120.0  # in which all ranks have to end an audit
+HEAR_AFTER, GIVE_UP_AFTER = 2, 10  # steps after an audit, in which ranks hear of the others'
 FEW = 2  # rows of a pass in an audit, where the plan has passes
 CHANGED = (
     "Each training pass changes the model's buffer {}: with shares every device changes its own,"
@@ -103,7 +103,9 @@ class TrainingAudits:
         self._changed = False  # a loss is made of other operations than those before
         self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
         self._parted: Any = None  # the batch whose parts were taken last
-        self._number, self._met = next(_NUMBERS), 0  # the same on every rank
+        self._number = next(_NUMBERS)  # the same on every rank
+        # the last audit's step, and where each rank leaves what it has found
+        self._told: tuple[int, list[str]] | None = None
         self._said: set[str] = set()
         self._recorder: Recorder | None = None  # of a loop of one's own
         self._waited = 0  # batches since it began
@@ -120,6 +122,7 @@ class TrainingAudits:
         """Count a batch, unless it was counted; True if its gradient is to be audited."""
         if batch is not self._batch or batch is None:
             self._batch = batch
+            self._hear()
             confirms = self.judge.confirms
             self._due = self.judge.begin(self._trained()) or self._changed
             # in these steps all ranks do: they tell each other what they have found
@@ -128,12 +131,11 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, made_of: tuple[Any, ...]) -> None:
-        """A loop calls backward on a loss that is made of these operations; if no loss was before,
+        """Backward is called on a loss that is made of these operations; if no loss was before,
         the next one is audited.
         """
-        with suppress(ReferenceError):  # of a training that is dropped
-            if self._training.weights.is_loops and self._batch is not None:
-                self._changed |= self.judge.sees(made_of) and not self._due
+        if self._batch is not None:
+            self._changed |= self.judge.sees(made_of) and not self._due
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit the loss `compute(part)` of a batch, if it is due; RequestError for a difference.
@@ -406,31 +408,56 @@ class TrainingAudits:
         return None
 
     def _act(self, found: Replayed, numbers: list[Number] | None = None) -> None:
-        """Tell the other ranks, and do what follows."""
+        """Tell the other ranks, without waiting for them, and do what follows from this rank's."""
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
         if not (found.certain and found.closed):
             own.sketch = None  # of rows that were counted by a guess, or of a rank's own
-        every = self._tell(own)
-        worst = self._find_worst(every) or self._compare_ranks(every)
-        self._compare_numbers([each.numbers for each in every if each.numbers is not None])
-        if own.fine and worst is None:
+        self._tell(own)
+        differs = bool(own.message) and own.certain
+        if own.fine:
             self._training.passes.checked = True
-        action = self.judge.decide_by(worst is not None)
-        if worst is None:
-            return
-        if action is Action.REFUSE:
-            raise RequestError(worst.message, worst.remedy)
-        if action is Action.WARN:
-            self._say(f"{worst.message} {worst.remedy}")
+        self._follow(self.judge.decide_by(differs), own)
 
-    def _find_worst(self, every: Sequence[RankVerdict]) -> RankVerdict | None:
-        """The largest difference of all ranks; a warning for one that a count may explain."""
-        differing = [each for each in every if each.message]
-        certain = [each for each in differing if each.certain]
-        if differing and not certain and not any(each.fine for each in every):
+    def _follow(self, action: Action, verdict: RankVerdict) -> None:
+        if action is Action.REFUSE:
+            raise RequestError(verdict.message, verdict.remedy)
+        if action is Action.WARN:
+            self._say(f"{verdict.message} {verdict.remedy}")
+
+    def _tell(self, own: RankVerdict) -> None:
+        """Leave this rank's verdict to the others, in a step that all ranks audit."""
+        training = self._training
+        alone = not dist.is_initialized() or dist.get_world_size() != training.world
+        if training.world == 1 or alone or not self._meets or self._told is not None:
+            return
+        place = f"evener/audits/{self._number}/{self.judge.step}"
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
+        self._told = self.judge.step, [f"{place}/{each}" for each in range(training.world)]
+
+    def _hear(self) -> None:
+        """Compare what all ranks have found in the last audit, once all have left it: two steps
+        later, whose exchange none has passed before it.
+        """
+        if self._told is None or self.judge.step < self._told[0] + HEAR_AFTER:
+            return
+        (step, keys), store = self._told, dist.distributed_c10d._get_default_store()
+        if not store.check(keys):
+            if self.judge.step > step + GIVE_UP_AFTER:
+                self._told = None
+            return
+        self._told = None
+        every = [msgspec.msgpack.decode(store.get(each), type=RankVerdict) for each in keys]
+        self._compare_numbers([each.numbers for each in every if each.numbers is not None])
+        guessed = [each for each in every if each.message and not each.certain]
+        if guessed and not any(each.fine for each in every):
             self._say(NOT_AUDITED.format(MAY_COUNT))
-        return max(certain, key=lambda each: each.relative, default=None)
+        worst = self._compare_ranks(every, step)
+        if worst is not None:
+            self.judge.over = True
+            strict = self._training.strict or step <= EARLY
+            self._follow(Action.REFUSE if strict else Action.WARN, worst)
 
     def _judge(self, found: Audited) -> RankVerdict:
         """This rank's own verdict."""
@@ -448,25 +475,7 @@ class TrainingAudits:
             made.relative = found.difference.relative
         return made
 
-    def _tell(self, own: RankVerdict) -> list[RankVerdict]:
-        """The verdicts of all ranks; of this one alone if others don't come."""
-        training = self._training
-        alone = not dist.is_initialized() or dist.get_world_size() != training.world
-        if training.world == 1 or alone or not self._meets:
-            return [own]
-        self._met += 1
-        store = dist.distributed_c10d._get_default_store()
-        every = meet(
-            store,
-            f"evener/audits/{self._number}/{self.judge.step}/{self._met}",
-            training.rank,
-            training.world,
-            msgspec.msgpack.encode(own),
-            MEET_SECONDS,
-        )
-        return [msgspec.msgpack.decode(each, type=RankVerdict) for each in every] or [own]
-
-    def _compare_ranks(self, every: Sequence[RankVerdict]) -> RankVerdict | None:
+    def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
         """A verdict if ranks compute other gradients of the same rows: by what each has noted."""
         if len({each.rows for each in every}) > 1:
             return None
@@ -474,7 +483,7 @@ class TrainingAudits:
         difference = compare_ranks(sketches)
         if difference is None:
             return None
-        message = describe(difference, "state", (), self.judge.step)
+        message = describe(difference, "state", (), step)
         return RankVerdict(message, CAUSES["state"].remedy, difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:

@@ -26,7 +26,7 @@ from keras import layers, ops
 
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning
-from tests.support import keras_noise_program, launched_plan
+from tests.support import launched_plan
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import (
     Scaled,
@@ -498,7 +498,6 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     return found | {
         "refused": refused(split, model),
         "half": half(split),
-        "noise": keras_noise_program.train(split),
         "measured": [measured("towers"), measured("multiworker")],
         "left": [path.name for path in Path(folder).glob("__autograph*")],
     }

@@ -547,6 +547,7 @@ def requests() -> dict[str, str]:
         "nothing": lambda: Split(),
         "group missing": lambda: Split(devices=two, engine="multiworker"),
         "no file": lambda: Split("nowhere.toml"),
+        "rebalance": lambda: Split(devices=two, rebalance=True),
         "noise": lambda: Split(devices=two, noise=True),
         "other precision, strict": lambda: Split(make_plan(4, 4), strict=True).build(
             lambda: half_precision()
@@ -772,7 +773,7 @@ def group_cases() -> dict[str, Any]:
         group = split.required_group
         return found | {
             "one that rebalances": said(
-                lambda: check_options({"rebalance": group.rank == 1, "noise": True}, group)
+                lambda: check_options({"rebalance": group.rank == 1}, group)
             )
         }
     clipped = lambda: network(  # noqa: E731

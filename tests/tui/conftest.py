@@ -115,6 +115,7 @@ class ScriptedPublisher(Sampler):
         self.loads: list[Mapping[str, tuple[float, int]]] = []
         self._snapshots = snapshots
         self._history = History(600)
+        self._lock = threading.Lock()
 
     def start(self, subscriber: Subscriber | None = None) -> None:
         assert subscriber is not None
@@ -129,9 +130,6 @@ class ScriptedPublisher(Sampler):
     def close(self, wait_seconds: float = 0.0) -> bool:
         self.stopped = True
         return True
-
-    def history(self, key: str, metric: str, newest: int = 600) -> tuple[float | None, ...]:
-        return self._history.values(key, metric, newest)
 
     def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         self.loads.append(dict(loads))

@@ -11,7 +11,9 @@ import pytest
 from textual.pilot import Pilot
 
 from evener.balancer.request import Request
+from evener.devices.types import value
 from evener.tui.screens.monitor import ProcessPanel
+from evener.tui.widgets.timelines import TimelinePanel
 from tests.support.pilots import asks, text, until
 
 
@@ -107,6 +109,33 @@ async def test_the_footer_names_what_a_key_does_now(app_of: Any, script: Any) ->
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         assert "K" not in _keys(app)
+
+
+async def test_a_cursor_over_the_graphs_reads_out_a_moment(app_of: Any, script: Any) -> None:
+    """By arrows or a click; Escape takes it away before it ends a filter."""
+    app = app_of(script.snapshot())
+    async with app.run_test(size=(200, 60)) as pilot:
+        await _ready(pilot)
+        for tick in range(1, 200):
+            watts = tuple(script.sample(index, power_watts=value(100 + tick)) for index in (0, 1))
+            app.publisher.push(
+                script.snapshot(devices=watts, at_seconds=script.snapshot().at_seconds + tick)
+            )
+        await until(pilot, lambda: " 299 " in text(app, "#graphs"), "the newest watts")
+        await pilot.press("left", "left", "left")
+        graphs = app.screen.query_one(TimelinePanel)
+        await until(pilot, lambda: " 299 " not in text(app, "#graphs"), "the watts before")
+        assert text(app, "#graphs").splitlines()[-1].count(":") == 10, "the time, five times"
+        at = graphs.cursor
+        await pilot.click(graphs, offset=(22, 5))
+        assert graphs.cursor is not None
+        assert graphs.cursor < at
+        await pilot.press("escape")
+        assert graphs.cursor is None
+        shown = text(app, "#graphs").splitlines()[-1]
+        await pilot.press("right_square_bracket")
+        assert "5:00" in str(graphs.border_title)
+        assert text(app, "#graphs").splitlines()[-1] != shown
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ from textual.widget import Widget
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 
 from ..view.cells import Line, Span, line
-from ..view.devices import DEVICES, HostRow, PanelRow, device_rows, group_rows, short_name
+from ..view.devices import DEVICES, HostRow, PanelRow, device_rows, group_rows
 from ..view.monitor import (
     PROCESSES,
     Identity,
     ProcessRow,
     arrange,
     device_details,
-    graph_lines,
     host_line,
     identity,
     note_line,
@@ -33,6 +32,7 @@ from ..view.monitor import (
 from ..view.table import Grid, Order, Position
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
+from ..widgets.timelines import TimelinePanel
 from .base import SnapshotScreen, SortedScreen
 
 _BARS = 3  # rows of the bar on top, the host and the keys
@@ -43,13 +43,22 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     NAME = "monitor"
     FILTERED = "pid, user, device or command"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "step_time(-1)", "Earlier", show=False),
+        Binding("right", "step_time(1)", "Later", show=False),
+        Binding("shift+left", "step_time(-10)", "Ten steps earlier", show=False),
+        Binding("shift+right", "step_time(10)", "Ten steps later", show=False),
+        Binding("right_square_bracket", "change_span(1)", "Longer time in graphs", show=False),
+        Binding("left_square_bracket", "change_span(-1)", "Shorter time in graphs", show=False),
+        Binding("l", "common_scale", "One scale for all devices", show=False),
+    ]
 
     def panels(self) -> Iterable[Widget]:
         """Host, notes, devices, graphs, processes, filter."""
         yield Lines(id="host", classes="bar")
         yield Lines(id="notes")
         yield DevicePanel()
-        yield Lines(id="graphs", classes="panel")
+        yield TimelinePanel()
         yield ProcessPanel()
         yield self.filter_field()
 
@@ -74,7 +83,11 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         width, height = self.app.size
         self.place_panels(
             arrange(
-                width, height - _BARS - notes.display - filtering, self.settle_frames(), devices
+                width,
+                height - _BARS - notes.display - filtering,
+                self.settle_frames(),
+                devices,
+                len(snapshot.processes),
             )
         )
 
@@ -88,10 +101,30 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self._draw_graphs()
 
     def _draw_graphs(self) -> None:
-        sample, panel = self.query_one(DevicePanel).sample, self.query_one("#graphs", Lines)
-        if sample is not None and panel.display:
-            panel.entitle(f"{sample.device.label} {short_name(sample.device.name)}")
-            panel.show(graph_lines(sample, self.evener.publisher.history, *panel.size))
+        devices, graphs = self.query_one(DevicePanel), self.query_one(TimelinePanel)
+        snapshot = self.shown
+        if snapshot is not None and graphs.display:
+            graphs.take(snapshot.devices, devices.sample)
+
+    def action_step_time(self, cells: int) -> None:
+        """Move the cursor over the graphs: a negative number of cells is earlier."""
+        self.query_one(TimelinePanel).step(cells)
+
+    def action_change_span(self, direction: int) -> None:
+        """Show more (1) or less (-1) time in the graphs."""
+        self.query_one(TimelinePanel).change_span(direction)
+
+    def action_common_scale(self) -> None:
+        """Draw all devices' graphs of a metric on one scale, or each on its own."""
+        self.query_one(TimelinePanel).toggle_scale()
+
+    def action_end_filter(self) -> None:
+        """Take the cursor off the graphs; without one, remove the filter and all marks."""
+        graphs = self.query_one(TimelinePanel)
+        if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
+            graphs.hide_cursor()
+        else:
+            super().action_end_filter()
 
     def action_open_device(self) -> None:
         """Show all details of the device under the cursor, or fold the host there."""

@@ -70,6 +70,18 @@ def to_ascii(text: str) -> str:
 DeviceTone = Literal[
     "device0", "device1", "device2", "device3", "device4", "device5", "device6", "device7"
 ]
+Shade = Literal[  # a tone that is mixed with the background: the lower rows of a graph
+    "accent.mid",
+    "accent.low",
+    "memory.mid",
+    "memory.low",
+    "power.mid",
+    "power.low",
+    "speed.mid",
+    "speed.low",
+    "good.mid",
+    "good.low",
+]
 Tone = Literal[
     "text",  # ordinary
     "dim",  # less important: units, captions, what is missing
@@ -86,6 +98,7 @@ Tone = Literal[
     "key",  # a key to press
     "tab",  # the screen that is open
     DeviceTone,
+    Shade,
 ]
 TONES: tuple[Tone, ...] = get_args(Tone)
 DEVICE_TONES: tuple[Tone, ...] = get_args(DeviceTone)

@@ -345,7 +345,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_reports(*LINKS)),
     Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work, there=_has_work),
     Column("speed", ("samples/s", "smp/s"), (5, 9), _speed),
-    Column("history", ("history", "hist"), (4, 6, 12), _history, "left", most=32),
+    Column("history", ("history", "hist"), (4, 6, 12), _history, most=32),
 )
 
 

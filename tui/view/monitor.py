@@ -17,14 +17,10 @@ from evener.printable import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, line, span_cells, spread, text_lines
 from .charts import (
     STATE_WORDS,
-    Graph,
-    History,
     bar,
     celsius,
-    draw_graphs,
     figure,
     gib,
-    nice_ceiling,
     percents,
     run_time,
     samples_rate,
@@ -37,17 +33,27 @@ from .charts import (
 )
 from .devices import memory_tone
 from .table import TAG, Column, Grid, text_cell
+from .timelines import LEAST_ROWS, MOST_ROWS
+
+GRAPHS_BESIDE = 2  # rows beside the graphs: their heading, and the time axis
+LEAST_TERMINAL = 40  # columns, below which no graph fits
 
 
-def arrange(width: int, height: int, frame: int, devices: int) -> dict[str, int]:
-    """The rows of each panel, frames included: first every device, then some processes, then
-    graphs, then more.
+def arrange(
+    width: int, height: int, frame: int, devices: int, processes: int = 1
+) -> dict[str, int]:
+    """The rows of each panel, frames included: first every device, then some processes, then graphs
+    as tall as they can be read, then more processes.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
     left = max(0, height - listed)
-    spare = left - least_processes
-    graphs = min(16, spare * 2 // 3 if frame else spare // 2) if left >= 16 and width >= 40 else 0
+    wanted = max(least_processes, min(max(1, processes) + 1 + frame, left // 3))
+    least_graphs = LEAST_ROWS + GRAPHS_BESIDE + frame
+    most_graphs = MOST_ROWS * max(1, devices) + GRAPHS_BESIDE + frame
+    graphs = 0
+    if width >= LEAST_TERMINAL and left - least_processes >= least_graphs:
+        graphs = min(most_graphs, max(least_graphs, left - wanted))
     return {"#devices": listed, "#graphs": graphs, "#processes": left - graphs}
 
 
@@ -106,53 +112,6 @@ def note_line(notes: Sequence[str], width: int) -> Line:
     return line(
         Span(f" {Mark.ALARM} ", "warn"), Span(cut(plain(notes[0], 400), room)), Span(more, "dim")
     )
-
-
-def graph_lines(
-    sample: DeviceSample, history: History, width: int, height: int
-) -> tuple[Line, ...]:
-    """Graphs of one device, side by side, as many as fit; metrics without any value are left out,
-    others wider.
-    """
-    most = 2 if width < 90 else 3 if width < 150 else 4
-    graphs = _graphs(sample, history, width // most)[:most]
-    if len(graphs) < most:
-        graphs = _graphs(sample, history, width // len(graphs))[:most]
-    return draw_graphs(graphs, width, height, len(graphs))
-
-
-def _graphs(sample: DeviceSample, history: History, ticks: int) -> Sequence[Graph]:
-    """The graphs with any value in this many ticks; all of them if none has one."""
-
-    def metric(
-        caption: str,
-        name: str,
-        draw: Callable[[float], str],
-        top: float | None,
-        label: Callable[[float], str],
-        tone: Tone,
-    ) -> Graph:
-        """A metric's newest value and its history, up to `top` or else to a round number above its
-        maximum.
-        """
-        past = history(sample.device.key, name, ticks)
-        highest = top or nice_ceiling(
-            max((number for number in past if number is not None), default=1.0)
-        )
-        return Graph(
-            caption, reading_words(getattr(sample, name), draw), past, highest, label(highest), tone
-        )
-
-    limit, total = sample.power_limit_watts.value, sample.memory_total_bytes.value
-    hottest = sample.temperature_limit_celsius.value or 100.0
-    every = (
-        metric("throughput", "samples_per_second", samples_rate, None, short, "speed"),
-        metric("utilisation", "utilization_percent", percents, 100.0, percents, "accent"),
-        metric("memory", "memory_used_bytes", size, total, lambda top: f"{gib(top)} GiB", "memory"),
-        metric("power", "power_watts", watts, limit, watts, "power"),
-        metric("temperature", "temperature_celsius", celsius, hottest, celsius, "warn"),
-    )
-    return [one for one in every if not one.is_empty] or every
 
 
 _LABEL_CELLS = 18
@@ -231,7 +190,6 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
             lambda number: f"{number:.1f} % of the time",
             throttle_tone,
         ),
-        _fact("why", plain(", ".join(sample.throttle_reasons)) or "no reason given", "text"),
         _reading("PCIe received", sample.pcie_receive_bytes_per_second, _per_second),
         _reading("PCIe sent", sample.pcie_send_bytes_per_second, _per_second),
         _reading("NVLink received", sample.link_receive_bytes_per_second, _per_second),
@@ -245,8 +203,21 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         ),
         _reading("throughput", sample.samples_per_second, samples_rate, "speed"),
     ]
+    if sample.throttle_reasons:
+        facts.append(_fact("throttled by", plain(", ".join(sample.throttle_reasons))))
     facts += [_fact("event", plain(event), "warn") for event in sample.events[-5:]]
-    return (*(text_lines(sample.note, width, 4, "bad") if sample.note else ()), *facts)
+    note = text_lines(sample.note, width, 4, "bad") if sample.note else ()
+    return (*note, *_fold_unreported(facts, width))
+
+
+def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
+    """The facts, and in one sentence below them the names of those that the device doesn't
+    report.
+    """
+    missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
+    names = ", ".join(fact.spans[0].text.strip() for fact in missing)
+    words = text_lines(f"Not reported by this device: {names}.", width, 6, "dim") if names else ()
+    return (*(fact for fact in facts if fact not in missing), *words)
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:

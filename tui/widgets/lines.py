@@ -32,6 +32,7 @@ _VARIABLES = {
     "key": "primary",
     "tab": "ev-strong",
 }
+_SHADES = {"mid": 0.75, "low": 0.5}  # of the tone, the rest is the background
 _BOLD = ("strong", "bad", "key", "tab")
 
 
@@ -167,7 +168,12 @@ class Lines(UsesApp, Widget):
         known = self._styles_by_tone.get((tone, on_cursor))
         if known is None:
             variables = self.app.theme_variables
-            colour = Color.parse(variables[_VARIABLES.get(tone, f"ev-{tone}")]).rich_color
+            name, _, shade = tone.partition(".")
+            mixed = Color.parse(variables[_VARIABLES.get(name, f"ev-{name}")])
+            if shade:
+                background = Color.parse(variables["background"])
+                mixed = background.blend(mixed, _SHADES[shade])
+            colour = mixed.rich_color
             known = self.rich_style + Style(
                 color=colour, bold=tone in _BOLD or None, underline=tone == "tab" or None
             )
@@ -198,7 +204,11 @@ class Lines(UsesApp, Widget):
             return
         offset = event.get_content_offset(self)
         if offset is not None:
+            self.click_cell(offset.x, offset.y)
             self.click_row(offset.y, event.chain)
+
+    def click_cell(self, x: int, y: int) -> None:
+        """A cell was clicked; both count from the first cell of the first line."""
 
     def click_row(self, row: int, clicks: int) -> None:
         """A row was clicked, outside any span with its own action; `row` counts from the first

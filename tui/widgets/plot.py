@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.events import Click, MouseScrollDown, MouseScrollUp
+from textual.events import MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
 from ..view.plot import Chart, draw_chart, frame_chart, nearest, read_out_line
@@ -94,13 +94,11 @@ class ChartPanel(Lines):
         """Take the cursor away."""
         self.move_to(None)
 
-    def on_click(self, event: Click) -> None:
+    def click_cell(self, x: int, y: int) -> None:
         """Put the cursor on the point nearest to the click."""
-        offset = event.get_content_offset(self)
-        if offset is None or self.chart.is_empty:
-            return
-        frame = frame_chart(self.shown_chart, self.size.width, self.size.height - 1)
-        self.move_to(nearest(self.chart.stops(), frame, offset.x - frame.left))
+        if not self.chart.is_empty:
+            frame = frame_chart(self.shown_chart, self.size.width, self.size.height - 1)
+            self.move_to(nearest(self.chart.stops(), frame, x - frame.left))
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         """Go to the next point."""

@@ -1,0 +1,113 @@
+"""A panel of graphs over time, all with one cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.events import MouseScrollDown, MouseScrollUp
+
+from evener.devices.types import DeviceSample
+
+from ..view.charts import run_time
+from ..view.timelines import (
+    SPANS,
+    GraphPlan,
+    TickWindow,
+    TimeView,
+    draw_timelines,
+    place_graphs,
+    ticks_per_dot,
+)
+from .lines import Lines
+
+
+class TimelinePanel(Lines):
+    """Graphs of every device that has room, or of those around the chosen one."""
+
+    def __init__(self) -> None:
+        super().__init__(id="graphs", classes="panel")
+        self.span = 120.0  # seconds that are shown at least
+        self.common_top = False
+        self.cursor: int | None = None  # the number of a cell since the start
+        self._samples: Sequence[DeviceSample] = ()
+        self._chosen: DeviceSample | None = None
+        self._plan: GraphPlan | None = None
+
+    def take(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
+        """Draw these devices, whose past the app's sampler has."""
+        self._samples, self._chosen = samples, chosen
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the graphs in the current size."""
+        width, height = self.size
+        chosen = self._chosen.device.key if self._chosen is not None else ""
+        self._plan = place_graphs(self._samples, self.evener.publisher, width, height, chosen)
+        if self._plan is None:
+            self.show(())
+            return
+        view = TimeView(self._per_dot(self._plan), self.cursor, self.common_top, chosen)
+        self.show(draw_timelines(self._plan, self.evener.publisher, view, width))
+        self._entitle(self._plan)
+
+    def _per_dot(self, plan: GraphPlan) -> int:
+        return ticks_per_dot(self.span, self.evener.publisher.interval_seconds, plan.graph)
+
+    def _entitle(self, plan: GraphPlan) -> None:
+        seconds = plan.graph * 2 * self._per_dot(plan) * self.evener.publisher.interval_seconds
+        hidden = len(self._samples) - len(plan.devices)
+        title = f"Last {run_time(seconds)}" + (f", {hidden} more devices" if hidden else "")
+        self.entitle(title, "← → read, [ ] time")
+
+    def _window(self) -> TickWindow | None:
+        if self._plan is None:
+            return None
+        return TickWindow(self._plan.graph, self._per_dot(self._plan), self.evener.publisher.ticks)
+
+    def step(self, cells: int) -> None:
+        """Move the cursor by cells; the first step shows it at the newest."""
+        window = self._window()
+        if window is None:
+            return
+        place = window.last_cell if self.cursor is None else self.cursor + cells
+        self._move_to(place, window)
+
+    def _move_to(self, place: int, window: TickWindow) -> None:
+        self.cursor = max(window.first_cell, 0, min(place, window.last_cell))
+        self.redraw()
+
+    def hide_cursor(self) -> None:
+        """Take the cursor away."""
+        self.cursor = None
+        self.redraw()
+
+    def change_span(self, direction: int) -> None:
+        """Show more time, or less."""
+        place = SPANS.index(self.span) + direction
+        self.span = SPANS[max(0, min(place, len(SPANS) - 1))]
+        self.cursor = None
+        self.redraw()
+
+    def toggle_scale(self) -> None:
+        """Draw all devices on one scale, or each on its own."""
+        self.common_top = not self.common_top
+        self.redraw()
+
+    def click_cell(self, x: int, y: int) -> None:
+        """Put the cursor on the time that was clicked."""
+        window = self._window()
+        if window is None or self._plan is None:
+            return
+        cell = self._plan.cell_at(x)
+        if cell is not None:
+            self._move_to(window.first_cell + cell, window)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Show more time."""
+        event.stop()
+        self.change_span(1)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Show less time."""
+        event.stop()
+        self.change_span(-1)
