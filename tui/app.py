@@ -8,10 +8,11 @@ import signal
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import Provider
 from textual.events import Event, Key
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
@@ -23,6 +24,7 @@ from evener.devices.sampler import Sampler
 
 from .base_app import BaseApp, Sampled, write_crash_log
 from .screens.base import SCREENS
+from .settings import ThemeName
 
 YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
 MakeScreen = Callable[[], Screen[None]]
@@ -33,10 +35,23 @@ def _made_by(name: str) -> MakeScreen:
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
+def _keys_provider() -> type[Provider]:
+    from .palette import KeysProvider
+
+    return KeysProvider
+
+
+def _runs_provider() -> type[Provider]:
+    from .palette import RunsProvider
+
+    return RunsProvider
+
+
 class EvenerApp(BaseApp):
     """Four screens over one stream of snapshots and at most one session at a time."""
 
     TITLE = "evener"
+    COMMANDS: ClassVar[set[Any]] = {*BaseApp.COMMANDS, _keys_provider, _runs_provider}
     CSS_PATH = "app.tcss"
     MODES: ClassVar[dict[str, str | MakeScreen]] = {name: _made_by(name) for name in SCREENS}
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -45,7 +60,7 @@ class EvenerApp(BaseApp):
         Binding("3", "show('runs')", "Runs", show=False),
         Binding("4", "show('trainings')", "Trainings", show=False),
         Binding("question_mark,h,f1", "help", "Help", key_display="?"),
-        Binding("T", "switch_theme", "Dark or light", show=False),
+        Binding("T", "switch_theme", "Next theme", show=False),
         Binding("q", "leave", "Quit"),
         Binding("ctrl+c", "quit", "Quit now", show=False, priority=True),
     ]
@@ -64,10 +79,12 @@ class EvenerApp(BaseApp):
         self._first_start = first_start
         self.wants_demo = False  # once it is left
         self.crash_log: Path | None = None
+        self.ignored_settings = ""  # why the file of settings wasn't read
         self._started_on: asyncio.AbstractEventLoop | None = None
         self._makes_screen = False
         self.register_theme(DARK)
         self.register_theme(LIGHT)
+        self.register_theme(CONTRAST)
         self.theme = f"evener-{theme}"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
@@ -89,6 +106,8 @@ class EvenerApp(BaseApp):
                 loop.add_signal_handler(number, self.exit, 128 + number)
             except (ValueError, RuntimeError, NotImplementedError):
                 break  # not in the main thread: the caller handles signals
+        if self.ignored_settings:
+            self.say(self.ignored_settings, severity="warning")
         self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
         if self._first_start:
             self.action_welcome()
@@ -197,8 +216,11 @@ class EvenerApp(BaseApp):
             self.push_screen(DetailsDialog("Help", lambda width: help_lines(notes, width)))
 
     def action_switch_theme(self) -> None:
-        """Switch between dark and light."""
-        self.theme = "evener-light" if self.current_theme.dark else "evener-dark"
+        """Switch to the next of evener's themes, and keep it."""
+        names = [f"evener-{name}" for name in get_args(ThemeName)]
+        place = names.index(self.theme) if self.theme in names else -1
+        self.theme = names[(place + 1) % len(names)]
+        self.keep(theme=self.theme.removeprefix("evener-"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Commands of the palette in addition to the keys of the screen."""
@@ -206,9 +228,7 @@ class EvenerApp(BaseApp):
             yield SystemCommand(
                 f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name)
             )
-        yield SystemCommand(
-            "Dark or light", "Switch between the two themes", self.action_switch_theme
-        )
+        yield SystemCommand("Next theme", "Dark, light, or high contrast", self.action_switch_theme)
         yield SystemCommand("Theme", "Choose among all themes", self.action_change_theme)
         yield SystemCommand(
             "First steps", "Where to begin, as at the first start", self.action_welcome
@@ -284,5 +304,23 @@ def _theme(name: str, *, dark: bool) -> Theme:
     return Theme(name, dark=dark, variables=meanings(dark=dark), **base)
 
 
+def _contrast_theme() -> Theme:
+    """White on black, with dim tones and frames that are bright enough to be read anywhere."""
+    bright = {
+        "ev-dim": "#b8c0cc",
+        "ev-title": "#d0d7e2",
+        "ev-strong": "#ffffff",
+        "ev-track": "#6b7686",
+        "ev-frame": "#8a96a8",
+        "ev-frame-focus": "#ffffff",
+        "ev-cursor": "#004a99",
+        "ev-bar": "#1c1c1c",
+    }
+    base: dict[str, Any] = {key: colours[0] for key, colours in _BASE.items()}
+    base |= {"foreground": "#ffffff", "background": "#000000", "surface": "#000000"}
+    return Theme("evener-contrast", dark=True, variables={**meanings(dark=True), **bright}, **base)
+
+
 DARK = _theme("evener-dark", dark=True)
 LIGHT = _theme("evener-light", dark=False)
+CONTRAST = _contrast_theme()

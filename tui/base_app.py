@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -35,10 +36,14 @@ from evener.errors import EvenerError, RequestError
 from evener.printable import plain
 from evener.system.files import make_private
 
+from .alert_command import start_command
 from .local_training import LocalTraining
+from .settings import Settings, save_settings
+from .view.alerts import Alert, AlertRules, AlertWatch
 from .view.cells import to_ascii
 
 Post = Callable[[Message], object]
+KEPT_ALERTS = 200
 JOIN_SECONDS = 30.0  # a session that hangs must not block the terminal forever
 _SERIALS = itertools.count(1)
 
@@ -200,13 +205,22 @@ class BaseApp(App[int]):
         readonly: bool = False,
         ascii: bool = False,  # noqa: A002 - the option's name
         session_maker: Callable[..., EventThread] = make_session,
+        settings: Settings = Settings(),  # noqa: B008 - frozen
+        settings_file: Path | None = None,
     ) -> None:
         super().__init__()
+        self.settings = settings
+        self._settings_file = settings_file  # None: nothing is kept
+        rules = AlertRules(settings.alerts.throttled_percent, settings.alerts.plan_percent)
+        self.alert_watch = AlertWatch(rules)
+        self.alerts: deque[Alert] = deque(maxlen=KEPT_ALERTS)
+        self.unread_alerts = 0
         self.publisher = publisher
         self.devices = devices
         self.trainable = trainable
         self.readonly = readonly
-        self.ascii = ascii
+        # the console's font has neither braille nor most signs
+        self.ascii = ascii or os.environ.get("TERM") == "linux"
         self._session_maker = session_maker
         self._session: SessionThread | None = None
         self.replays = False  # it is a run of the past
@@ -216,7 +230,7 @@ class BaseApp(App[int]):
         self.written_plans: dict[str, str] = {}  # by run, where its plan was written to
         self.training: LocalTraining | None = None  # that was started here last
         self.last_run = ""  # of the searches of this app
-        self.set_class(ascii, "-ascii")
+        self.set_class(self.ascii, "-ascii")
 
     def close_threads(self) -> None:
         """Stop the session and the sampling, and wait for them; no probe child outlives this."""
@@ -229,8 +243,32 @@ class BaseApp(App[int]):
         return to_ascii(text) if self.ascii else text
 
     def on_sampled(self, message: Sampled) -> None:
-        """Keep the newest snapshot; screens watch it."""
+        """Keep the newest snapshot, which screens watch, and tell what is wrong in it."""
+        for alert in self.alert_watch.see(message.snapshot):
+            self._tell_alert(alert)
         self.snapshot = message.snapshot
+
+    def _tell_alert(self, alert: Alert) -> None:
+        self.alerts.append(alert)
+        self.unread_alerts += 1
+        wanted = self.settings.alerts
+        if wanted.bell:
+            self.bell()
+        fault = start_command(wanted.command, alert) if wanted.command else ""
+        if fault:
+            self.say(fault, severity="error")
+        if self.current_mode != "monitor":
+            self.say(alert.text, severity="warning")
+
+    def keep(self, **changed: Any) -> None:
+        """Change settings, and write them to the user's file."""
+        settings = msgspec.structs.replace(self.settings, **changed)
+        if settings == self.settings:
+            return
+        self.settings = settings
+        if self._settings_file is not None:
+            with self.saying_faults():
+                save_settings(self._settings_file, settings)
 
     def start_session(
         self,
@@ -372,7 +410,9 @@ class BaseApp(App[int]):
         """Sample more (-1) or less (1) often, in steps."""
         steps = sorted({*INTERVALS_SECONDS, self.publisher.interval_seconds})
         place = steps.index(self.publisher.interval_seconds) + direction
-        self.publisher.interval_seconds = steps[max(0, min(place, len(steps) - 1))]
+        seconds = steps[max(0, min(place, len(steps) - 1))]
+        self.publisher.interval_seconds = seconds
+        self.keep(interval_seconds=seconds)
 
     @contextmanager
     def saying_faults(self) -> Iterator[None]:

@@ -25,6 +25,8 @@ from evener.devices.sampler import open_sampler
 from evener.devices.types import Snapshot
 from evener.errors import RequestError
 
+from .settings import load_settings, settings_path
+
 if TYPE_CHECKING:
     from .app import EvenerApp
 
@@ -61,7 +63,10 @@ def run_app(
     address, no app) are raised before the terminal is touched.
     """
     prepare_app()
+    path = settings_path()
+    settings, ignored = load_settings(path)
     publisher, trainable = open_sampler(devices, ray_address)
+    publisher.interval_seconds = settings.interval_seconds
     publisher.start()
     from .app import EvenerApp
 
@@ -69,10 +74,13 @@ def run_app(
         publisher,
         devices=devices,
         trainable=trainable,
-        theme=theme or "dark",
+        theme=theme or settings.theme,
+        settings=settings,
+        settings_file=None if options.get("readonly") else path,
         first_start=_is_first_start(options),
         **options,
     )
+    app.ignored_settings = ignored
     code = draw_app(app, serving(publisher.latest) if serving else contextlib.nullcontext())
     return _run_demo(theme, options) if app.wants_demo else code
 

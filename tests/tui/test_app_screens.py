@@ -180,12 +180,13 @@ async def test_help_tells_keys_marks_and_notes(app_of: Any, script: Any) -> None
 
 
 async def test_themes_turn_and_others_have_the_colours_too(app_of: Any) -> None:
-    app = app_of(theme="light")
+    app = app_of(theme="dark")
     async with app.run_test(size=(100, 30)) as pilot:
         await _ready(pilot)
-        assert app.theme == "evener-light"
-        await pilot.press("T")
-        assert app.theme == "evener-dark"
+        for name in ("dark", "light", "contrast", "dark"):
+            assert app.theme == f"evener-{name}"
+            assert "GPU:0" in text(app, "#devices")
+            await pilot.press("T")
         app.theme = "nord"
         await pilot.pause()
         assert "GPU:0" in text(app, "#devices")
@@ -196,7 +197,7 @@ async def test_the_palette_offers_screens(app_of: Any) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await _ready(pilot)
         titles = {command.title for command in app.get_system_commands(app.screen)}
-        assert {"Show Monitor", "Show Balance", "Show Runs", "Dark or light", "Quit"} <= titles
+        assert {"Show Monitor", "Show Balance", "Show Runs", "Next theme", "Quit"} <= titles
         await pilot.press("ctrl+p")
         await pilot.pause()
         await pilot.press("escape")

@@ -81,7 +81,7 @@ ReadonlyOption = Annotated[
 ]
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
 ThemeOption = Annotated[
-    Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")
+    Literal["dark", "light", "contrast"] | None, typer.Option("--theme", help="Colours of the app.")
 ]
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or `last`.")

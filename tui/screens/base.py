@@ -81,8 +81,8 @@ class SnapshotScreen(PanelScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause(True)", "Pause"),
         Binding("p", "pause(False)", "Resume"),
-        Binding("plus", "change_interval(-1)", "More often", show=False),
-        Binding("minus", "change_interval(1)", "Less often", show=False),
+        Binding("plus", "change_interval(-1)", "Read more often", show=False),
+        Binding("minus", "change_interval(1)", "Read less often", show=False),
         Binding("r,f5", "refresh", "Redraw", show=False),
     ]
 

@@ -19,6 +19,8 @@ from ..view.monitor import (
     PROCESSES,
     Identity,
     ProcessRow,
+    alert_line,
+    alert_lines,
     arrange,
     device_details,
     host_line,
@@ -44,6 +46,8 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     NAME = "monitor"
     FILTERED = "pid, user, device or command"
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("a", "alerts", "Alerts", show=False),
+        Binding("C", "columns", "Columns", show=False),
         Binding("left", "step_time(-1)", "Earlier", show=False),
         Binding("right", "step_time(1)", "Later", show=False),
         Binding("shift+left", "step_time(-10)", "Ten steps earlier", show=False),
@@ -78,7 +82,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     def _place_panels(self, snapshot: Snapshot, devices: int) -> None:
         notes = self.query_one("#notes", Lines)
-        notes.display = bool(snapshot.notes)
+        notes.display = bool(snapshot.notes or self.evener.unread_alerts)
         filtering = self.query_one("#filter").has_class("-open")
         width, height = self.app.size
         self.place_panels(
@@ -94,7 +98,12 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     def _draw_bars(self, snapshot: Snapshot) -> None:
         width = self.app.size.width
         self.query_one("#host", Lines).show((host_line(snapshot, width, self.state),))
-        self.query_one("#notes", Lines).show((note_line(snapshot.notes, width),))
+        app = self.evener
+        if app.unread_alerts:
+            note = alert_line(app.alerts[-1], app.unread_alerts, width)
+        else:
+            note = note_line(snapshot.notes, width)
+        self.query_one("#notes", Lines).show((note,))
 
     def on_list_panel_moved(self) -> None:
         """The graphs follow the device under the cursor."""
@@ -105,6 +114,19 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         snapshot = self.shown
         if snapshot is not None and graphs.display:
             graphs.take(snapshot.devices, devices.sample)
+
+    def action_alerts(self) -> None:
+        """Show every alert since the start, newest first; they are read then."""
+        alerts = tuple(reversed(self.evener.alerts))
+        self.evener.unread_alerts = 0
+        self.open_details("Alerts", lambda width: alert_lines(alerts, width))
+        self.redraw()
+
+    def action_columns(self) -> None:
+        """Choose the columns of the devices' table."""
+        from .column_dialog import ColumnDialog
+
+        self.app.push_screen(ColumnDialog(), lambda _: self.redraw())
 
     def action_step_time(self, cells: int) -> None:
         """Move the cursor over the graphs: a negative number of cells is earlier."""
@@ -209,12 +231,22 @@ class DevicePanel(ListPanel[PanelRow]):
     def place(self, snapshot: Snapshot) -> None:
         """Take its devices."""
         publisher = self.evener.publisher
-        self.place_rows(group_rows(device_rows(snapshot, publisher.history), self.folded))
+        self.place_rows(
+            group_rows(
+                device_rows(snapshot, publisher.history, self.evener.alert_watch.told),
+                self.folded,
+            )
+        )
         self.entitle(subtitle=f"every {publisher.interval_seconds:g} s")
 
     def grid(self) -> Grid[PanelRow]:
-        """The table of these rows."""
-        return DEVICES
+        """The table of these rows, without the columns that were hidden."""
+        hidden = self.evener.settings.hidden_columns
+        if not hidden:
+            return DEVICES
+        return DEVICES._replace(
+            columns=tuple(each for each in DEVICES.columns if each.key not in hidden)
+        )
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):

@@ -113,6 +113,16 @@ class RunsScreen(RunActions, SortedScreen):
         """Reload the list, as there may be new runs."""
         await self.action_reload()
 
+    async def go_to(self, name: str) -> None:
+        """Put the cursor on a run; a filter that hides it ends."""
+        await self.action_reload()
+        panel = self.query_one(RunPanel)
+        if name not in [panel.identity(row) for row in panel.rows]:
+            self.action_end_filter()
+        names = [panel.identity(row) for row in panel.rows]
+        if name in names:
+            panel.action_move(names.index(name) - panel.cursor)
+
     async def action_reload(self) -> None:
         """Read the list again."""
         with self.evener.saying_faults():

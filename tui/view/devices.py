@@ -46,6 +46,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
     # own work and waiting of its training's step, in seconds
     work: tuple[float, float] | None = None
     below: bool = False  # its host, which has a row of its own
+    alarmed: bool = False  # an alert about it lasts
 
 
 class HostRow(msgspec.Struct, frozen=True):
@@ -59,17 +60,24 @@ class HostRow(msgspec.Struct, frozen=True):
 PanelRow = DeviceRow | HostRow
 
 
-def device_rows(snapshot: Snapshot, history: History = lambda *_: ()) -> tuple[DeviceRow, ...]:
-    """A row for each device, with its last ticks and the work of its training."""
+def device_rows(
+    snapshot: Snapshot, history: History = lambda *_: (), alarmed: Collection[str] = ()
+) -> tuple[DeviceRow, ...]:
+    """A row for each device, with its last ticks and the work of its training; `alarmed` are the
+    keys of those that an alert is about.
+    """
     work = work_by_device(snapshot)
-    return tuple(_device_row(sample, history, work) for sample in snapshot.devices)
+    return tuple(
+        _device_row(sample, history, work, sample.device.key in alarmed)
+        for sample in snapshot.devices
+    )
 
 
-def _device_row(sample: DeviceSample, history: History, work: Work) -> DeviceRow:
+def _device_row(sample: DeviceSample, history: History, work: Work, alarmed: bool) -> DeviceRow:
     device = sample.device
     speeds = history(device.key, "samples_per_second", NEWEST_TICKS)
     busy = () if any(speeds) else history(device.key, "utilization_percent", NEWEST_TICKS)
-    return DeviceRow(sample, speeds, busy, work.get((device.host, device.id)))
+    return DeviceRow(sample, speeds, busy, work.get((device.host, device.id)), False, alarmed)
 
 
 def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[PanelRow, ...]:
@@ -121,10 +129,10 @@ def short_name(name: str) -> str:
 
 def _id(row: DeviceRow, width: int) -> tuple[Span, ...]:
     device = row.sample.device
-    alarm = Mark.ALARM if row.sample.events or row.sample.note else ""
+    alarm = Mark.ALARM if row.sample.events or row.sample.note or row.alarmed else ""
     label = device.label.rpartition("/")[2] if row.below else device.label
     text = label if len(label) + len(alarm) <= width else str(device.index)
-    return Span(alarm, "bad"), Span(text, "strong")
+    return Span(alarm, "bad"), Span(text, "bad" if row.alarmed else "strong")
 
 
 def _name(row: DeviceRow, width: int) -> tuple[Span, ...]:

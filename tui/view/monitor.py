@@ -4,6 +4,7 @@ about either.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 from evener.printable import plain
 
+from .alerts import Alert
 from .cells import Line, Mark, Span, Tone, cells, cut, line, span_cells, spread, text_lines
 from .charts import (
     STATE_WORDS,
@@ -81,6 +83,34 @@ def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
     host = plain(snapshot.host.hostname, 30)
     forms = ((host, driver, clock), (host, clock), (clock,))
     return tuple(f" {Mark.DOT} ".join(filter(None, form)) for form in forms)
+
+
+def alert_line(alert: Alert, unread: int, width: int) -> Line:
+    """The newest alert, with its time, and how many others weren't read yet."""
+    at = time.strftime("%H:%M:%S", time.localtime(alert.at_seconds))
+    more = f" (+{unread - 1})" if unread > 1 else ""
+    hint = f"{more}  a: all"
+    room = max(0, width - 12 - len(hint))
+    return line(
+        Span(f" {Mark.ALARM} {at} ", "bad"), Span(cut(alert.text, room), "bad"), Span(hint, "dim")
+    )
+
+
+def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
+    """Alerts with their times, in the given order."""
+    if not alerts:
+        words = (
+            "No alert so far: a device that is hot, throttled, silent, or idle while a training "
+            "waits on it, and a training below its plan, is told here."
+        )
+        return text_lines(words, width, 4, "dim")
+    return tuple(
+        row
+        for alert in alerts
+        for row in text_lines(
+            time.strftime("%H:%M:%S ", time.localtime(alert.at_seconds)) + alert.text, width, 4
+        )
+    )
 
 
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:

@@ -44,6 +44,10 @@ class ChartPanel(Lines):
         self.chart = Chart()
         self.log2 = True
 
+    def on_mount(self) -> None:
+        """Begin on the scale that was chosen last."""
+        self.log2 = self.evener.settings.log_axes
+
     def take(self, chart: Chart) -> None:
         """Draw this chart; the scale and the cursor stay the panel's own."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
@@ -87,6 +91,7 @@ class ChartPanel(Lines):
     def action_toggle_scale(self) -> None:
         """Switch between log-2 and linear axes."""
         self.log2 = not self.log2
+        self.evener.keep(log_axes=self.log2)
         self.redraw()
         self.post_message(self.Scaled(self.log2))
 

@@ -26,12 +26,18 @@ class TimelinePanel(Lines):
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
-        self.span = 120.0  # seconds that are shown at least
+        self.span = SPANS[2]  # seconds that are shown at least
         self.common_top = False
         self.cursor: int | None = None  # the number of a cell since the start
         self._samples: Sequence[DeviceSample] = ()
         self._chosen: DeviceSample | None = None
         self._plan: GraphPlan | None = None
+
+    def on_mount(self) -> None:
+        """Show what was shown when the app was last left."""
+        settings = self.evener.settings
+        self.common_top = settings.common_scale
+        self.span = min(SPANS, key=lambda span: abs(span - settings.graph_seconds))
 
     def take(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
         """Draw these devices, whose past the app's sampler has."""
@@ -85,12 +91,14 @@ class TimelinePanel(Lines):
         """Show more time, or less."""
         place = SPANS.index(self.span) + direction
         self.span = SPANS[max(0, min(place, len(SPANS) - 1))]
+        self.evener.keep(graph_seconds=self.span)
         self.cursor = None
         self.redraw()
 
     def toggle_scale(self) -> None:
         """Draw all devices on one scale, or each on its own."""
         self.common_top = not self.common_top
+        self.evener.keep(common_scale=self.common_top)
         self.redraw()
 
     def click_cell(self, x: int, y: int) -> None:

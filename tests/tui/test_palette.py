@@ -1,0 +1,51 @@
+"""Every key of a screen is in the palette, found by its own words, and does what the key does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.command import CommandPalette
+
+from evener.tui.palette import KeysProvider, offered_keys
+from tests.support.pilots import text, until
+
+
+async def _found(app: Any, query: str) -> list[str]:
+    provider = KeysProvider(app.screen)
+    return [str(hit.prompt) async for hit in provider.search(query)]
+
+
+@pytest.mark.parametrize("screen", ["1", "2", "3", "4"])
+async def test_every_key_is_found_by_its_words(app_of: Any, screen: str) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the devices")
+        await pilot.press(screen)
+        await pilot.pause()
+        keys = list(offered_keys(app.screen))
+        assert keys
+        for offered in keys:
+            found = await _found(app, offered.binding.description)
+            assert any(offered.binding.description in each for each in found)
+
+
+async def test_a_command_does_what_its_key_does(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the devices")
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette), "the palette")
+        await pilot.press(*"pause")
+        await pilot.pause(1.0)
+        await pilot.press("enter")
+        await until(pilot, lambda: "paused" in text(app, "#host"), "the pause")
+        assert await _found(app, "signal"), "keys of a panel without the focus, too"
+        assert not await _found(app, "delete"), "keys of other screens don't work here"
+
+
+async def test_what_has_no_effect_is_not_offered(app_of: Any) -> None:
+    app = app_of(readonly=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the devices")
+        assert not await _found(app, "signal")

@@ -1,0 +1,125 @@
+"""The command palette: every key of the screen in front, and every run by its name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple, cast
+
+from textual.actions import parse
+from textual.binding import Binding
+from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.dom import DOMNode
+from textual.widget import Widget
+
+from evener.printable import plain
+
+from .base_app import BaseApp
+
+OWN_ENTRIES = ("show", "leave", "help", "switch_theme")  # the app offers these by itself
+MOVES = ("move", "page")  # rows of a list: found by a search, but not offered
+
+
+class Offered(NamedTuple):
+    """A key with what it does, on the node that has it."""
+
+    node: DOMNode
+    binding: Binding
+    title: str
+
+    @property
+    def action(self) -> str:
+        """The name of its action."""
+        return parse(self.binding.action)[1]
+
+
+def offered_keys(screen: Widget) -> Iterator[Offered]:
+    """The keys of a screen and of its panels that have an effect now; each action once."""
+    seen: set[tuple[str, str]] = set()
+    nodes: list[DOMNode] = [screen]
+    nodes += [each for each in screen.query("*") if each.can_focus and each.display]
+    for node in nodes:
+        owner = plain(str(getattr(node, "border_title", "") or ""), 40)
+        for bindings in node._bindings.key_to_bindings.values():
+            for binding in bindings:
+                named = binding.action, "" if binding.action.startswith("screen.") else owner
+                if not _has_effect(node, binding) or named in seen:
+                    continue
+                seen.add(named)
+                yield Offered(node, binding, owner if node is not screen else "")
+
+
+def _has_effect(node: DOMNode, binding: Binding) -> bool:
+    if not binding.description or binding.system:
+        return False
+    namespace, name, parameters = parse(binding.action)
+    if name in OWN_ENTRIES:
+        return False
+    target = {"screen": node.screen, "app": node.app}.get(namespace, node)
+    if not hasattr(target, f"action_{name}"):
+        return False
+    return target.check_action(name, parameters) is True
+
+
+class KeysProvider(Provider):
+    """Every key of the screen: its words, the panel it belongs to, and the key itself."""
+
+    def _entries(self) -> Iterator[tuple[str, str, Callable[[], object], bool]]:
+        app = cast(BaseApp, self.app)
+        for offered in offered_keys(self.screen):
+            key = app.get_key_display(offered.binding)
+            panel = f"{offered.title}: " if offered.title else ""
+            words = f"{panel}{offered.binding.description}"
+            moves = offered.action in MOVES
+            yield words, f"key {key}", partial(_press, app, offered), moves
+
+    async def discover(self) -> Hits:
+        """Everything but the moves within a list."""
+        for words, help_text, command, moves in self._entries():
+            if not moves:
+                yield DiscoveryHit(words, command, help=help_text)
+
+    async def search(self, query: str) -> Hits:
+        """What matches these words."""
+        matcher = self.matcher(query)
+        for words, help_text, command, _ in self._entries():
+            score = matcher.match(words)
+            if score > 0:
+                yield Hit(score, matcher.highlight(words), command, help=help_text)
+
+
+async def _press(app: BaseApp, offered: Offered) -> None:
+    """Do what the key does on its own panel."""
+    node = offered.node
+    if isinstance(node, Widget) and node.can_focus:
+        node.focus()
+    await app.run_action(offered.binding.action, node)
+
+
+class RunsProvider(Provider):
+    """Every run by its id, model and devices."""
+
+    async def startup(self) -> None:
+        """Read the list once, while the palette opens."""
+        from evener.balancer.store.runs import list_runs
+
+        self._runs = await asyncio.to_thread(list_runs)
+
+    async def search(self, query: str) -> Hits:
+        """The runs that match these words."""
+        matcher = self.matcher(query)
+        for run in self._runs:
+            words = plain(f"Run {run.run} {run.workload} {' '.join(run.devices)}", 120)
+            score = matcher.match(words)
+            if score > 0:
+                command = partial(self._open, run.run)
+                yield Hit(score, matcher.highlight(words), command, help=f"{run.state}: open it")
+
+    async def _open(self, name: str) -> None:
+        from .screens.runs import RunsScreen
+
+        await self.app.switch_mode("runs")
+        screen = self.app.screen
+        if isinstance(screen, RunsScreen):
+            await screen.go_to(name)

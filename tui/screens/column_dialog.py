@@ -1,0 +1,42 @@
+"""The dialog that chooses the columns of the devices' table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from textual.widget import Widget
+
+from ..view.devices import DEVICES
+from ..widgets.lists import Ticks
+from .dialogs import Dialog
+
+ALWAYS = ("id",)  # without which nobody knows whose row it is
+
+
+class ColumnDialog(Dialog[None]):
+    """Ticks the columns that are shown; the choice is kept."""
+
+    def __init__(self) -> None:
+        super().__init__("Columns of the devices")
+        self._keys = [each.key for each in DEVICES.columns if each.key not in ALWAYS]
+        self._titles = {each.key: each.titles[0] for each in DEVICES.columns}
+
+    def content(self) -> Iterable[Widget]:
+        """A tick for each column."""
+        yield Ticks(id="columns", title="")
+
+    def on_mount(self) -> None:
+        """Tick those that are shown now."""
+        hidden = self.evener.settings.hidden_columns
+        shown = frozenset(place for place, key in enumerate(self._keys) if key not in hidden)
+        ticks = self.query_one(Ticks)
+        ticks.styles.height = min(len(self._keys), max(3, self.app.size.height - 6))
+        ticks.offer([(self._titles[key], "") for key in self._keys], shown)
+        ticks.focus()
+
+    async def action_dismiss(self, result: None = None) -> None:
+        """Keep the choice, and close."""
+        ticked = self.query_one(Ticks).ticked
+        hidden = tuple(key for place, key in enumerate(self._keys) if place not in ticked)
+        self.evener.keep(hidden_columns=hidden)
+        await super().action_dismiss(result)

@@ -1,0 +1,77 @@
+"""The settings that the app keeps from one start to the next, in one TOML file of the user's."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from evener.errors import as_request_error
+from evener.system.files import write_atomically
+
+ThemeName = Literal["dark", "light", "contrast"]
+FILE_NAME = "settings.toml"
+
+
+class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happens when a device or a training needs somebody's eyes."""
+
+    bell: bool = False  # ring the terminal's bell
+    command: str = ""  # a program with its arguments, started for each alert
+    throttled_percent: Annotated[float, Meta(gt=0, le=100)] = 20.0
+    plan_percent: Annotated[float, Meta(gt=0, le=100)] = 90.0  # of the plan's samples/s
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that stays; the file has only what differs from this."""
+
+    theme: ThemeName = "dark"
+    interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # between readings
+    graph_seconds: Annotated[float, Meta(ge=1, le=3600)] = 120.0  # that graphs show at least
+    common_scale: bool = False  # one scale for all devices' graphs
+    log_axes: bool = True  # of a search's curves
+    hidden_columns: tuple[str, ...] = ()  # keys of the Monitor's columns
+    alerts: AlertSettings = AlertSettings()
+
+
+def settings_path() -> Path:
+    """The file, which need not exist."""
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("evener")) / FILE_NAME
+
+
+def load_settings(path: Path) -> tuple[Settings, str]:
+    """The settings in a file, and a sentence on why it is ignored if it can't be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return msgspec.convert(tomllib.loads(text), Settings), ""
+    except FileNotFoundError:
+        return Settings(), ""
+    except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
+        reason = error.strerror if isinstance(error, OSError) else error
+        return Settings(), f"The settings in {path} are ignored: {reason}."
+
+
+def save_settings(path: Path, settings: Settings) -> None:
+    """Write what differs from the usual settings; RequestError if it can't be written."""
+    import tomli_w
+
+    changed = _changed(settings, Settings())
+    with as_request_error(f"The settings can't be kept in {path}", "They hold until the app ends."):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, tomli_w.dumps(changed).encode())
+
+
+def _changed(settings: msgspec.Struct, usual: msgspec.Struct) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name in settings.__struct_fields__:
+        value, before = getattr(settings, name), getattr(usual, name)
+        if isinstance(value, msgspec.Struct):
+            value, before = _changed(value, before), {}
+        if value != before:
+            found[name] = value
+    return found

@@ -1,0 +1,121 @@
+"""Alerts: what has been wrong with a device or a training for a while, told once until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from evener.balancer.number_format import rate
+from evener.devices.types import DeviceSample, Snapshot, State
+from evener.live.files import Training
+from evener.printable import plain
+
+BELOW_LIMIT = 3.0  # °C under the temperature at which a device slows itself down
+IDLE_PERCENT = 5.0
+SECONDS = {  # for which it has to last
+    "hot": 10.0,
+    "throttled": 30.0,
+    "idle": 60.0,
+    "silent": 10.0,
+    "below plan": 300.0,
+}
+SILENT_REPORT_SECONDS = 30.0  # after which a training that reported is called silent
+
+
+class Alert(NamedTuple):
+    """Something that lasts; `about` is a device's key, or a training's id."""
+
+    kind: str
+    about: str
+    label: str
+    text: str
+    at_seconds: float = 0.0
+
+
+class AlertRules(NamedTuple):
+    """From where on a figure is an alert."""
+
+    throttled_percent: float = 20.0
+    plan_percent: float = 90.0
+
+
+class AlertWatch:
+    """Sees every snapshot, and tells an alert once, when it has lasted long enough."""
+
+    def __init__(self, rules: AlertRules) -> None:
+        self.rules = rules
+        self._since: dict[tuple[str, str], float] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
+        """The alerts that are new with this snapshot."""
+        now = snapshot.at_seconds
+        found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}
+        self._since = {key: self._since.get(key, now) for key in found}
+        self._told &= found.keys()
+        new = []
+        for key, alert in found.items():
+            if key not in self._told and now - self._since[key] >= SECONDS[alert.kind]:
+                self._told.add(key)
+                new.append(alert._replace(at_seconds=now))
+        return tuple(new)
+
+    @property
+    def told(self) -> frozenset[str]:
+        """The devices and trainings of alerts that last."""
+        return frozenset(about for _, about in self._told)
+
+
+def find_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:
+    """What is wrong at this moment, however long it lasts."""
+    training = {device.id for report in snapshot.reports for device in report.devices}
+    for sample in snapshot.devices:
+        yield from _device_alerts(sample, rules, sample.device.id in training)
+    yield from _training_alerts(snapshot, rules)
+
+
+def _device_alerts(sample: DeviceSample, rules: AlertRules, trains: bool) -> Iterator[Alert]:
+    device = sample.device
+
+    def alert(kind: str, text: str) -> Alert:
+        return Alert(kind, device.key, device.label, f"{device.label} {text}")
+
+    if sample.utilization_percent.state in (State.LOST, State.STALE) and sample.note:
+        yield alert("silent", f"says nothing: {plain(sample.note, 120)}")
+        return
+    heat, limit = sample.temperature_celsius.current, sample.temperature_limit_celsius.current
+    if heat is not None and limit is not None and heat >= limit - BELOW_LIMIT:
+        yield alert("hot", f"is hot: {heat:.0f} °C, and it slows itself down at {limit:.0f} °C.")
+    throttled = sample.throttled_percent.current
+    if throttled is not None and throttled >= rules.throttled_percent:
+        why = plain(", ".join(sample.throttle_reasons), 60) or "no reason given"
+        yield alert("throttled", f"is throttled {throttled:.0f} % of the time: {why}.")
+    busy = sample.utilization_percent.current
+    if trains and busy is not None and busy < IDLE_PERCENT:
+        yield alert("idle", f"is idle, {busy:.0f} % busy, while a training waits on it.")
+
+
+def _training_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:
+    groups: dict[str, list[Training]] = {}
+    for report in snapshot.reports:
+        groups.setdefault(report.training or f"pid {report.pid}", []).append(report)
+    for about, reports in groups.items():
+        name = plain(reports[0].workload or reports[0].framework, 60)
+        silent = [
+            report
+            for report in reports
+            if report.late_seconds(snapshot.at_seconds) > SILENT_REPORT_SECONDS
+        ]
+        if silent:
+            ranks = ", ".join(str(report.rank) for report in silent)
+            yield Alert("silent", about, name, f"{name}: no report from rank {ranks}.")
+            continue
+        speed = sum(report.samples_per_second for report in reports)
+        plan = max(report.plan_samples_per_second for report in reports)
+        whole = len({report.rank for report in reports}) == max(
+            1, *(each.world for each in reports)
+        )
+        if whole and plan > 0 and 100 * speed < rules.plan_percent * plan:
+            reached = 100 * speed / plan
+            text = f"{name} reaches {reached:.0f} % of its plan: {rate(speed)} samples/s."
+            yield Alert("below plan", about, name, text)
