@@ -57,7 +57,12 @@ def relative_error(value: float, low: float, high: float) -> float:
 
 def half_width(value: float, low: float, high: float) -> str:
     """The figure behind every ±: half of the 95 % interval, in percent."""
-    return percent(relative_error(value, low, high), 1)
+    return write_error(relative_error(value, low, high))
+
+
+def write_error(relative: float) -> str:
+    """A relative error behind ±: 0.4 %, < 0.05 %."""
+    return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 
 def duration(seconds: float) -> str:

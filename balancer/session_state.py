@@ -297,11 +297,19 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RivalRat
             name = f"the other device alone, {labels[position]}"
         rival = rival._replace(name=name)
     elif each.kind == "equal_shares":
-        rival = rival._replace(name="even split")  # though the plan is one too, of another batch
+        rival = rival._replace(name=_name_even(plan, each))
     elif each.kind == "larger_batch":
         rival = rival._replace(name=f"larger batch, {sum(batches)} samples")
     paired = each.gain if each.paired else None
     return rival._replace(tie=each.tie, paired=paired, earlier=_find_earlier(plan, each))
+
+
+def _name_even(plan: Plan, even: Evidence) -> str:
+    """The even split, or which one beside a plan that is one too."""
+    own, batch = plan.layout.batches, even.layout.global_batch
+    if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
+        return "even split"
+    return f"even split, {'larger' if batch > sum(own) else 'smaller'} batch"
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:

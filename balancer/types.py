@@ -163,6 +163,7 @@ class Warned(msgspec.Struct, frozen=True):
     code: Doubt
     value: float = 0.0  # as measured: a relative size, a share of time, or a step
     device: int = -1  # position, -1: the whole step
+    taken: float = 0.0  # the part of the CPU time that other work took; 0: unknown
 
 
 class Power(msgspec.Struct, frozen=True):

@@ -63,6 +63,38 @@ class Figure(msgspec.Struct, frozen=True):
     padding: float = 0.0
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """The plan's samples/s over a rival's, less 1, with the 95 % interval of that comparison.
+
+    `alternately`: from turns that both took one right after the other, so it may be better known
+    than either figure, and differ from what the two figures say.
+    """
+
+    value: float
+    low: float
+    high: float
+    alternately: bool = False
+
+
+Action = Literal[
+    "one_device",  # train on one device; no plan is needed
+    "plain_parallel",  # equal shares, as frameworks give them by themselves; no plan is needed
+    "plan",  # train by the plan
+    "measure_again",
+    "fix_code",  # the loss isn't finite
+]
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """What to do: the one recommendation, with the layout that it is about."""
+
+    action: Action
+    devices: tuple[str, ...]
+    batches: tuple[int, ...]
+    answer: str  # the layout in words
+    reason: str = ""  # why to measure again: the code of a doubt, or `uncertain`
+
+
 class Chosen(msgspec.Struct, frozen=True):
     """The layout to train by; `devices`, `batches` and `micro` are of the devices that take
     part.
@@ -98,6 +130,7 @@ class Rival(msgspec.Struct, frozen=True):
     why_not: WhyNot | None = None  # its figure is above the plan's
     # samples/s of one device at this batch as measured before, if they are above the figure
     earlier: float = 0.0
+    difference: Difference | None = None  # None: they aren't compared
 
 
 class SplitLoss(msgspec.Struct, frozen=True):
@@ -110,12 +143,35 @@ class SplitLoss(msgspec.Struct, frozen=True):
     exchange_seconds: float | None = None
 
 
+class SumLoss(msgspec.Struct, frozen=True):
+    """Why several devices reach much less than the sum of each alone; seconds are of one step.
+
+    `lost_seconds`: what a step takes beyond a step at the sum's speed.
+    """
+
+    cause: Literal["longest_part", "exchange", "unexplained"]
+    part: float  # of the sum
+    lost_seconds: float
+    longest_seconds: float | None = None  # of its longest share, alone
+    exchange_seconds: float | None = None
+
+
+class UnequalTwins(msgspec.Struct, frozen=True):
+    """Two devices of one product, one of them much faster than the other at the same batch."""
+
+    fast: str
+    slow: str
+    product: str
+    times: float
+
+
 class DoubtFound(msgspec.Struct, frozen=True):
     """A doubt about the measurements of the plan."""
 
     code: Doubt
     device: str = ""  # label; empty: all of them
     value: float = 0.0  # a relative size, a share of time, or a step
+    taken: float = 0.0  # the part of the CPU time that other work took; 0: unknown
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -133,6 +189,8 @@ class LeftOut(msgspec.Struct, frozen=True):
         "packs_growing",  # no time for more, though they still gained
         "by_rows",  # shares are assigned by what rows cost
         "slower",
+        "not_faster",  # a device: a split with it was measured, and is as fast at the most
+        "not_tried",  # a device: no split with it was measured near the plan's batch
         "impossible",
     ]
     why: str = ""
@@ -240,6 +298,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     chosen: Chosen
     figure: Figure
+    advice: Advice | None = None  # None: a verdict of an older version
     equal_shares: bool = False  # are right: frameworks' own data parallelism is as fast
     simulated: bool = False
     rivals: tuple[Rival, ...] = ()
@@ -264,4 +323,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     learning: Learning | None = None
     stopped: StopCode = "settled"
     stopped_detail: str = ""
+    failed: int = 0  # measurements that failed, besides those that ran out of memory
+    sum_loss: SumLoss | None = None  # None: the plan reaches nearly the sum, or is one device
+    unequal_twins: UnequalTwins | None = None
     limits: tuple[TrainingLimit, ...] = ()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import fsum, sqrt
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
@@ -229,6 +229,11 @@ class BlockTimer:
         clean = [block for block in self._blocks if not (block.disturbed or block.grew)]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
+    def _taken_by_others(self) -> float:
+        """The part of the cores' time that other processes took in disturbed blocks."""
+        shares = [block.cpu_share for block in self._blocks if block.disturbed]
+        return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
+
     def _warnings(self, clean: Sequence[Block], step: Interval) -> tuple[Warned, ...]:
         means = [block.step_seconds for block in clean]
         middle = median(means)
@@ -255,9 +260,16 @@ class BlockTimer:
             if slowed > THROTTLED
             else {}
         )
+        taken = {"disturbed": self._taken_by_others()}
         found = {
             code: msgspec.convert(
-                {"code": code, "value": value, "device": who.get(code, -1)}, Warned
+                {
+                    "code": code,
+                    "value": value,
+                    "device": who.get(code, -1),
+                    "taken": taken.get(code, 0.0),
+                },
+                Warned,
             )
             for code, (value, holds) in seen.items()
             if holds

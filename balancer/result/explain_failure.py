@@ -4,6 +4,7 @@ short a budget.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from ..search.observations import SHARDED
 from ..types import Belief, Failed, Observation, OutOfMemory, Timed
 from ..verdict import Unfinished
 from .judge import RunEnd
-from .measurements import find_taken_bytes
+from .measurements import PHASES, cut_place, find_taken_bytes
 from .sentences import write_unfinished
 
 IMPORTING = "importing"  # the phase of imports, which aren't the user's fault
+MEND_CODE = "Fix that in your code: the error is the same on every device."
 MEND = "Fix what failed, free memory, or choose another workload or other devices."
 
 
@@ -42,8 +44,37 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
     if failures:
         why = "; ".join((*failures, *_explain_shards(record)))
-        return NoLayoutError(f"No layout could be measured: {why}.", MEND)
+        mend = MEND
+        if _fails_everywhere(seen):
+            why += _find_maker(header.workload, why)
+            mend = MEND_CODE
+        return NoLayoutError(f"No layout could be measured: {why}.", mend)
     return _explain_end(header, ran, end)
+
+
+def _fails_everywhere(seen: Sequence[Observation]) -> bool:
+    """True if nothing but the same exception was seen, so that no device or memory is to blame."""
+    raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
+    errors = {cut_place(one.detail) for one in raised}
+    return len(raised) == len(seen) and len(errors) == 1
+
+
+def _find_maker(workload: str, why: str) -> str:
+    """Where the workload's function is, for an error that names no line of the user's own, as one
+    that comes from inside a layer.
+    """
+    file, _, name = workload.rpartition(":")
+    if not file.endswith(".py") or f"{Path(file).name}:" in why:
+        return ""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in ast.walk(tree):
+        if isinstance(node, functions) and node.name == name:
+            return f"; it came from inside the model that {name}() makes, {file}:{node.lineno}"
+    return ""
 
 
 def _explain_shards(record: Record) -> Iterator[str]:
@@ -137,7 +168,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
     reasons = {_why(one, devices[i]) for i, one in failed.items()}
     if len(smallest) > 1 and len(failed) == len(smallest) and len(reasons) == 1:
         labels = join_words([devices[i].label for i in positions])
-        return [f"{labels} failed, {reasons.pop()}"]
+        return [f"{labels} failed{_join_phase(reasons.pop())}"]
     return [_describe(i, smallest[i], devices[i]) for i in positions]
 
 
@@ -146,7 +177,13 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
     samples = f"{write_share(layout.shares[position], layout.pass_rows[position])} samples"
     if isinstance(seen, OutOfMemory):
         return f"{device.label} ran out of memory with {samples}"
-    return f"{device.label} failed with {samples}, {_why(seen, device)}"
+    return f"{device.label} failed with {samples}{_join_phase(_why(seen, device))}"
+
+
+def _join_phase(why: str) -> str:
+    """What failed, behind the word failed: while warming up: ValueError."""
+    phase, colon, rest = why.partition(": ")
+    return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 
 
 def _why(seen: Failed, device: Device) -> str:
@@ -164,7 +201,9 @@ def _explain_too_large(
         others = f" (other processes hold {size(held)} of its memory)" if held else ""
         holds.append(f"{device.label} holds {rows}{others}")
     together = f", {most} in all" if len(holds) > 1 else ""
-    micro_off = ", leave out --micro off," if header.request.micro == "off" else ""
+    micro_off = ""
+    if header.request.micro == "off":
+        micro_off = ", drop --micro off, so that larger shares are computed in several passes,"
     return NoLayoutError(
         f"A global batch of {header.request.global_batch} samples doesn't fit: "
         f"{join_words(holds)}{together}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -33,13 +33,16 @@ from ..verdict import (
     ShortBudget,
     SplitLoss,
     StopCode,
+    SumLoss,
     Unfinished,
     Verdict,
     WhyNot,
 )
 from . import measurements
+from .advice import advise
 from .learning import find_learning
 from .rivals import (
+    NEAR,
     ComparedLayout,
     compare,
     compare_all,
@@ -87,7 +90,7 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
     error = relative_error(figure.value, figure.low, figure.high)
     doubts = measurements.find_doubts(seen, chosen.layout, error)
     named = _name_rivals(report, rivals, labels)
-    return Verdict(
+    verdict = Verdict(
         chosen=_describe_chosen(report, labels),
         figure=_describe_figure(report, chosen.layout, figure),
         equal_shares=_has_equal_shares(chosen.layout),
@@ -107,6 +110,7 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
             *find_unmeasured(report, len(labels), end),
             *measurements.find_left_out(seen, devices, chosen.layout),
             *_find_left_out_hosts(report, devices),
+            *_find_idle_devices(report, labels),
         ),
         notes=record.header.notes,
         short_budget=find_short_budget(report, seen, end),
@@ -123,7 +127,11 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
         learning=find_learning(request, report) if known else None,
         stopped=cast(StopCode, end.end.code),
         stopped_detail=end.end.detail,
+        failed=sum(isinstance(one, Failed) for one in seen),
+        sum_loss=_find_sum_loss(report) if known else None,
+        unequal_twins=measurements.find_unequal_twins(seen, devices),
     )
+    return msgspec.structs.replace(verdict, advice=advise(verdict))
 
 
 # ---------------------------------------------------------------------- the answer
@@ -351,6 +359,7 @@ def _describe_rival(
         knobs=layout.knobs,
         why_not=_why_not(report, one),
         earlier=max([0.0, *(rate for rate in earlier if rate > one.throughput.value)]),
+        difference=one.difference if one.compared else None,
     )
 
 
@@ -391,6 +400,65 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
     if sync >= COVERS * (took - whole):
         return SplitLoss("exchange", took, apart, None, known)
     return SplitLoss("unexplained", took, apart, None, known)
+
+
+NEARLY = 0.9  # of the sum of all devices alone: what is less is explained
+
+
+def _find_sum_loss(report: SearchReport) -> SumLoss | None:
+    """Why several devices reach much less than the sum of each alone; None where they don't, or
+    where a device wasn't measured alone.
+    """
+    chosen = report.chosen
+    alone = [one.throughput.value for one in list_alone(report)]
+    if not chosen.layout.traits.together or not chosen.layout.by_rows:
+        return None
+    if len(alone) < len(report.solos) or not is_known(chosen.throughput):
+        return None
+    part = chosen.throughput.value / sum(alone)
+    if part >= NEARLY:
+        return None
+    batch = chosen.layout.global_batch
+    took, ideal = batch / chosen.throughput.value, batch / sum(alone)
+    apart, sync = report.apart_seconds.get(chosen.layout), report.sync_seconds
+    lost = took - ideal
+    cause: Literal["longest_part", "exchange", "unexplained"] = "unexplained"
+    if (apart or 0.0) - ideal >= COVERS * lost:
+        cause = "longest_part"
+    elif (sync or 0.0) >= COVERS * lost:
+        cause = "exchange"
+    return SumLoss(cause, part, lost, apart, sync)
+
+
+def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
+    """Each device that works and has no part in the plan, with the fastest split that has it."""
+    chosen = report.chosen
+    if not chosen.layout.traits.by_shares:
+        return
+    for position, label in enumerate(labels):
+        ran = position < len(report.solos) and report.solos[position] is not None
+        if chosen.layout.shares[position] or not ran:
+            continue
+        batch = chosen.layout.global_batch
+        wider = [
+            one
+            for one in report.results
+            if one.layout.traits.together
+            and one.layout.shares[position]
+            and batch <= NEAR * one.layout.global_batch
+        ]
+        fastest = max(wider, key=lambda one: one.throughput.value, default=None)
+        if fastest is None:
+            yield LeftOut("device", label, "not_tried")
+            continue
+        yield LeftOut(
+            "device",
+            label,
+            "not_faster",
+            list_samples(fastest.layout),
+            loss=-printed_gain(fastest.throughput.value, chosen.throughput.value),
+            samples_per_second=fastest.throughput.value,
+        )
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:

@@ -13,7 +13,15 @@ from evener.devices.types import Device
 
 from ..search.ranking import ROUGH
 from ..types import Doubt, Failed, Layout, Observation, OutOfMemory, Timed, Warned
-from ..verdict import CodeLimit, DoubtFound, FewSteps, LeftOut, PassStatistics, TakenMemory
+from ..verdict import (
+    CodeLimit,
+    DoubtFound,
+    FewSteps,
+    LeftOut,
+    PassStatistics,
+    TakenMemory,
+    UnequalTwins,
+)
 
 ORDER = get_args(Doubt)
 # of a rival's blocks, from which other work is said to have slowed the chosen layout too
@@ -87,6 +95,7 @@ def describe_doubts(doubts: Iterable[Warned], devices: Sequence[Device]) -> tupl
             one.code,
             devices[one.device].label if 0 <= one.device < len(devices) else "",
             one.value,
+            one.taken,
         )
         for one in doubts
     )
@@ -121,7 +130,7 @@ def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
                 ran[i] = max(ran[i], rows[i])
         elif isinstance(one, Failed) and one.cause == "raised":
             largest = max(one.devices or one.probe.layout.active, key=lambda i: rows[i])
-            fewest = failed[_cut_place(one.detail)]
+            fewest = failed[cut_place(one.detail)]
             fewest[largest] = min(fewest.get(largest, rows[largest]), rows[largest])
     for error, fewest in failed.items():
         most = max((ran[i] for i in fewest), default=0)
@@ -133,7 +142,7 @@ def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
 PHASES = ("building", "preparing", "warming up", "measuring")
 
 
-def _cut_place(detail: str) -> str:
+def cut_place(detail: str) -> str:
     """The error of a failure's detail, `GPU:0, warming up: train.py:12: ValueError: why (traceback
     in FILE)`, without the device and the phase before it, and the file behind it.
     """
@@ -141,6 +150,34 @@ def _cut_place(detail: str) -> str:
     for phase in PHASES:
         error = error.partition(f"{phase}: ")[2] or error
     return error
+
+
+TWIN_TIMES = 1.25  # devices of one product differ by less, unless something is wrong
+
+
+def find_unequal_twins(
+    seen: Iterable[Observation], devices: Sequence[Device]
+) -> UnequalTwins | None:
+    """Two devices of one product and limit, of which one was much faster alone at the same
+    batch.
+    """
+    best: dict[tuple[int, int], float] = {}
+    for one in seen:
+        layout = one.probe.layout
+        if isinstance(one, Timed) and layout.traits.alone and not layout.length:
+            key = (layout.active[0], layout.global_batch)
+            best[key] = max(best.get(key, 0.0), one.samples_per_second)
+    found: UnequalTwins | None = None
+    for (fast, batch), speed in best.items():
+        for slow, other in enumerate(devices):
+            slower = best.get((slow, batch), 0.0)
+            alike = (devices[fast].name, devices[fast].limit) == (other.name, other.limit)
+            if not slower or not alike or speed < TWIN_TIMES * slower:
+                continue
+            times = speed / slower
+            if found is None or times > found.times:
+                found = UnequalTwins(devices[fast].label, other.label, other.name, times)
+    return found
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:

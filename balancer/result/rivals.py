@@ -13,9 +13,10 @@ from evener.plan.file import BEST_SPLIT
 from ..families import EVEN, SOLO, Family, family_of, is_even
 from ..number_format import join_shares, percent, rate, relative_error
 from ..search.layouts import Candidate
-from ..search.ranking import Standing, overlap
+from ..search.ranking import LEAST_RATE, Standing, overlap
 from ..statistics import is_known
 from ..types import Interval, Layout, Result
+from ..verdict import Difference
 
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
@@ -71,6 +72,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
     paired: bool = False
     # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
     compared: bool = True
+    difference: Difference | None = None  # None: it isn't compared
 
     @property
     def layout(self) -> Layout:
@@ -146,15 +148,28 @@ def compare(
         return ComparedLayout(rival, figure, 0.0, compared=False)
     gain, tie = own.value / figure.value - 1, overlap(own, figure)
     if in_turn is None or in_turn.against is None:
-        return ComparedLayout(rival, figure, gain, tie)
-    against = in_turn.against
+        return ComparedLayout(rival, figure, gain, tie, difference=_divide(own, figure))
+    found = _turn_round(in_turn.against)
+    if in_turn.tie or found.low <= 0 <= found.high:
+        return ComparedLayout(rival, figure, gain, True, in_turn.unclear, difference=found)
+    paired = tie or not found.low <= gain <= found.high
+    gain = found.value if paired else gain
+    return ComparedLayout(rival, figure, gain, paired=paired, difference=found)
+
+
+def _divide(own: Interval, other: Interval) -> Difference:
+    """The gain by two figures, with its interval: they are a tie where it holds 0."""
+    low = own.low / other.high - 1
+    high = own.high / max(other.low, LEAST_RATE) - 1
+    return Difference(printed_gain(own.value, other.value), low, high)
+
+
+def _turn_round(against: Interval) -> Difference:
+    """The chosen layout against a rival, from what turns say of the rival against it."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
-    if in_turn.tie or low <= 0 <= high:
-        return ComparedLayout(rival, figure, gain, True, in_turn.unclear)
-    paired = tie or not low <= gain <= high
-    return ComparedLayout(rival, figure, value if paired else gain, paired=paired)
+    return Difference(value, low, high, alternately=True)
 
 
 def find_own_family(layout: Layout) -> Family:

@@ -20,6 +20,7 @@ from ..events import Finished
 from ..families import MOST_NAMED as MOST_DEVICES
 from ..number_format import (
     factor,
+    half_width,
     join_words,
     milliseconds,
     percent,
@@ -27,13 +28,26 @@ from ..number_format import (
     relative_error,
     size,
 )
+from ..number_format import write_error as write_half
 from ..objectives import find_objective
-from ..search.ranking import overlap
+from ..search.layouts import TIE
 from ..types import Interval
-from ..verdict import DoubtFound, Figure, LeftOut, Rival, Unfinished, Verdict
-from .rivals import KNOBS, printed_gain
+from ..verdict import (
+    Difference,
+    DoubtFound,
+    Figure,
+    LayoutKind,
+    LeftOut,
+    Rival,
+    Unfinished,
+    Verdict,
+)
+from .advice import find_single
+from .rivals import KNOBS, is_rough, printed_gain
 
 BETWEEN = "   "  # the parts of the headline
+EXACT = 0.0005  # a relative error that isn't written, as it rounds to 0.0 %
+ALTERNATELY = "measured alternately"
 SIMULATED = "simulated: "
 MOST_NAMED = 3  # layouts in a sentence
 SPLITS = ("equal_shares", "other_shares", "sharded")
@@ -50,6 +64,7 @@ class Written(msgspec.Struct, frozen=True):
     answer: str
     figure: str
     gains: str
+    advice: str = ""  # what to do, in one sentence; empty for verdicts of older versions
     remarks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()  # reasons not to trust the figures, and what was left out
     doubts: tuple[str, ...] = ()  # those of the warnings that are about the measurements
@@ -61,8 +76,8 @@ class Written(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The headline and the remarks, a line each."""
-        return "\n".join((self.headline, *self.remarks))
+        """The advice, the headline and the remarks, a line each."""
+        return "\n".join((*([self.advice] if self.advice else []), self.headline, *self.remarks))
 
 
 def write_verdict(verdict: Verdict) -> Written:
@@ -74,9 +89,66 @@ def write_verdict(verdict: Verdict) -> Written:
         f"{mark}{verdict.chosen.answer}{with_knobs}",
         _write_figure(verdict),
         ", ".join(_write_gains(verdict)),
+        f"{mark}{_write_advice(verdict)}" if verdict.advice is not None else "",
         tuple(line for write in REMARKS for line in write(verdict)),
         tuple(line for write in WARNINGS for line in write(verdict)),
         tuple(_warn_of_doubts(verdict)),
+    )
+
+
+# ---------------------------------------------------------------------- the recommendation
+
+
+def _write_advice(verdict: Verdict) -> str:
+    """What to do, in one sentence; so far, of a search that was stopped."""
+    text = _write_action(verdict)
+    stopped = verdict.stopped in ("interrupted", "cut_off")
+    if stopped and text.startswith("Use "):
+        return f"So far: {text[:1].lower()}{text[1:]}"
+    return text
+
+
+def _write_action(verdict: Verdict) -> str:
+    advice = verdict.advice
+    assert advice is not None
+    if advice.action == "fix_code":
+        return "Fix your code or data first: the loss was NaN or infinite, so nothing is learned."
+    if advice.action == "measure_again":
+        return f"Measure again before you decide: {_write_reason(verdict, advice.reason)}."
+    if advice.action == "one_device":
+        return f"Use one device, without a plan: {advice.answer}."
+    if advice.action == "plain_parallel":
+        plain = PLAIN_PARALLEL.get(verdict.framework, PLAIN_PARALLEL["none"])
+        return f"Use {plain}, without a plan: {advice.answer}."
+    return f"Use {PLANS[verdict.chosen.kind]}: {advice.answer}."
+
+
+PLANS: dict[LayoutKind, str] = {
+    "equal_shares": "equal shares by the plan",
+    "other_shares": "uneven shares by the plan",
+    "one_device": "one device by the plan",
+    "sharded": "shards of the model by the plan",
+    "side_by_side": "several trainings side by side",
+    "placed": "the model's parts as placed",
+}
+
+
+def _write_reason(verdict: Verdict, reason: str) -> str:
+    """Why to measure again."""
+    value = max((one.value for one in verdict.doubts if one.code == reason), default=0.0)
+    if reason == "disturbed":
+        return (
+            f"other work took CPU time in {percent(value)} of the blocks of steps. Stop it and "
+            f"repeat the command; the layout below is the best so far"
+        )
+    if reason == "changed":
+        return (
+            f"one layout was {percent(value)} faster in one measurement than in another. Repeat "
+            f"the command while less else runs; the layout below is the best so far"
+        )
+    return (
+        f"the samples/s are only known to {write_error(verdict.figure)}. Measure longer, while "
+        f"less else runs; the layout below is the best so far"
     )
 
 
@@ -85,8 +157,7 @@ def write_verdict(verdict: Verdict) -> Written:
 
 def write_error(figure: Figure) -> str:
     """± 0.4 %, of samples/s with their interval."""
-    error = relative_error(figure.samples_per_second, figure.low, figure.high)
-    return f"± {percent(error, 1)}"
+    return f"± {half_width(figure.samples_per_second, figure.low, figure.high)}"
 
 
 def _write_figure(verdict: Verdict) -> str:
@@ -94,8 +165,8 @@ def _write_figure(verdict: Verdict) -> str:
     speed = f"{rate(figure.samples_per_second)} samples/s"
     if not figure.known:
         return f"{speed} {write_error(figure)}, too uncertain to compare"
-    error = write_error(figure)
-    shown = "" if error == "± 0.0 %" else f" {error}"
+    exact = relative_error(figure.samples_per_second, figure.low, figure.high) < EXACT
+    shown = "" if exact else f" {write_error(figure)}"
     if not figure.tokens_per_second:
         return f"{speed}{shown}"
     gap = verdict.chosen.own_work_gap
@@ -110,20 +181,21 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
     """
     if not verdict.figure.known:
         return
-    chosen = verdict.chosen
-    if chosen.kind in ("other_shares", "sharded"):
+    chosen, advice = verdict.chosen, verdict.advice
+    rather_one = advice is not None and advice.action == "one_device" and chosen.kind in SPLITS
+    if chosen.kind in ("other_shares", "sharded") and not rather_one:
         evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
         evens = [one for one in evens if len(one.devices) >= len(chosen.devices)]
         evens.sort(key=lambda one: len(one.devices))
         over = "even by number of rows" if verdict.figure.tokens_per_second else "even"
-        yield from (_write_gain(verdict.figure, one, over) for one in evens[:1] if _is_told(one))
+        yield from (_write_gain(verdict, one, over) for one in evens[:1] if _is_told(one))
     if chosen.kind not in SPLITS:
         split = find_best_split(verdict)
         if split is not None:
-            yield _write_gain(verdict.figure, split, _name_split(split))
+            yield _write_gain(verdict, split, _name_split(verdict, split))
     single = find_alone(verdict)
     if single is not None:
-        yield _write_gain(verdict.figure, single, single.name)
+        yield _write_gain(verdict, single, single.name)
         if chosen.trainings > 1 and single.gain is not None:
             seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
             times = seconds / (single.global_batch / single.figure.samples_per_second)
@@ -148,11 +220,13 @@ def find_alone(verdict: Verdict) -> Rival | None:
     return alone[0] if alone and _is_told(alone[0]) else None
 
 
-def _name_split(split: Rival) -> str:
-    """The best split (226 + 30)."""
+def _name_split(verdict: Verdict, split: Rival) -> str:
+    """The best split (226 + 30), with its global batch where that isn't the plan's."""
+    other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
-        return f"the {split.name}"
-    return f"the {split.name} ({' + '.join(map(str, split.batches))})"
+        return f"the {split.name}" + (f" of {split.global_batch} samples" if other else "")
+    whole = f" = {split.global_batch} samples" if other else ""
+    return f"the {split.name} ({' + '.join(map(str, split.batches))}{whole})"
 
 
 def _is_told(rival: Rival) -> bool:
@@ -166,60 +240,110 @@ def _interval(figure: Figure) -> Interval:
     return Interval(figure.samples_per_second, figure.low, figure.high)
 
 
-def _write_gain(figure: Figure, rival: Rival, over: str) -> str:
-    """The gain of the plan, which has this figure; `in turn` where the figures alone say another,
-    as of a tie whose intervals don't overlap.
+def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
+    """The gain of the plan over a rival, with its ± where either figure is rough; of a tie the
+    comparison's own figure.
     """
     if not rival.figure.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.figure)})"
-    apart = not overlap(_interval(figure), _interval(rival.figure))
-    in_turn = ", measured in turn" if rival.paired or (rival.tie and apart) else ""
     if rival.tie:
-        return f"as fast as {over} within the error{in_turn}"
+        return _write_tie(rival, over)
+    in_turn = f" ({ALTERNATELY})" if rival.paired else ""
+    error = _write_gain_error(verdict, rival)
     size_of_gain = percent(abs(rival.gain), 0 if abs(rival.gain) >= 0.01 else 1)
     if rival.gain < 0:
-        return f"{size_of_gain} slower than {over}{in_turn}"
-    return f"+{size_of_gain} over {over}{in_turn}"
+        return f"{size_of_gain}{error} slower than {over}{in_turn}"
+    return f"+{size_of_gain}{error} over {over}{in_turn}"
+
+
+def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
+    """± of a gain, in points of percent; empty where it is known well."""
+    figures = (_interval(verdict.figure), _interval(rival.figure))
+    if rival.difference is None or not (is_rough(*figures) or _is_doubtful(verdict)):
+        return ""
+    half = _half(rival.difference)
+    return f" ± {percent(half, 0 if half >= 0.01 else 1)}" if half >= EXACT else ""
+
+
+def _is_doubtful(verdict: Verdict) -> bool:
+    return verdict.advice is not None and verdict.advice.action == "measure_again"
+
+
+def _half(difference: Difference) -> float:
+    """Half of the interval; the larger half, as the lower one ends at -1."""
+    return max(difference.high - difference.value, (difference.high - difference.low) / 2)
+
+
+def _write_tie(rival: Rival, over: str) -> str:
+    """1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)."""
+    gap = rival.difference
+    if gap is None:  # of an older version
+        return f"as fast as {over}"
+    why = _write_why_equal(gap)
+    if abs(gap.value) < EXACT:
+        return f"as fast as {over} ± {write_half(_half(gap))} ({why})"
+    size_of_gap = percent(abs(gap.value), 1)
+    word = "faster" if gap.value > 0 else "slower"
+    return f"{size_of_gap} {word} than {over} ± {write_half(_half(gap))} ({why})"
+
+
+def _write_why_equal(gap: Difference) -> str:
+    """Why a difference counts as none."""
+    how = f"{ALTERNATELY}: " if gap.alternately else ""
+    if gap.low <= 0 <= gap.high:
+        return f"{how}too close to call"
+    return f"{how}under {percent(TIE)}, which counts as equal"
 
 
 # ---------------------------------------------------------------------- remarks
 
 
 def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
-    if not verdict.equal_shares or not verdict.figure.known:
+    if not verdict.equal_shares or _is_doubtful(verdict):
         return
     what = f"the batch, {verdict.chosen.global_batch} samples a step"
     if verdict.batch_given:
-        what = "shares that follow a device which gets slower (rebalance)"
+        what = "shares that follow a device which gets slower (rebalance=True in your script)"
     plain = PLAIN_PARALLEL.get(verdict.framework, PLAIN_PARALLEL["none"])
     yield (
         f"Equal shares are right: {plain} trains this as fast; evener adds nothing here but {what}."
     )
 
 
+def _say_batch(verdict: Verdict) -> Iterator[str]:
+    """That the batch is evener's choice, where it is."""
+    if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
+        yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
+
+
 def _say_unknown(verdict: Verdict) -> Iterator[str]:
     """What to think of a figure that is too uncertain, and what is better known."""
     if verdict.figure.known:
         return
-    yield "Don't train by this plan yet: measure longer, where less else runs."
     own = verdict.figure.samples_per_second
     faster = [one for one in verdict.rivals if one.figure.known]
     faster = [one for one in faster if one.figure.samples_per_second > own]
     for one in faster[:MOST_NAMED]:
         name, speed = one.name[:1].upper() + one.name[1:], rate(one.figure.samples_per_second)
-        yield f"{name} reached {speed} samples/s {write_error(one.figure)}, which is better known."
+        at = f" at {one.global_batch} samples a step" if one.global_batch != _batch(verdict) else ""
+        figure = f"{speed} samples/s {write_error(one.figure)}"
+        yield f"{name}{at} reached {figure}, which is better known."
 
 
 def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
-    """One device that is as fast as several, whether it is the plan or not."""
+    """One device that is as fast as several is the simpler way, whether it is the plan or not."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
             yield "One device is the simpler of the two: it exchanges nothing."
         return
-    single = find_alone(verdict)
-    if single is not None and single.tie and len(verdict.chosen.devices) > 1:
-        yield f"One device would do: {single.name} is as fast within the error, and needs no plan."
+    single = find_single(verdict)
+    if single is not None and verdict.chosen.kind in ("equal_shares", "other_shares"):
+        speed = rate(single.figure.samples_per_second)
+        yield (
+            f"One device is the simpler way: {single.name} reached {speed} samples/s, which is as "
+            f"fast, and exchanges nothing."
+        )
 
 
 def _say_split_loss(verdict: Verdict) -> Iterator[str]:
@@ -245,6 +369,53 @@ def _say_split_loss(verdict: Verdict) -> Iterator[str]:
         yield f"The split is slower: its step takes {step}{part}; the rest is unexplained."
 
 
+def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
+    """Why several devices reach much less than the sum of each alone."""
+    loss = verdict.sum_loss
+    if loss is None:
+        return
+    head = f"The plan reaches {percent(loss.part)} of the sum of all devices alone"
+    lost = milliseconds(loss.lost_seconds)
+    if loss.cause == "exchange" and loss.exchange_seconds is not None:
+        cost = milliseconds(loss.exchange_seconds)
+        yield f"{head}: synchronizing the devices costs {cost} a step."
+    elif loss.cause == "longest_part" and loss.longest_seconds is not None:
+        longest = milliseconds(loss.longest_seconds)
+        yield f"{head}: its longest share alone takes {longest}, as small batches are slower."
+    elif loss.exchange_seconds is not None:
+        cost = milliseconds(loss.exchange_seconds)
+        yield (
+            f"{head}: a step takes {lost} longer. Synchronizing explains {cost} of that; what "
+            f"takes the rest isn't known."
+        )
+    else:
+        yield f"{head}: a step takes {lost} longer. Why isn't known."
+
+
+def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
+    """Why a device that works has no part in the plan."""
+    for one in verdict.left_out:
+        if one.reason == "not_faster" and verdict.figure.known:
+            yield (
+                f"{one.name} is left out: the fastest split with it ({one.why}) reached "
+                f"{rate(one.samples_per_second)} samples/s, {_write_less(one.loss)}."
+            )
+    untried = [one.name for one in verdict.left_out if one.reason == "not_tried"]
+    if untried:
+        are, it = ("is", "it") if len(untried) == 1 else ("are", "them")
+        yield (
+            f"{join_words(untried)} {are} left out: by the curves measured alone, {it} would gain "
+            f"nothing, so no split with {it} was measured near {_samples(verdict)}."
+        )
+
+
+def _write_less(loss: float) -> str:
+    """How much less than the plan: 3.1 % less, or more."""
+    if abs(loss) < EXACT:
+        return "no more than the plan"
+    return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
+
+
 def _samples(verdict: Verdict) -> str:
     return f"{verdict.chosen.global_batch} samples"
 
@@ -266,7 +437,7 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
         why = f"the plan is the smallest batch {within}"
         if any(_more(verdict, one) > verdict.tolerance for one in larger):
             why = f"when it was chosen, the plan was the smallest batch {within}"
-        yield f"Faster with a larger batch: {', '.join(found)}; {why}."
+        yield f"With a larger batch: {', '.join(found)}; {why}."
     for one in [one for one in faster if one.why_not != "tolerance"][:MOST_NAMED]:
         name = one.name[:1].upper() + one.name[1:]
         yield f"{name} reached {_write_more(verdict, one)}{_write_why_not(one)}."
@@ -274,9 +445,19 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
 
 def _write_more(verdict: Verdict, one: Rival) -> str:
     """A faster layout's samples/s, and how much more than the plan's they are."""
-    tie = " (within the error)" if one.tie else ""
     speed = rate(one.figure.samples_per_second)
-    return f"{speed} samples/s, {percent(_more(verdict, one), 1)} more{tie}"
+    words = f"{speed} samples/s, {percent(_more(verdict, one), 1)} more"
+    gap = one.difference
+    if gap is None or not one.tie:
+        return words
+    # the rival over the plan, where the difference is of the plan over the rival
+    value, low = 1 / (1 + gap.value) - 1, 1 / (1 + gap.high) - 1
+    error = f"± {write_half(max(value - low, _half(gap)))}"
+    close = "too close to call" if gap.low <= 0 <= gap.high else f"under {percent(TIE)}"
+    if not gap.alternately:
+        return f"{words} {error} ({close})"
+    more = f"{percent(abs(value), 1)} {'more' if value >= 0 else 'less'}"
+    return f"{words} ({ALTERNATELY} {more} {error}: {close})"
 
 
 def _more(verdict: Verdict, one: Rival) -> float:
@@ -288,7 +469,7 @@ def _write_why_not(one: Rival) -> str:
     if one.why_not == "objective":
         return "; the objective decides against it"
     if one.why_not == "in_turn":
-        return f"; measured in turn, the plan is {percent(one.gain or 0.0, 1)} faster"
+        return f"; {ALTERNATELY}, the plan is {percent(one.gain or 0.0, 1)} faster"
     if one.why_not == "tie":
         return "; the plan is simpler"
     return ", before the plan was measured again: figures of different times differ by as much"
@@ -306,8 +487,8 @@ def _say_earlier(verdict: Verdict) -> Iterator[str]:
     if single is not None and single.earlier and verdict.figure.known:
         now, earlier = rate(single.figure.samples_per_second), rate(single.earlier)
         yield (
-            f"One device alone at {single.global_batch} samples, measured in turn: {now} samples/s "
-            f"now, {earlier} earlier."
+            f"One device alone at {single.global_batch} samples, measured alternately with the "
+            f"plan: {now} samples/s now, {earlier} earlier."
         )
 
 
@@ -320,7 +501,7 @@ def _say_knobs(verdict: Verdict) -> Iterator[str]:
             continue
         knobs = one.knobs or verdict.chosen.knobs
         what = join_words([KNOBS.get(knob, knob) for knob in knobs])
-        in_turn = ", measured in turn" if one.paired else ""
+        in_turn = f", {ALTERNATELY}" if one.paired else ""
         what = what[:1].upper() + what[1:]
         if one.tie:
             yield f"{what} makes no difference."
@@ -344,7 +525,7 @@ def _say_packs(verdict: Verdict) -> Iterator[str]:
         if one.kind in told or one.gain is None or one.tie or one.gain < 0:
             continue
         told.add(one.kind)
-        in_turn = ", measured in turn" if one.paired else ""
+        in_turn = f", {ALTERNATELY}" if one.paired else ""
         at = f" at {one.global_batch} samples" if one.global_batch != _batch(verdict) else ""
         name = one.name[:1].upper() + one.name[1:]
         yield f"{name}{at} loses {_percent_lost(one.gain)}{in_turn}."
@@ -384,8 +565,8 @@ def _say_code_limit(verdict: Verdict) -> Iterator[str]:
     limit = verdict.code_limit
     if limit is not None:
         yield (
-            f"Your code fails above about {limit.rows} rows on a device ({limit.failed_rows} "
-            f"failed), so shares stay below that: {limit.error}."
+            f"Your code limits the rows on a device: {limit.rows} ran, {limit.failed_rows} failed, "
+            f"so shares stay at {limit.rows} or less: {limit.error}."
         )
 
 
@@ -460,6 +641,8 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_equal_shares,
     _say_one_would_do,
     _say_split_loss,
+    _say_sum_loss,
+    _say_idle_devices,
     _say_faster,
     _say_earlier,
     _say_packs,
@@ -468,6 +651,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_objective,
     _say_code_limit,
     _say_short_budget,
+    _say_batch,
     _say_learning,
     _say_few_steps,
 )
@@ -536,12 +720,28 @@ def write_unfinished(one: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    yield from (write_doubt(one, verdict.on_gpus) for one in verdict.doubts)
+    """Doubts, and devices of one product that differ; a ± that a change between measurements
+    belies isn't given.
+    """
+    changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
+    for one in verdict.doubts:
+        if one.code == "noisy" and changed > abs(one.value):
+            continue
+        yield write_doubt(one, verdict.on_gpus)
+    twins = verdict.unequal_twins
+    if twins is not None:
+        yield (
+            f"{twins.fast} and {twins.slow} are the same kind of device ({twins.product}), and "
+            f"{twins.fast} was {twins.times:.1f} times as fast alone: suspect the measurement, or "
+            f"something else that uses {twins.slow}."
+        )
 
 
 def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budget") -> str:
     """A doubt about a measurement, with what helps; `longer` is how more can be measured."""
     value = doubt.value
+    part = percent(doubt.taken)
+    taken = f" ({part} of the cores' time in these)" if doubt.taken >= 0.005 else ""
     heat = "heat, power or other work; let it cool" if on_gpus else "other work"
     slower = "slower" if value > 0 else "faster"
     text = {
@@ -550,8 +750,8 @@ def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budg
             f"data, the learning rate and the precision."
         ),
         "disturbed": (
-            f"Other work took CPU time in {percent(value)} of the blocks of steps; stop it and "
-            f"measure again."
+            f"Other work took CPU time in {percent(value)} of the blocks of steps{taken}; stop it "
+            f"and measure again."
         ),
         "throttled": (
             f"Some steps were held back (by {percent(value)}), perhaps by {heat}; look at evener "
@@ -567,7 +767,8 @@ def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budg
         ),
         "changed": (
             f"The same layout was {percent(value)} faster in one measurement than in another, "
-            f"perhaps because of {heat}: gains may be off by as much; measure again."
+            f"perhaps because of {heat}: gains may be off by as much, whatever their ±; measure "
+            f"again."
         ),
         "noisy": (
             f"The samples/s are only known to within ± {percent(abs(value), 1)}; measure again "
@@ -591,7 +792,7 @@ def _warn_of_taken_memory(verdict: Verdict) -> Iterator[str]:
 
 def _warn_of_left_out_devices(verdict: Verdict) -> Iterator[str]:
     for one in verdict.left_out:
-        if one.what != "device":
+        if one.what != "device" or one.reason in ("not_faster", "not_tried"):
             continue
         fits = f"{one.rows} sample fits" if one.rows == 1 else f"{one.rows} samples fit"
         why = {
@@ -636,18 +837,41 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 )
 
 
+# ---------------------------------------------------------------------- why the search ended
+
+
+def write_end(verdict: Verdict, words: str) -> str:
+    """Why the search ended, which `words` say; the layouts that tie by their names.
+
+    A search that ended by its own rules has nothing to add where the verdict is to measure again.
+    """
+    again = verdict.advice is not None and verdict.advice.action == "measure_again"
+    if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
+        return ""
+    if verdict.stopped != "tied":
+        return words
+    tied = [one for one in verdict.rivals if one.tie][:MOST_NAMED]
+    if not tied:
+        return "More turns within the budget would not make the figures surer."
+    names = join_words([f"{one.name} ({_write_batches(one)})" for one in tied])
+    tie = "ties" if len(tied) == 1 else "tie"
+    return f"{names} {tie} with the plan: more turns within the budget would not tell them apart."
+
+
 # ---------------------------------------------------------------------- what to do next
 
 
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
     """The steps after a search, the most useful first; `path` is the plan's file, if it was
     written. `measured`: this session measured any.
+
+    Nothing leads to a plan that the verdict advises against.
     """
-    train = write_training_step(finished.plan, path or "plan.toml")
-    write = f"plan written to {path}"
-    if not path:
-        write = f"to write the plan: evener export {run} -o plan.toml"
-    steps = [write, *([train] if train else ())]
+    steps = [f"plan written to {path}"] if path else []
+    if recommends_plan(finished):
+        train = write_training_step(finished.plan, path or "plan.toml")
+        write = [] if path else [f"to write the plan: evener export {run} -o plan.toml"]
+        steps += [*write, *([train] if train else ())]
     if finished.interrupted:
         steps.append(f"to go on: evener balance --resume {run}")
     elif not measured:
@@ -658,6 +882,14 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
     elif finished.found is not None and not finished.found.figure.known:
         steps.append(f"to measure longer: evener balance --resume {run} --budget +5m")
     return tuple(steps)
+
+
+def recommends_plan(finished: Finished) -> bool:
+    """True if the verdict says to train by the plan, and on devices that exist."""
+    found = finished.found
+    if found is None or found.advice is None:
+        return True
+    return found.advice.action == "plan" and not found.simulated
 
 
 def write_training_step(plan: Plan, path: str) -> str:

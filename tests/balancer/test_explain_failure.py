@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -76,7 +77,7 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
     ]
     assert tuple(find_failures(seen, DEVICES)) == (
         "GPU:0 ran out of memory with 8 samples",
-        "GPU:1 failed with 8 samples, building: t.py:3: ValueError: no",
+        "GPU:1 failed with 8 samples while building: t.py:3: ValueError: no",
     )
 
 
@@ -92,8 +93,41 @@ def test_a_failure_that_all_devices_share_is_said_once() -> None:
         for i in range(2)
     ]
     assert tuple(find_failures(seen, DEVICES)) == (
-        "GPU:0 and GPU:1 failed, building: there is no torch",
+        "GPU:0 and GPU:1 failed while building: there is no torch",
     )
+
+
+def raised(position: int, error: str) -> Failed:
+    """A device's failure while warming up."""
+    probe = Probe(solo(2, position, 8), "solo", 1.0)
+    detail = f"GPU:{position}, warming up: {error} (traceback in errors.txt)"
+    return Failed(probe, "raised", detail, (position,), 1.0)
+
+
+def test_an_error_of_every_device_is_the_code_s_and_names_where_the_model_is_made(
+    tmp_path: Path,
+) -> None:
+    """Where no line of the user's own was running; memory and devices aren't to blame."""
+    file = tmp_path / "bug.py"
+    file.write_text("import torch\n\ndef build():\n    return None\n")
+    request = Request(devices="gpu:0,1", framework="torch")
+    header = Header("r", "2026-01-01T00:00:00Z", request, DEVICES, f"{file}:build", "torch", "0")
+    inner = "RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    seen = record(header, raised(0, inner), raised(1, inner))
+    belief, end = Belief((), ""), late(())
+    fault = explain_no_plan(seen, belief, end)
+    assert "failed while warming up: RuntimeError" in fault.message
+    assert f"{file}:3" in fault.message
+    assert "memory" not in fault.remedy
+    own = f"{file}:4: ValueError: no"
+    fault = explain_no_plan(
+        record(header, raised(0, own), raised(1, own)), Belief((), ""), late(())
+    )
+    assert f"{file}:3" not in fault.message
+    other = explain_no_plan(
+        record(header, raised(0, own), raised(1, inner)), Belief((), ""), late(())
+    )
+    assert "memory" in other.remedy
 
 
 @pytest.mark.parametrize("batch", [1800, 1_000_000])

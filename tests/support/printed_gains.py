@@ -12,21 +12,35 @@ NUMBER = r"\d{1,3}(?: \d{3})*(?:\.\d+)?"
 TABLE = re.compile(rf"^(?P<device>\S+).*  (?P<alone>{NUMBER})(?: ± [\d.]+ %)? at (?P<batch>\d+)")
 RIVAL = re.compile(
     rf"^(?P<name>[^:]+(?::\d+)?[^:]*): (?P<rate>{NUMBER}) samples/s(?: ± (?P<error>[\d.]+) %)?"
-    rf"(?: at (?P<where>[\d+]+))?(?:; (?P<rest>.*))?$"
+    rf"(?: at (?P<where>[\d+]+)(?: = (?P<whole>\d+) samples a step)?)?(?:[;,] (?P<rest>.*))?$"
 )
 GAIN = re.compile(
     r"the plan (?:(?P<verb>gains|loses) (?P<gain>[\d.]+) %|reaches (?P<part>[\d.]+) % of it)"
 )
-EARLIER = re.compile(rf"measured in turn: (?P<now>{NUMBER}) now, (?P<earlier>{NUMBER}) earlier")
+EARLIER = re.compile(rf"measured alternately: (?P<now>{NUMBER}) now, (?P<earlier>{NUMBER}) earlier")
+NAME = r"[^,(]+?(?: \(\d[^)]*\))?"
 CLAUSE = re.compile(
-    r"(?:\+(?P<more>[\d.]+) % over (?P<over>[^,]+?)|(?P<less>[\d.]+) % slower than (?P<than>[^,]+?)"
-    r"|as fast as (?P<tie>[^,]+?) within the error)(?P<turn>, measured in turn)?(?=, |$)"
+    rf"(?:\+(?P<more>[\d.]+) %(?: ± [\d.]+ %)? over (?P<over>{NAME})"
+    rf"|(?P<less>[\d.]+) %(?: ± [\d.]+ %)? slower than (?P<than>{NAME}))"
+    r"(?P<turn> \(measured alternately\))?(?=, |$)"
 )
-FIGURE = re.compile(rf"(?P<rate>{NUMBER}) samples/s(?: ± (?P<error>[\d.]+) %)?")
+TIE = re.compile(
+    rf"(?:(?P<gap>[\d.]+) % (?P<word>faster|slower) than|as fast as) (?P<tie>{NAME}) "
+    r"± (?:< )?(?P<error>[\d.]+) % \((?P<turn>measured alternately: )?(?P<why>too close|under)"
+)
+CLOSE = re.compile(
+    r"(?P<gap>[\d.]+) % (?:more|less) ± (?:< )?(?P<error>[\d.]+) %"
+    r"(?: \(|: )(?P<why>too close|under)"
+)
+FIGURE = re.compile(rf"(?P<rate>{NUMBER}) samples/s(?: ± (?:< )?(?P<error>[\d.]+) %)?")
+RECOMMENDS = re.compile("(simulated: )?(So far: )?([Uu]se |Measure again |Fix your )")
+NOT_COMPARED = ("too uncertain", "none was measured near", "less than in the plan")
+WHOLE = re.compile(r"^(?:together|in all) +(?P<samples>\d+)")
 MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
 WITHIN = re.compile(r"within --tolerance (?P<part>[\d.]+) %")
 UNKNOWN = 25.0  # percent of error, beyond which nothing is compared
 ROUGH = 2.0  # from which it is printed
+ROUNDED = 0.11  # by which two figures of one decimal may seem to differ
 EVEN = ("even", "even by number of rows")
 
 
@@ -39,13 +53,14 @@ class Line(NamedTuple):
     where: str
     gain: float | None  # percent of the plan over it
     paired: bool
-    tie: bool
+    compared: bool
     text: str
 
 
 class Printed(NamedTuple):
     """What a reader finds in the text of a result."""
 
+    advice: str  # the line before the headline
     headline: str
     own: float
     error: float
@@ -73,12 +88,14 @@ def read_result(lines: Sequence[str]) -> Printed:
     figure = FIGURE.search(headline)
     assert figure is not None, headline
     rest = list(lines[lines.index(headline) + 1 :])
-    total = next(line for line in lines if line.startswith("together"))
+    total = next(found for line in lines if (found := WHOLE.match(line)) is not None)
+    before = lines.index(headline) - 1
     return Printed(
+        lines[before] if before >= 0 else "",
         headline,
         number(figure["rate"]),
         float(figure["error"] or 0.0),
-        total.split()[1],
+        total["samples"],
         alone,
         rivals,
         rest,
@@ -86,7 +103,7 @@ def read_result(lines: Sequence[str]) -> Printed:
 
 
 def _has(line: str) -> bool:
-    return not line.startswith(("together", "device", "warning")) and " on " in line
+    return not line.startswith(("together", "in all", "device", "warning")) and " on " in line
 
 
 def _read_rival(found: re.Match[str], line: str) -> Line:
@@ -97,11 +114,11 @@ def _read_rival(found: re.Match[str], line: str) -> Line:
     elif gain is not None and gain["part"]:
         percent = float(gain["part"]) - 100
     rest = found["rest"] or ""
-    tie = "as fast within the error" in rest
     where = found["where"] or ""
-    paired = "in turn" in rest and not tie
+    paired = "measured alternately" in rest
+    compared = not any(words in rest for words in NOT_COMPARED)
     error = float(found["error"] or ROUGH)
-    return Line(found["name"], number(found["rate"]), error, where, percent, paired, tie, line)
+    return Line(found["name"], number(found["rate"]), error, where, percent, paired, compared, line)
 
 
 def find_faults(lines: Sequence[str]) -> Iterator[str]:
@@ -110,6 +127,8 @@ def find_faults(lines: Sequence[str]) -> Iterator[str]:
     for rival in printed.rivals:
         yield from _rival_faults(printed, rival)
     yield from _clause_faults(printed)
+    yield from _tie_faults(printed)
+    yield from _advice_faults(lines, printed)
     yield from _faster_faults(printed)
     yield from _alone_faults(printed)
     if printed.error > UNKNOWN and "too uncertain to compare" not in printed.headline:
@@ -120,9 +139,11 @@ def find_faults(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _rival_faults(printed: Printed, rival: Line) -> Iterator[str]:
-    apart = 100 * abs(printed.own / rival.rate - 1)
-    if rival.tie and apart > 1.2 * (printed.error + rival.error) and "in turn" not in rival.text:
-        yield f"a tie of figures that are {apart:.1f} % apart: {rival.text}"
+    if " samples a step" in rival.text:
+        found = RIVAL.match(rival.text)
+        assert found is not None
+        if sum(map(int, rival.where.split("+"))) != int(found["whole"]):
+            yield f"the shares don't add up: {rival.text}"
     if rival.gain is None or rival.paired:
         return
     if printed.error > UNKNOWN:
@@ -151,12 +172,12 @@ def _clause_faults(printed: Printed) -> Iterator[str]:
     """The headline's gains are those of the lines that name the same layout."""
     gains = printed.headline.rpartition("   ")[2]
     for clause in CLAUSE.finditer(gains):
-        over = clause["over"] or clause["than"] or clause["tie"]
+        over = clause["over"] or clause["than"]
         named = [one for one in printed.rivals if _is(one, over)]
         if not named:
             yield f"no line for {over!r}: {printed.headline}"
             continue
-        said = float(clause["more"] or clause["less"] or 0.0)
+        said = float(clause["more"] or clause["less"])
         said = -said if clause["less"] else said
         faults = [list(_one_clause(printed, clause, one, said)) for one in named]
         if all(faults):
@@ -168,21 +189,67 @@ def _is(one: Line, over: str) -> bool:
         return "even split" in one.name
     if over.startswith("the ") and over.endswith(")"):
         name, _, batches = over.removesuffix(")").removeprefix("the ").partition(" (")
-        return one.name == name and one.where == batches.replace(" ", "")
+        return one.name == name and one.where == batches.partition(" =")[0].replace(" ", "")
     return one.name in (over, f"the other device alone, {over.removesuffix(' alone')}")
 
 
 def _one_clause(printed: Printed, clause: re.Match[str], one: Line, said: float) -> Iterator[str]:
-    if clause["tie"]:
-        if not one.tie:
-            yield f"a tie here, none there: {one.text} | {printed.headline}"
-        return
-    if one.tie or one.gain is None:
+    if not one.compared:
         yield f"a gain here, none there: {one.text} | {printed.headline}"
-    elif bool(clause["turn"]) and not one.paired:
-        yield f"measured in turn here, not there: {one.text} | {printed.headline}"
-    elif abs(one.gain - said) > 0.5 + 0.5 * 10 ** -len(str(one.gain).partition(".")[2]):
-        yield f"{said} % here, {one.gain} % there: {one.text} | {printed.headline}"
+    elif not clause["turn"]:
+        true = 100 * (printed.own / one.rate - 1)
+        yield from _differs(true, said, clause["more"] or clause["less"], printed.headline)
+
+
+def _tie_faults(printed: Printed) -> Iterator[str]:
+    """What is too close to call is no further apart than its own ±, and by figures that were not
+    measured alternately it is as far apart as they are.
+    """
+    for tie in TIE.finditer(printed.headline):
+        yield from _close_faults(tie, printed.headline)
+        named = [one for one in printed.rivals if _is(one, tie["tie"])]
+        if not named:
+            yield f"no line for {tie['tie']!r}: {printed.headline}"
+        if not named or tie["turn"] or tie["gap"] is None:
+            continue
+        said = float(tie["gap"]) * (1 if tie["word"] == "faster" else -1)
+        faults = [
+            list(_differs(100 * (printed.own / one.rate - 1), said, tie["gap"], one.text))
+            for one in named
+        ]
+        if all(faults):
+            yield from faults[0]
+    for line in printed.rest:
+        for close in CLOSE.finditer(line):
+            yield from _close_faults(close, line)
+    if "within the error" in " ".join((printed.headline, *printed.rest)):
+        yield f"a tie without the comparison's own figure: {printed.headline}"
+
+
+def _close_faults(found: re.Match[str], text: str) -> Iterator[str]:
+    gap, error = float(found["gap"] or 0.0), float(found["error"])
+    if found["why"] == "too close" and gap > error + ROUNDED:
+        yield f"{gap} % with ± {error} % aren't too close to call: {text}"
+    if found["why"] == "under" and gap > 1 + ROUNDED:
+        yield f"{gap} % aren't under 1 %: {text}"
+
+
+def _advice_faults(lines: Sequence[str], printed: Printed) -> Iterator[str]:
+    """The one recommendation, and what stands against it."""
+    text = "\n".join(lines)
+    one, again = "Use one device" in printed.advice, "Measure again" in printed.advice
+    if not RECOMMENDS.match(printed.advice):
+        yield f"no recommendation before the headline: {printed.advice!r}"
+    if one and " + " in printed.advice:
+        yield f"several devices are no single one: {printed.advice}"
+    if one and " on " in printed.advice and "over even" in printed.headline:
+        yield f"one device would do, and a gain over even is the headline: {printed.headline}"
+    if again and "Nothing left to measure" in text:
+        yield f"measure again, and nothing is left to measure: {printed.advice}"
+    if again and "Equal shares are right" in text:
+        yield f"measure again, and equal shares are right: {printed.advice}"
+    if "\nin all" in text and any(rival.name.startswith("sum") for rival in printed.rivals):
+        yield "a sum of all devices for a plan of one"
 
 
 def _faster_faults(printed: Printed) -> Iterator[str]:
@@ -232,5 +299,5 @@ def _alone_faults(printed: Printed) -> Iterator[str]:
         ]
         told = EARLIER.search(rival.text)
         hidden = max(others, default=0.0) > rival.rate and told is None
-        if hidden and rival.gain is not None and not rival.name.startswith("the other device"):
+        if hidden and rival.compared and not rival.name.startswith("the other device"):
             yield f"another device alone is faster in the table: {rival.text}"

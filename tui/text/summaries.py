@@ -8,16 +8,18 @@ import time
 from collections.abc import Iterator, Sequence
 
 from evener.balancer.events import Event, Observed, Started
+from evener.balancer.intake import SIMULATED
 from evener.balancer.number_format import (
     count_words,
     duration,
     half_width,
+    join_words,
     percent,
     rate,
     write_share,
 )
 from evener.balancer.result.rivals import is_rough, write_gain
-from evener.balancer.result.sentences import write_verdict
+from evener.balancer.result.sentences import write_end, write_verdict
 from evener.balancer.search.ranking import overlap
 from evener.balancer.session_state import (
     RivalRate,
@@ -158,10 +160,31 @@ def summary_lines(
     With `width`, that of a terminal, sentences are broken between words.
     """
     frontier = frontier_table(found).lines()
-    tables = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
+    rivals = [
+        part
+        for text in rival_lines(plan, labels, with_gains=found is None)
+        for part in folded(text, width, "  ")
+    ]
+    tables = [*_about_lines(plan, found, width), *share_table(plan, labels, width), "", *rivals]
     if frontier:
         tables += ["", *frontier[:-1]]
     return [*tables, "", *verdict_lines(plan, verdict, width, found, steps)]
+
+
+def _about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
+    """What ran: the workload, and first of all whether on simulated devices."""
+    if found is None:
+        return []
+    lines = []
+    if found.simulated:
+        lines.append(
+            "simulated: the devices' speeds are written down, nothing was measured on hardware, "
+            "and seconds are simulated ones"
+        )
+    framework = "" if plan.framework == "none" else f" with {plan.framework}"
+    if plan.workload:
+        lines.append(plain(f"workload: {plan.workload}{framework}, {plan.precision}"))
+    return [part for text in lines for part in folded(text, width)]
 
 
 def verdict_lines(
@@ -171,37 +194,52 @@ def verdict_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """The verdict's first line, the next steps, doubts about the measurements, the verdict's other
-    lines, why the search ended, then the plan's other warnings.
+    """The verdict's advice and headline, the next steps, doubts about the measurements, the
+    verdict's other lines, why the search ended, then the plan's other warnings.
     """
     first, *remarks = verdict.split("\n")
-    doubts = write_verdict(found).doubts if found is not None else ()
-    others = [warning for warning in plan.warnings if warning not in doubts]
+    head, doubts = [first], tuple[str, ...]()
+    if found is not None:
+        written = write_verdict(found)
+        head, remarks = [written.advice, written.headline], list(written.remarks)
+        doubts = written.doubts
+    said = (*doubts, SIMULATED) if found is not None and found.simulated else doubts
+    others = [warning for warning in plan.warnings if warning not in said]
     texts = [
-        *([plain(first, 2000)] if first else []),
+        *(plain(line, 2000) for line in head if line),
         *(plain(step, 2000) for step in steps),
         *(f"warning: {plain(doubt)}" for doubt in doubts),
         *(plain(remark, 2000) for remark in remarks),
-        *([write_search(plan.search)] if plan.search.probes else []),
+        *([write_search(plan.search, found)] if plan.search.probes else []),
         *(f"warning: {plain(warning)}" for warning in others),
     ]
     return [line for text in texts for line in folded(text, width, "  ")]
 
 
-def write_search(search: SearchSummary) -> str:
-    """How much was measured, and why the search ended."""
-    probes = f"{search.probes} probe{'s' * (search.probes != 1)}"
-    effort = f"{probes}, {search.out_of_memory} out of memory, {duration(search.seconds)}"
-    return plain(f"{effort}. {search.why_stopped}", 1000)
+def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
+    """How much was measured, and why the search ended, as far as that doesn't sound surer than the
+    verdict is.
+    """
+    failed = found.failed if found is not None else 0
+    full = search.out_of_memory
+    effort = [f"{search.probes} probe{'s' * (search.probes != 1)}"]
+    effort += [f"{full} out of memory"] if full or not failed else []
+    effort += [f"{failed} failed"] if failed else []
+    seconds = duration(search.seconds)
+    simulated = found is not None and found.simulated
+    effort.append(f"{seconds} of simulated time" if simulated else seconds)
+    why = search.why_stopped if found is None else write_end(found, search.why_stopped)
+    return plain(f"{', '.join(effort)}. {why}".rstrip(), 1000)
 
 
-def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
+def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
     """A table with a row per device: its share, its ratio, its samples/s within the layout and
-    alone.
+    alone; below it, in lines of at most `width`, what the last column means.
     """
     alone = alone_at_batch(plan)
-    rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
+    rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
     combined, known = plan.throughput.samples_per_second, is_known(figure_of(plan.throughput))
+    single = len(plan.layout.active) == 1
     for position, (share, label) in enumerate(zip(plan.layout.share, labels, strict=True)):
         solo = alone.get(position)
         rows.append(
@@ -211,6 +249,7 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
                 write_share(share.batch, share.micro) if share.batch else "left out",
                 f"{share.ratio:.3f}",
                 rate(share.ratio * combined) if share.batch and known else "-",
+                "",
                 _alone(solo),
             )
         )
@@ -218,16 +257,37 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         plan.layout.global_batch,
         half_width(combined, plan.throughput.low, plan.throughput.high),
     )
-    rows.append(("together", "", str(total), "1.000", rate(combined), f"± {error}"))
+    whole = "in all" if single else "together"
+    rows.append((whole, "", str(total), "1.000", rate(combined), f"± {error}", ""))
     tokens = (
         f"{rate(plan.throughput.tokens_per_second)} tokens/s, "
         f"{percent(plan.throughput.padding)} padding"
     )
     return [
         *align(rows, numbers_from=2),
+        *(part for text in _explain_alone(plan, alone, labels) for part in folded(text, width)),
         *([tokens] if plan.throughput.tokens_per_second else []),
         *([_write_energy(plan.throughput)] if plan.throughput.samples_per_joule else []),
     ]
+
+
+def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
+    """What the column of devices alone means, where a device has another batch than the plan."""
+    batch = plan.layout.global_batch
+    other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]
+    shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
+    lines = []
+    if other and len(plan.layout.share) > 1:
+        lines.append(
+            f"alone: samples/s of a device by itself, at that many samples a step; "
+            f"{join_words(other)} had the most there, and no figure at the plan's {batch}"
+        )
+    else:
+        lines.append("alone: samples/s of a device by itself, at that many samples a step")
+    for share in [one for one in shares if 0 < one.micro < one.batch][:1]:
+        passes = write_share(share.batch, share.micro)
+        lines.append(f"{passes}: {share.batch} samples, computed in passes of up to {share.micro}")
+    return lines if alone else []
 
 
 def frontier_table(found: Verdict | None) -> Table:
@@ -247,9 +307,10 @@ def _write_energy(figure: Throughput) -> str:
     efficiency, active, idle = energy_cells(
         figure.samples_per_second, figure.active_watts, figure.idle_watts
     )
-    return f"{efficiency} samples/J at {active} W" + (
-        f", and {idle} W in idle devices" if figure.idle_watts else ""
-    )
+    if not figure.idle_watts:
+        return f"{efficiency} samples/J at {active} W"
+    total = f"{float(active) + float(idle):.0f}"
+    return f"{efficiency} samples/J at {total} W: {active} W, and {idle} W in idle devices"
 
 
 def _alone(solo: Evidence | None) -> str:
@@ -262,17 +323,40 @@ def _alone(solo: Evidence | None) -> str:
     return f"{speed} at {write_share(share.batch, share.micro)}"
 
 
-def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
-    """Lines on the plan's gain over a split and one device, a larger batch that is faster, and the
-    plan's part of the sum of all devices alone.
+def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
+    """Lines on a split and one device, a larger batch that is faster, and the plan's part of the
+    sum of all devices alone; with the plan's gains, unless the verdict's headline has them.
     """
     lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels), at_batch=True):
         if rival.batches == own.batches and plan.layout.traits.by_shares:  # the plan itself
             continue
-        where = f" at {rival.where}" if rival.where else ""
-        lines.append(f"{rival.name}: {_write_rate(rival.figure)}{where}{_versus(own, rival)}")
+        if rival.kind == "sum" and len(plan.layout.active) == 1:  # one device can't reach it
+            continue
+        where = f" at {rival.where}{_write_other_batch(own, rival)}" if rival.where else ""
+        text = _versus(own, rival) if with_gains else _only_notes(own, rival)
+        lines.append(f"{rival.name}: {_write_rate(rival.figure)}{where}{text}")
     return lines
+
+
+def _write_other_batch(own: RivalRate, rival: RivalRate) -> str:
+    """The samples of a step of several devices, where they aren't as many as the plan's."""
+    total = sum(rival.batches)
+    alone = len(rival.batches) - rival.batches.count(0) < 2
+    if total == sum(own.batches) or alone or rival.kind == "larger_batch":
+        return ""
+    return f" = {total} samples a step"
+
+
+def _only_notes(own: RivalRate, rival: RivalRate) -> str:
+    """What is to be said of a rival besides the plan's gain over it."""
+    if rival.gain_of(own) is None or rival.kind == "sum":
+        return _versus(own, rival)
+    return f"; {_write_earlier(rival)}" if rival.earlier else ""
+
+
+def _write_earlier(rival: RivalRate) -> str:
+    return f"measured alternately: {rate(rival.figure.value)} now, {rate(rival.earlier)} earlier"
 
 
 def _write_rate(figure: Interval) -> str:
@@ -300,16 +384,15 @@ def _versus(own: RivalRate, rival: RivalRate) -> str:
     if gain is None:
         return _why_unsaid(own, rival)
     if rival.kind == "sum":
-        return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
+        part = write_gain(1 + gain, own.figure, rival.figure)
+        return f", an upper bound; the plan reaches {part} of it"
     if rival.tie:
-        in_turn = "" if overlap(own.figure, rival.figure) else ", measured in turn"
-        return f"; the plan is as fast within the error{in_turn}"
+        in_turn = "" if overlap(own.figure, rival.figure) else "measured alternately, "
+        return f"; {in_turn}the plan is as fast: too close to call"
     size = write_gain(abs(gain), own.figure, rival.figure)
-    in_turn = "measured in turn, " if rival.paired is not None else ""
+    in_turn = "measured alternately, " if rival.paired is not None else ""
     if rival.earlier:
-        in_turn = (
-            f"measured in turn: {rate(rival.figure.value)} now, {rate(rival.earlier)} earlier; "
-        )
+        in_turn = f"{_write_earlier(rival)}; "
     return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"
 
 

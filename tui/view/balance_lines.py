@@ -11,6 +11,7 @@ from evener.balancer.result.sentences import (
     BETWEEN,
     Written,
     find_training_command,
+    recommends_plan,
     write_verdict,
 )
 from evener.balancer.session_state import (
@@ -252,14 +253,16 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
-    """The verdict: the answer with its figure and gains, what to do next, then remarks."""
+    """The verdict: the advice, the answer with its figure and gains, what to do next, remarks."""
     if finished.found is None:  # of an older version, which kept its text alone
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
     written = write_verdict(finished.found)
-    lines = _headline(written, width)
-    train = find_training_command(finished.plan, "plan.toml")
-    then = f", then {train}" if train else ""
-    lines += text_lines(f"Next: e writes the plan{then}", width, 2)
+    lines = list(text_lines(written.advice, width, 3, "strong")) if written.advice else []
+    lines += _headline(written, width)
+    if recommends_plan(finished):
+        train = find_training_command(finished.plan, "plan.toml")
+        then = f", then {train}" if train else ""
+        lines += text_lines(f"Next: e writes the plan{then}", width, 2)
     lines += warning_lines(written.doubts, width)
     for remark in written.remarks:
         lines += text_lines(remark, width, 3, "dim")

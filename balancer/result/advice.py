@@ -1,0 +1,79 @@
+"""The one recommendation of a verdict: one device, equal shares without a plan, the plan, another
+measurement, or the user's code first.
+
+Of layouts that are equally fast the simpler one is recommended, whichever the search has taken.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..search.ranking import UNCLEAR
+from ..types import Doubt
+from ..verdict import Action, Advice, Rival, Verdict
+
+MOSTLY = 0.5  # of the blocks of steps, beyond which other work has disturbed a measurement
+# relative: measurements of one layout that differ by more say little
+DOUBTFUL = 0.5
+REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", DOUBTFUL))
+
+
+def advise(verdict: Verdict) -> Advice:
+    """The recommendation, from all other fields of the verdict."""
+    chosen = verdict.chosen
+    own = Advice("plan", chosen.devices, chosen.batches, chosen.answer)
+
+    def do(action: Action, reason: str = "") -> Advice:
+        return msgspec.structs.replace(own, action=action, reason=reason)
+
+    if any(doubt.code == "not_finite" for doubt in verdict.doubts):
+        return do("fix_code", "not_finite")
+    reason = _find_reason(verdict)
+    if reason:
+        return do("measure_again", reason)
+    in_passes = chosen.micro != chosen.batches
+    if chosen.kind == "one_device":
+        return do("plan" if in_passes or chosen.knobs else "one_device")
+    if chosen.kind not in ("equal_shares", "other_shares"):
+        return own
+    single = find_single(verdict)
+    if single is not None:
+        return _recommend("one_device", single)
+    if verdict.equal_shares:
+        return do("plain_parallel")
+    return own
+
+
+def _find_reason(verdict: Verdict) -> str:
+    """Why to measure again before anything else is done; empty where the figures will do."""
+    for code, most in REASONS:
+        if any(one.code == code and one.value >= most for one in verdict.doubts):
+            return code
+    if not verdict.figure.known:
+        return "uncertain"
+    return ""
+
+
+def find_single(verdict: Verdict) -> Rival | None:
+    """The device alone that is as fast as a plan of several, at no larger a batch; None if there is
+    none, or if the two may differ by much.
+    """
+    batch = verdict.chosen.global_batch
+    for one in verdict.rivals:
+        if one.kind != "one_device" or not is_equal(one) or one.figure.samples_per_second <= 0:
+            continue
+        same = one.global_batch == batch
+        if same or (one.global_batch < batch and not verdict.batch_given):
+            return one
+    return None
+
+
+def is_equal(rival: Rival) -> bool:
+    """True if a rival is as fast as the plan, and surely not much slower."""
+    gap = rival.difference
+    return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
+
+
+def _recommend(action: Action, rival: Rival) -> Advice:
+    rows = " + ".join(map(str, rival.batches))
+    return Advice(action, rival.devices, rival.batches, f"{rows} on {rival.name}")
