@@ -1,5 +1,5 @@
 """Layouts by their names, and every other layout that ran compared with the chosen one, by printed
-rates or in turn.
+rates or by turns.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NEAR = 2  # times a split's global batch: the most that a plan may have to be co
 
 class ComparedLayout(msgspec.Struct, frozen=True):
     """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1;
-    `paired` in turn.
+    `paired` by turns.
     """
 
     candidate: Candidate
@@ -85,7 +85,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """The gain of the chosen layout by the two printed rates, or as measured in turn."""
+        """The gain of the chosen layout by the two printed rates, or as measured alternately."""
         return (
             self.gain
             if self.paired

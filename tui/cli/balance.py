@@ -28,7 +28,7 @@ from ..text.formatting import json_text
 from ..text.outlook import outlook_lines
 from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
-from ..text.summaries import frontier_table, summary_lines, verdict_lines
+from ..text.summaries import about_lines, frontier_table, summary_lines, verdict_lines
 from .options import LENGTH, SEARCH, TRAINING, WHAT, ExportOption, JsonOption, takes_request
 from .output import check_export, terminal_columns
 from .session_runner import run_session, stopped_by_signals
@@ -169,7 +169,8 @@ def compare(
         width, found = terminal_columns(), session.report()
         tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
         tables.append(frontier_table(finished.found))
-        lines = [line for table in tables for line in table.lines(width)]
+        lines = about_lines(finished.plan, finished.found, width)
+        lines += [line for table in tables for line in table.lines(width)]
         words = verdict_lines(finished.plan, finished.verdict, width, finished.found, steps)
         print("\n".join([*lines, *words]), flush=True)
 

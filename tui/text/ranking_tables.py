@@ -23,7 +23,7 @@ SCALING_STEPS = 1000  # the tables have the seconds of this many steps
 RANKING_NOTE = (
     "±: half of the 95 % interval. waiting: part of a step in which even the busiest device "
     "waits for others or for"
-    " data. against the winner: as measured in turn, which the samples/s alone may not show. "
+    " data. against the winner: as measured alternately, which the samples/s alone may not show. "
     "turns: how often it was"
     " measured in the race."
 )

@@ -165,13 +165,13 @@ def summary_lines(
         for text in rival_lines(plan, labels, with_gains=found is None)
         for part in folded(text, width, "  ")
     ]
-    tables = [*_about_lines(plan, found, width), *share_table(plan, labels, width), "", *rivals]
+    tables = [*about_lines(plan, found, width), *share_table(plan, labels, width), "", *rivals]
     if frontier:
         tables += ["", *frontier[:-1]]
     return [*tables, "", *verdict_lines(plan, verdict, width, found, steps)]
 
 
-def _about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
+def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
     """What ran: the workload, and first of all whether on simulated devices."""
     if found is None:
         return []
