@@ -63,7 +63,7 @@ class Figure(msgspec.Struct, frozen=True):
     padding: float = 0.0
 
 
-class Difference(msgspec.Struct, frozen=True):
+class RateGap(msgspec.Struct, frozen=True):
     """The plan's samples/s over a rival's, less 1, with the 95 % interval of that comparison.
 
     `alternately`: from turns that both took one right after the other, so it may be better known
@@ -85,7 +85,7 @@ Action = Literal[
 ]
 
 
-class Advice(msgspec.Struct, frozen=True):
+class Recommendation(msgspec.Struct, frozen=True):
     """What to do: the one recommendation, with the layout that it is about."""
 
     action: Action
@@ -130,7 +130,7 @@ class Rival(msgspec.Struct, frozen=True):
     why_not: WhyNot | None = None  # its figure is above the plan's
     # samples/s of one device at this batch as measured before, if they are above the figure
     earlier: float = 0.0
-    difference: Difference | None = None  # None: they aren't compared
+    difference: RateGap | None = None  # None: they aren't compared
 
 
 class SplitLoss(msgspec.Struct, frozen=True):
@@ -298,7 +298,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     chosen: Chosen
     figure: Figure
-    advice: Advice | None = None  # None: a verdict of an older version
+    advice: Recommendation | None = None  # None: a verdict of an older version
     equal_shares: bool = False  # are right: frameworks' own data parallelism is as fast
     simulated: bool = False
     rivals: tuple[Rival, ...] = ()

@@ -10,7 +10,7 @@ import msgspec
 
 from ..search.ranking import UNCLEAR
 from ..types import Doubt
-from ..verdict import Action, Advice, Rival, Verdict
+from ..verdict import Action, Recommendation, Rival, Verdict
 
 MOSTLY = 0.5  # of the blocks of steps, beyond which other work has disturbed a measurement
 # relative: measurements of one layout that differ by more say little
@@ -18,12 +18,12 @@ DOUBTFUL = 0.5
 REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", DOUBTFUL))
 
 
-def advise(verdict: Verdict) -> Advice:
+def advise(verdict: Verdict) -> Recommendation:
     """The recommendation, from all other fields of the verdict."""
     chosen = verdict.chosen
-    own = Advice("plan", chosen.devices, chosen.batches, chosen.answer)
+    own = Recommendation("plan", chosen.devices, chosen.batches, chosen.answer)
 
-    def do(action: Action, reason: str = "") -> Advice:
+    def do(action: Action, reason: str = "") -> Recommendation:
         return msgspec.structs.replace(own, action=action, reason=reason)
 
     if any(doubt.code == "not_finite" for doubt in verdict.doubts):
@@ -36,7 +36,7 @@ def advise(verdict: Verdict) -> Advice:
         return do("plan" if in_passes or chosen.knobs else "one_device")
     if chosen.kind not in ("equal_shares", "other_shares"):
         return own
-    single = find_single(verdict)
+    single = find_single(verdict) if verdict.objective is None else None
     if single is not None:
         return _recommend("one_device", single)
     if verdict.equal_shares:
@@ -74,6 +74,6 @@ def is_equal(rival: Rival) -> bool:
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 
 
-def _recommend(action: Action, rival: Rival) -> Advice:
+def _recommend(action: Action, rival: Rival) -> Recommendation:
     rows = " + ".join(map(str, rival.batches))
-    return Advice(action, rival.devices, rival.batches, f"{rows} on {rival.name}")
+    return Recommendation(action, rival.devices, rival.batches, f"{rows} on {rival.name}")

@@ -16,7 +16,7 @@ from ..search.layouts import Candidate
 from ..search.ranking import LEAST_RATE, Standing, overlap
 from ..statistics import is_known
 from ..types import Interval, Layout, Result
-from ..verdict import Difference
+from ..verdict import RateGap
 
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
@@ -72,7 +72,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
     paired: bool = False
     # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
     compared: bool = True
-    difference: Difference | None = None  # None: it isn't compared
+    difference: RateGap | None = None  # None: it isn't compared
 
     @property
     def layout(self) -> Layout:
@@ -157,19 +157,19 @@ def compare(
     return ComparedLayout(rival, figure, gain, paired=paired, difference=found)
 
 
-def _divide(own: Interval, other: Interval) -> Difference:
+def _divide(own: Interval, other: Interval) -> RateGap:
     """The gain by two figures, with its interval: they are a tie where it holds 0."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
-    return Difference(printed_gain(own.value, other.value), low, high)
+    return RateGap(printed_gain(own.value, other.value), low, high)
 
 
-def _turn_round(against: Interval) -> Difference:
+def _turn_round(against: Interval) -> RateGap:
     """The chosen layout against a rival, from what turns say of the rival against it."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
-    return Difference(value, low, high, alternately=True)
+    return RateGap(value, low, high, alternately=True)
 
 
 def find_own_family(layout: Layout) -> Family:

@@ -33,11 +33,11 @@ from ..objectives import find_objective
 from ..search.layouts import TIE
 from ..types import Interval
 from ..verdict import (
-    Difference,
     DoubtFound,
     Figure,
     LayoutKind,
     LeftOut,
+    RateGap,
     Rival,
     Unfinished,
     Verdict,
@@ -269,7 +269,7 @@ def _is_doubtful(verdict: Verdict) -> bool:
     return verdict.advice is not None and verdict.advice.action == "measure_again"
 
 
-def _half(difference: Difference) -> float:
+def _half(difference: RateGap) -> float:
     """Half of the interval; the larger half, as the lower one ends at -1."""
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
@@ -287,7 +287,7 @@ def _write_tie(rival: Rival, over: str) -> str:
     return f"{size_of_gap} {word} than {over} ± {write_half(_half(gap))} ({why})"
 
 
-def _write_why_equal(gap: Difference) -> str:
+def _write_why_equal(gap: RateGap) -> str:
     """Why a difference counts as none."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:

@@ -176,7 +176,7 @@ def test_a_search_by_energy_takes_the_lean_device_alone(
     assert own.idle_watts == pytest.approx(0.08 * 450)
     assert own.samples_per_joule > 1.5 * split.samples_per_joule > 0
     assert split.samples_per_second > own.samples_per_second
-    assert "samples/J at 191 W, and 36 W in idle devices" in printed
+    assert "samples/J at 227 W: 191 W, and 36 W in idle devices" in printed
     assert "the objective decides against it" in printed
     assert "the most among the layouts at most 10 % slower than the fastest, and" in printed
     ranked = {one.name: one.throughput for one in read_report("last").ranking}

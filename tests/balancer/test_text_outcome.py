@@ -72,7 +72,8 @@ def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
     assert {"solo CPU:0", "solo CPU:1"} <= {one.name for one in plan.evidence}
     assert parse_plan(to_toml(plan)) == plan
     assert "An epoch is" not in verdict, "the batch was given"
-    assert verdict.startswith("64 rows on CPU:0 + CPU:1, their cost split 0.6")
+    answer = verdict.split("\n")[1]
+    assert answer.startswith("64 rows on CPU:0 + CPU:1, their cost split 0.6")
     assert "tokens/s" in verdict
     assert re.search(r"% padding, the devices' own work within \d+(\.\d)? %\)", verdict)
     assert re.search(r"\+\d+ % over even by number of rows", verdict)

@@ -133,11 +133,13 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
     assert run(["balance", "--devices", PAIR]) == 0
     output = capsys.readouterr()
     lines = output.out.splitlines()
-    assert lines[0].split() == ["device", "name", "share", "ratio", "samples/s", "alone"]
+    assert lines[0].startswith("simulated: ")
+    assert lines[2].split() == ["device", "name", "share", "ratio", "in", "the", "plan", "alone"]
     assert any(line.startswith("even split:") for line in lines)
     assert any(line.startswith("sum of solos:") for line in lines)
-    answer = next(i for i, line in enumerate(lines) if line.startswith("simulated: "))
-    assert "evener export" in lines[answer + 1]
+    advice = next(i for i, line in enumerate(lines) if line.startswith("simulated: Use uneven"))
+    assert lines[advice + 1].startswith("simulated: ")
+    assert "evener export" not in output.out, "nobody trains on simulated devices"
     assert lines[-1].endswith(".")
 
 
@@ -247,7 +249,7 @@ def test_one_output_has_one_error_of_a_figure(
     )
     output = capsys.readouterr()
     errors = re.findall(r"± ([\d.]+ %)", output.out)
-    assert len(errors) == 4, "in the column alone too"
+    assert len(errors) == 5, "in the recommendation and in the column alone too"
     assert len(set(errors)) == 1
     assert float(errors[0].split()[0]) > 100
     (line,) = [line for line in output.err.splitlines() if "SIM:0[64]" in line]

@@ -72,9 +72,9 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 def test_a_split_that_loses_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
     assert code == 0
-    assert answer["text"][0].startswith("simulated: 256 on SIM:0 alone")
-    assert "+12 % over the even split (128 + 128)" in answer["text"][0]
-    assert "The split is slower because synchronizing the devices costs 22 ms" in answer["text"][1]
+    assert answer["text"][0] == "simulated: Use one device, without a plan: 256 on SIM:0 alone."
+    assert "+12 % over the even split (128 + 128)" in answer["text"][1]
+    assert "The split is slower because synchronizing the devices costs 22 ms" in answer["text"][2]
     assert answer["verdict"]["split_loss"]["cause"] == "exchange"
     names = [layout["name"] for layout in answer["layouts"]]
     assert names[0] == "best single device"
@@ -115,7 +115,7 @@ def test_packing_that_gains_becomes_the_plan_with_its_rivals_as_evidence(
         rival.name for rival in plan.evidence
     }
     assert [one["processes"] for one in answer["packing"][0]["measured"]][:3] == [2, 3, 4]
-    assert "over SIM:0 alone, each training takes 1.6 times as long" in answer["text"][0]
+    assert "over SIM:0 alone, each training takes 1.6 times as long" in answer["text"][1]
 
 
 def test_the_printed_ranking_names_each_layout_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,8 @@ def _remarks(finished: Finished, width: int) -> list[Line]:
     written = _written(finished)
     doubts = written.doubts if written is not None else ()
     remarks = written.remarks if written is not None else ()
-    lines = list(warning_lines([*doubts, *other_warnings(finished)], width))
+    lines = list(text_lines(written.advice, width, 3)) if written and written.advice else []
+    lines += list(warning_lines([*doubts, *other_warnings(finished)], width))
     for remark in remarks:
         lines += text_lines(remark, width, 3, "dim")
     return lines
@@ -192,7 +193,8 @@ def _verdict_texts(finished: Finished) -> list[str]:
         return []
     doubts = [f"{Mark.ALARM} {doubt}" for doubt in written.doubts]
     warnings = [f"{Mark.ALARM} {warning}" for warning in other_warnings(finished)]
-    return [text for text in (written.gains, *doubts, *warnings, *written.remarks) if text]
+    texts = (written.advice, written.gains, *doubts, *warnings, *written.remarks)
+    return [text for text in texts if text]
 
 
 def _text_section(title: str, texts: Sequence[str], width: int) -> list[Line]:
