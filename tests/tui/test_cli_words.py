@@ -13,7 +13,7 @@ from evener.balancer.number_format import duration, rate, size
 from evener.balancer.request import Request
 from evener.errors import RequestError
 from evener.printable import plain
-from evener.tui.cli.main import spread_lists
+from evener.tui.cli.main import run, spread_lists
 from evener.tui.cli.options import SEARCH, TRAINING
 from evener.tui.text import parsing
 from evener.tui.text.parsing import REQUEST_HELP, make_request, parse_duration, parse_settings
@@ -155,3 +155,50 @@ def test_the_framework_of_a_file_is_what_it_imports(
     assert make_request(workload=f"{path}:build").framework == framework
     assert make_request(workload=f"{path}:build", framework="torch").framework == "torch"
     assert make_request(workload="package.module:build").framework == "tensorflow"
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "bounds"),
+    [
+        (["runs", "--most", "x"], "--most x", "a whole number of 1 or more"),
+        (["runs", "-n", "0"], "--most 0", "a whole number of 1 or more"),
+        (["--web-port", "70000"], "--web-port 70000", "a whole number from 0 to 65535"),
+        (["replay", "last", "--speed", "0"], "--speed 0.0", "a number from 0.1 to 1000"),
+    ],
+)
+def test_a_figure_out_of_bounds_is_told_them(
+    words: list[str], option: str, bounds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    assert capsys.readouterr().err == f"evener: {option} can't be used. Give {bounds}.\n"
+
+
+def test_help_knows_its_topics(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "launch"]) == 0
+    assert "Usage: evener launch" in capsys.readouterr().out
+    assert run(["help"]) == 0
+    assert "workload, balance, compare" in capsys.readouterr().out
+    assert run(["help", "plan"]) == 2
+    assert "There is no help on plan. Topics: workload, balance" in capsys.readouterr().err
+
+
+def test_a_browser_is_read_only_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--web", "--readonly", "--web-control"]) == 2
+    assert "Leave one of them out." in capsys.readouterr().err
+
+
+def test_a_comparison_goes_on_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the layouts that it began with; a search isn't one."""
+    pair = ["--devices", "sim:gtx1080ti,gtx1080", "--budget", "60s"]
+    assert run(["compare", *pair, "--layouts", "solo,even"]) == 0
+    capsys.readouterr()
+    assert run(["compare", "--resume", "last"]) == 0
+    resumed = capsys.readouterr().out
+    assert "even split" in resumed
+    assert "pack" not in resumed
+    assert run(["compare", "--resume", "last", "--layouts", "solo"]) == 2
+    assert "the layouts that it began with" in capsys.readouterr().err
+    assert run(["balance", *pair]) == 0
+    capsys.readouterr()
+    assert run(["compare", "--resume", "last"]) == 2
+    assert "evener balance --resume last" in capsys.readouterr().err

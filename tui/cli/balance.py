@@ -17,7 +17,7 @@ import typer
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison
 from evener.balancer.request import Job, Request
-from evener.balancer.run import begin, open_run
+from evener.balancer.run import Run, begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.trials import Outlook, dry_run
@@ -155,13 +155,15 @@ def compare(
         str | None,
         WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision."),
     ] = None,
+    resume: Annotated[
+        str | None, LENGTH("--resume", help="Continue a comparison: its run's id, or `last`.")
+    ] = None,
     export: ExportOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Compare single-device, even, split, packed and placed layouts; the fastest becomes the
     plan.
     """
-    resolved = take_in_comparison(request, parse_words(layouts), parse_words(knobs) or ())
 
     def show(
         session: Session, finished: Finished, labels: Sequence[str], steps: Sequence[str]
@@ -178,4 +180,24 @@ def compare(
         return ranking_json(session.report(), labels)
 
     check_export(export)
-    return run_session(Session(begin(resolved)), show, export, as_json, more)
+    if resume is not None:
+        run = _resume_comparison(request, resume, layouts or knobs)
+    else:
+        chosen = parse_words(layouts)
+        run = begin(take_in_comparison(request, chosen, parse_words(knobs) or ()))
+    return run_session(Session(run), show, export, as_json, more)
+
+
+def _resume_comparison(request: Request, resume: str, others: str | None) -> Run:
+    """The run that goes on; RequestError if it compared nothing, or if it is to compare others."""
+    if others:
+        raise RequestError(
+            "A comparison goes on with the layouts that it began with.",
+            "Leave --layouts and --try out, or start a new one.",
+        )
+    if runs.load_run(resume).header.request.compare is None:
+        raise RequestError(
+            f"The run {resume} is a search, not a comparison.",
+            f"Continue it: evener balance --resume {resume}",
+        )
+    return open_run(request, resume=resume)

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from evener.errors import EvenerError, RequestError
+from evener.printable import plain
 
 from .options import AsciiOption, DevicesOption, ReadonlyOption, ThemeOption
 from .output import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
@@ -103,6 +104,11 @@ def start(
     if context.invoked_subcommand is not None:
         _refuse_misplaced(context, context.invoked_subcommand)
         return
+    if readonly and web_control:
+        raise RequestError(
+            "--web-control lets the browser act, and --readonly forbids it.",
+            "Leave one of them out.",
+        )
     if web or web_control or web_port:
         from .monitor import show_in_browser
 
@@ -140,7 +146,12 @@ def show_help(
 
         typer.echo(workload_help())
         return
-    raise typer.Exit(run([*([topic] if topic else []), "--help"]))
+    if topic in _MODULES:
+        raise typer.Exit(run([topic, "--help"]))
+    topics = f"workload, {', '.join(_MODULES)}"
+    if topic is not None:
+        raise RequestError(f"There is no help on {plain(topic, 40)}.", f"Topics: {topics}.")
+    typer.echo(f"evener help TOPIC explains one of: {topics}.\nAll options: evener --help")
 
 
 def main(arguments: list[str]) -> int:

@@ -55,7 +55,11 @@ def list_runs(
     context: typer.Context,
     states: Annotated[
         str | None,
-        typer.Option("--state", help="Only these: running,finished,stopped,failed,unreadable."),
+        typer.Option(
+            "--state",
+            metavar="STATE,...",
+            help="Only these: running, finished, stopped, failed, unreadable.",
+        ),
     ] = None,
     workload: Annotated[
         str | None,
@@ -63,10 +67,16 @@ def list_runs(
     ] = None,
     order: Annotated[
         Literal["created", "workload", "samples/s", "time"] | None,
-        typer.Option("--sort", help="Sort by this, the newest or largest first. Default: created."),
+        typer.Option(
+            "--sort",
+            metavar="ORDER",
+            help="created, workload, samples/s or time; the newest or largest first. "
+            "Default: created.",
+        ),
     ] = None,
     most: Annotated[
-        int | None, typer.Option("--most", "-n", min=1, help="List at most this many runs.")
+        int | None,
+        typer.Option("--most", "-n", min=1, metavar="N", help="List at most this many runs."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
