@@ -49,7 +49,6 @@ class Together(kinds.Callback):  # type: ignore[misc]
         """The first process has written its files by then."""
         self.agree()
         self._engine.check_data(epoch_ends=True)
-        self._engine.share_retreats()
 
     def agree(self, *_: Any, **__: Any) -> None:
         """Stop if any process wants to."""

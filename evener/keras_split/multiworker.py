@@ -20,8 +20,6 @@ import keras
 import tensorflow as tf
 
 from ..errors import DeviceError, RequestError
-from ..live.files import Details, clean
-from ..live.reporter import DeviceTimes
 from ..shares.divisions import Cut
 from ..training.retreat import PassLimit, Retreat, say
 from .compatibility import COUNTS, PartKinds, overrides, warn, warn_sparse, warn_summed_metrics
@@ -85,12 +83,6 @@ class Workers:
         self.limit: PassLimit | None = PassLimit(
             group.rank
         )  # None: memory that runs out ends the training
-        self.retreats, self.retreat = (
-            0,
-            "",
-        )  # passes that ran out of memory, and the last of them in words
-        self.lines: list[str] = []  # of the retreats of all processes
-        self._unshared: list[str] = []  # of this one's
         self._named = device
         self.unchecked = True  # a training begins
         with tf.device("CPU:0"):
@@ -162,42 +154,9 @@ class Workers:
                 " give shuffle a seed."
             )
 
-    def describe(self, promised: float) -> tuple[Details, tuple[DeviceTimes]]:
-        """This process' details for the monitor; `promised` is the rate that the plan expects, in
-        samples/s.
-        """
-        work, step, spread = self.times.summarize()
-        details = Details(
-            training=self.group.name,
-            rank=self.group.rank,
-            world=self.group.size,
-            plan_samples_per_second=promised,
-            step_s=step,
-            step_spread=spread,
-            changes=tuple(self.rebalancing.changes) if self.rebalancing else (),
-            retreats=self.retreats,
-            retreat=clean(self.retreat),
-        )
-        return details, (work,)
-
     def note_retreat(self, retreat: Retreat) -> None:
-        """A pass ran out of memory, and smaller ones follow."""
-        self.retreats += 1
-        self.retreat = retreat.describe(self._named or self.group.device)
-        self._unshared.append(self.retreat)
-        say(self.retreat)
-
-    def share_retreats(self) -> None:
-        """Give every process the lines of all, for the journal that the first one keeps; all of
-        them call it.
-        """
-        text, self._unshared = "\n".join(self._unshared).encode(), []
-        (lengths,) = self.group.sum_now(
-            [tf.one_hot(self.group.rank, self.group.size, float(len(text)), 0.0)]
-        )
-        for rank in range(self.group.size):
-            if lengths[rank] > 0:
-                self.lines += self.group.share_text(text, rank).decode().splitlines()
+        """Print that a pass ran out of memory, and that smaller ones follow."""
+        say(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
@@ -313,7 +272,7 @@ class Workers:
         last = tf.concat([work, seen, inputs], 0)  # whose sum need not wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
         work, *seen = tf.split(last, 3)
-        self.times.note(own.rows, began, ready, work)
+        self.times.note(own.rows, work)
         if digest is not None:
             self._note_data(digest, *seen)
         left = iter(sums)

@@ -9,17 +9,13 @@ new shares.
 from __future__ import annotations
 
 import sys
-import time
-from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..live.files import MOST_CHANGES, ShareChange
-from ..live.reporter import DeviceTimes, middle, spread, sum_up
 from ..plan.file import Share
 from ..plan.solver import proportional_curves, read_curves
 from ..shares.divisions import Cut
@@ -74,8 +70,6 @@ class GroupStep(NamedTuple):
 
     number: int
     rows: int  # of the whole batch
-    began: float  # when it had its rows; seconds since the epoch
-    waiting_s: float  # of this process, from its last gradient until the sum over all
     own_work_s: tuple[float, ...]  # of each process, until its last gradient
 
 
@@ -87,7 +81,7 @@ class WorkTimes:
         self._size = size
         with tf.device(HOST):
             self._count = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-            self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 3 + size], tf.float64), trainable=False)
+            self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 1 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
         """Seconds since the epoch when these tensors were computed, in the graph."""
@@ -102,35 +96,21 @@ class WorkTimes:
         """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
-    def note(self, rows: Any, began: Any, ready: Any, own_works: Any) -> None:
-        """Keep a step: `ready` is when its last own gradient was, `own_works` the summed vector."""
-        waiting = self.now([own_works]) - ready
+    def note(self, rows: Any, own_works: Any) -> None:
+        """Keep a step of these rows; `own_works` is the summed vector."""
         with tf.device(HOST):
-            figures = [tf.cast(each, tf.float64) for each in (rows, began, waiting)]
-            row = tf.concat([tf.stack(figures), tf.cast(own_works, tf.float64)], 0)
+            row = tf.concat([[tf.cast(rows, tf.float64)], tf.cast(own_works, tf.float64)], 0)
             place = self._count.read_value() % KEPT_STEPS
             self._kept.scatter_update(tf.IndexedSlices(row, place))
             self._count.assign_add(1)
-
-    def summarize(self) -> tuple[DeviceTimes, float, float]:
-        """Own work and waiting, the seconds of a step, and their interquartile range over the
-        median; 0 if unknown.
-        """
-        steps = self.read()
-        lengths = [after.began - before.began for before, after in pairwise(steps)]
-        own, waiting = (
-            [step.own_work_s[self._rank] for step in steps],
-            [step.waiting_s for step in steps],
-        )
-        return sum_up(own, waiting), middle(lengths), spread(lengths)
 
     def read(self) -> list[GroupStep]:
         """The last steps, oldest first."""
         count, kept = int(self._count.numpy()), self._kept.numpy().tolist()
         steps = []
         for number in range(max(0, count - KEPT_STEPS), count):
-            rows, began, waiting, *own = kept[number % KEPT_STEPS]
-            steps.append(GroupStep(number, int(rows), began, waiting, tuple(own)))
+            rows, *own = kept[number % KEPT_STEPS]
+            steps.append(GroupStep(number, int(rows), tuple(own)))
         return steps
 
 
@@ -151,7 +131,6 @@ class GroupRebalancer:
         self._rank = rank
         self._steps = 0  # since the last window
         self._next = 0  # the first step of the next window
-        self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
         """Note that this number of steps was trained; every process calls it after the same
@@ -174,8 +153,5 @@ class GroupRebalancer:
         if change is None:
             return
         self._cut.change(change.shares, change.micros)
-        self.changes.append(
-            ShareChange(self._next, time.time(), before, change.shares, change.reason)
-        )
         if self._rank == 0:
             print(f"{change.describe(before)}\n", end="", file=sys.stderr, flush=True)

@@ -20,10 +20,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, optimizers
 
-from evener.balancer.store import runs
 from evener.errors import EvenerError
-from evener.keras_split import Report, Split, make_logical_cpus
-from evener.live.journal import RetreatEntry
+from evener.keras_split import Split, make_logical_cpus
 from evener.training import retreat
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import (
@@ -222,9 +220,8 @@ def beside_same(
     many = seeded(lambda: split.build(lambda: make(fuse)))
     fuse.bombs = {step: bomb for (who, step), bomb in bombs.items() if who == rank}
     said = StringIO()
-    report = Report(split, journal=True)
     with redirect_stderr(said):
-        history, rows = fit(many, fuse, callbacks=[report], **words)
+        history, rows = fit(many, fuse, **words)
     other = Fuse()
     calm = seeded(lambda: split.build(lambda: make(other)))
     own = sorted(step for who, step in bombs if who == rank)
@@ -243,18 +240,9 @@ def beside_same(
         "logs": difference(beside, history),
         "learned": digest(many),
         "left": len(fuse.bombs),
-        "retreats": report._describe()[0].retreats,
-        "journal": [] if rank else read_lines(),
         "said": said.getvalue().splitlines(),
         "rows": rows,
     }
-
-
-def read_lines() -> list[str]:
-    """The lines of retreats in this training's journal."""
-    training = runs.load_training(os.environ["EVENER_RUN"])
-    assert training is not None
-    return [entry.line for entry in training.entries if isinstance(entry, RetreatEntry)]
 
 
 def everything(fuse: Fuse) -> Model:

@@ -381,7 +381,7 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
 
     os.environ["XDG_RUNTIME_DIR"] = folder
     model = split.build(dense)
-    model.fit(X, Y, epochs=1, verbose=0, callbacks=[Report(split, samples=ROWS), Watch()])
+    model.fit(X, Y, epochs=1, verbose=0, callbacks=[Report(split), Watch()])
     last = seen[-1]
     return {
         "devices": [[device.id, device.batch] for device in last.devices],

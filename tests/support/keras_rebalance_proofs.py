@@ -7,6 +7,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 from unittest import mock
 
@@ -97,48 +99,47 @@ def change_back(split: Split) -> None:
 
 
 def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[str, Any]:
-    """With a process that is slow for a while, while each asks the monitor what it sees."""
+    """With a process that is slow for a while: the steps from which it trained by other shares,
+    what it printed of them, and the shares that the monitor read meanwhile.
+    """
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.02, 1.0  # every few steps are written
     change_back(split)
     slow = SlowRows(split.required_group.rank)
+    watch = Watch(split, slow)
     rows = np.resize(np.arange(len(x)), 24 * STEPS)
-    seen: list[Any] = []
+    said = StringIO()
 
     def fit(model: Any) -> Any:
-        hooks = getattr(model.fit, "hooks", None)
-        calls = [Report(split), Watch(seen, slow)] if hooks else []
-        with mock.patch.object(tf, "timestamp", slow.timestamp):
-            history = model.fit(
+        calls = [Report(split), watch] if hasattr(model.fit, "hooks") else []
+        with mock.patch.object(tf, "timestamp", slow.timestamp), redirect_stderr(said):
+            return model.fit(
                 x[rows], y[rows], batch_size=24, shuffle=False, verbose=0, callbacks=calls
             ).history
-        if hooks:
-            seen.append(hooks.engine.rebalancing.changes)
-        return history
 
     found = train_twice(split, lambda: make(slow), fit, traced=True)
-    changes, own = seen.pop(), [record.devices[0].own_work_s for record in seen if record.devices]
-    return found | {
-        "changes": [[change.step, change.after, change.reason] for change in changes],
-        "own": max(own, default=0.0),
-        "recorded": [change.after for change in seen[-1].changes],
-        "ranks": sorted({(record.rank, record.world, record.training) for record in seen}),
-    }
+    lines = [line for line in said.getvalue().splitlines() if " since step " in line]
+    return found | {"shares": watch.shares, "said": lines, "recorded": watch.recorded}
 
 
 class Watch(keras.callbacks.Callback):
-    """Counts the steps, and reads what the monitor would of this process."""
+    """Notes the shares of each step where they are new, and those that the monitor reads of this
+    process.
+    """
 
-    def __init__(self, seen: list[Any], slow: SlowRows) -> None:
+    def __init__(self, split: Split, slow: SlowRows) -> None:
         super().__init__()
-        self._seen, self._slow = seen, slow
+        self._split, self._slow = split, slow
+        self.shares: list[tuple[int, tuple[int, ...]]] = []  # from which step on
+        self.recorded: list[tuple[int, ...]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Rows are as slow as in this step."""
         self._slow.step = batch
+        if not self.shares or self.shares[-1][1] != self._split.shares:
+            self.shares.append((batch, self._split.shares))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After some steps."""
         if batch % 45 == 44:
-            self._seen.extend(
-                training for training in read_trainings() if training.pid == os.getpid()
-            )
+            own = [training for training in read_trainings() if training.pid == os.getpid()]
+            self.recorded += [tuple(device.batch for device in each.devices) for each in own]
