@@ -447,15 +447,18 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
             and one.layout.shares[position]
             and batch <= NEAR * one.layout.global_batch
         ]
-        fastest = max(wider, key=lambda one: one.throughput.value, default=None)
-        if fastest is None:
+        if not wider:
             yield LeftOut("device", label, "not_tried")
+        known = [one for one in wider if is_known(one.throughput)]
+        if not known:
             continue
+        fastest = max(known, key=lambda one: one.throughput.value)
         yield LeftOut(
             "device",
             label,
             "not_faster",
             list_samples(fastest.layout),
+            global_batch=fastest.layout.global_batch,
             loss=-printed_gain(fastest.throughput.value, chosen.throughput.value),
             samples_per_second=fastest.throughput.value,
         )

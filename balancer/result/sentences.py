@@ -396,8 +396,11 @@ def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
     """Why a device that works has no part in the plan."""
     for one in verdict.left_out:
         if one.reason == "not_faster" and verdict.figure.known:
+            whole = ""
+            if one.global_batch != verdict.chosen.global_batch:
+                whole = f" = {one.global_batch} samples"
             yield (
-                f"{one.name} is left out: the fastest split with it ({one.why}) reached "
+                f"{one.name} is left out: the fastest split with it ({one.why}{whole}) reached "
                 f"{rate(one.samples_per_second)} samples/s, {_write_less(one.loss)}."
             )
     untried = [one.name for one in verdict.left_out if one.reason == "not_tried"]

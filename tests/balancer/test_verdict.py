@@ -487,6 +487,11 @@ def test_a_device_that_is_left_out_says_why() -> None:
         "GPU:2 is left out: the fastest split with it (140 + 96 + 20) reached 990.0 samples/s, "
         "1.0 % less than the plan."
     )
+    larger = result(candidate("split", Layout("split", (140, 96, 40))), 990)
+    other = said(chosen, results=(chosen, larger), solos=solos)
+    assert any("(140 + 96 + 40 = 276 samples)" in line for line in other.remarks)
+    rough = result(candidate("split", Layout("split", (140, 96, 20))), 990, 0.5)
+    assert not any("left out" in x for x in said(chosen, results=(rough,), solos=solos).remarks)
     untried = said(chosen, results=(chosen,), solos=solos)
     assert any("no split with it was measured near 256 samples" in x for x in untried.remarks)
 

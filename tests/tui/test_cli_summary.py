@@ -252,7 +252,7 @@ def test_progress_follows_a_session() -> None:
     assert line.endswith("solo  GPU:0[64]: 128.0 samples/s ± 1.0 %")
     shown = screen(advance(state, observed))
     assert shown[1].startswith("█ GPU:0 ○ waits 128.0 at 64")
-    assert "best so far 128.0 ±1.6 %" in shown[3]
+    assert "128.0 ±1.6 %" in shown[3]
     assert shown[-2] == "checks the curve of both devices"
     assert shown[-1].startswith("1 probe, 0 out of memory, 6.0 s, at most 1 min 54 s left")
 
