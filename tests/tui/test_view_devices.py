@@ -22,7 +22,7 @@ from evener.devices.types import (
 from evener.tui.cli.monitor import snapshot_text
 from evener.tui.view.cells import span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DEVICES, DeviceRow, reason_letters, short_name
-from evener.tui.view.monitor import arrange, device_details, host_line, note_line
+from evener.tui.view.monitor import arrange, device_details, host_line, note_lines
 from evener.tui.view.table import Position
 from tests.support.tables import device_lines
 
@@ -198,8 +198,13 @@ def test_the_host_line_shows_figures_and_state(script: Any) -> None:
 
 
 def test_the_first_note_shows_and_the_others_are_counted() -> None:
-    assert note_line(("No driver.", "b"), 60).text == " ! No driver. (+1: see help)"
-    assert note_line((), 60).text == ""
+    assert [line.text for line in note_lines(("No driver.", "b"), 60)] == [
+        " ! No driver. (+1: see help)"
+    ]
+    assert note_lines((), 60) == ()
+    long = "No NVIDIA driver is here. So the CPU is used: CPU:0, CPU:1, with one core each." * 2
+    text = " ".join(line.text.strip(" !") for line in note_lines((long,), 80))
+    assert text == long, "no word is cut"
 
 
 def test_plain_text_has_no_colour_unless_asked(script: Any) -> None:

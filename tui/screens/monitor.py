@@ -25,7 +25,7 @@ from ..view.monitor import (
     device_details,
     host_line,
     identity,
-    note_line,
+    note_lines,
     nothing_there,
     process_details,
     process_rows,
@@ -82,13 +82,16 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     def _place_panels(self, snapshot: Snapshot, devices: int) -> None:
         notes = self.query_one("#notes", Lines)
-        notes.display = bool(snapshot.notes or self.evener.unread_alerts)
+        shown = self._notes(snapshot)
+        notes.display = bool(shown)
+        if notes.display and notes.outer_size.height != len(shown):
+            notes.styles.height = len(shown)
         filtering = self.query_one("#filter").has_class("-open")
         width, height = self.app.size
         self.place_panels(
             arrange(
                 width,
-                height - _BARS - notes.display - filtering,
+                height - _BARS - len(shown) - filtering,
                 self.settle_frames(),
                 devices,
                 len(snapshot.processes),
@@ -98,12 +101,14 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     def _draw_bars(self, snapshot: Snapshot) -> None:
         width = self.app.size.width
         self.query_one("#host", Lines).show((host_line(snapshot, width, self.state),))
-        app = self.evener
+        self.query_one("#notes", Lines).show(self._notes(snapshot))
+
+    def _notes(self, snapshot: Snapshot) -> tuple[Line, ...]:
+        """The newest alert that nobody has read, or else what is to be known of the machine."""
+        app, width = self.evener, self.app.size.width
         if app.unread_alerts:
-            note = alert_line(app.alerts[-1], app.unread_alerts, width)
-        else:
-            note = note_line(snapshot.notes, width)
-        self.query_one("#notes", Lines).show((note,))
+            return (alert_line(app.alerts[-1], app.unread_alerts, width),)
+        return note_lines(snapshot.notes, width)
 
     def on_list_panel_moved(self) -> None:
         """The graphs follow the device under the cursor."""

@@ -63,7 +63,8 @@ _SIMILAR: dict[int, int | str] = {
 
 def to_ascii(text: str) -> str:
     """`text` with every other character replaced by a similar ASCII one, cell for cell."""
-    text = text.replace("± ", "+-").replace("±\u00a0", "+-")  # two cells in both
+    for sign in ("± ", "±\u00a0", " ±"):  # two cells in both
+        text = text.replace(sign, "+-")
     return text.translate(_SIMILAR).encode("ascii", "replace").decode("ascii")
 
 

@@ -16,7 +16,7 @@ from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot,
 from evener.printable import plain
 
 from .alerts import Alert
-from .cells import Line, Mark, Span, Tone, cells, cut, line, span_cells, spread, text_lines
+from .cells import Line, Mark, Span, Tone, cells, cut, line, span_cells, spread, text_lines, wrap
 from .charts import (
     STATE_WORDS,
     bar,
@@ -133,14 +133,20 @@ def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
     return spread(left, (Span(f"{state} ", "warn"),) if state else (), width)
 
 
-def note_line(notes: Sequence[str], width: int) -> Line:
-    """The first note about the machine, and how many others there are."""
+MOST_NOTE_LINES = 3
+
+
+def note_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
+    """The first note about the machine, whole where it fits in a few lines, and how many others
+    there are.
+    """
     if not notes:
-        return Line()
+        return ()
     more = f" (+{len(notes) - 1}: see help)" if len(notes) > 1 else ""
-    room = max(0, width - 3 - len(more))
-    return line(
-        Span(f" {Mark.ALARM} ", "warn"), Span(cut(plain(notes[0], 400), room)), Span(more, "dim")
+    rows = wrap(plain(notes[0], 400) + more, max(4, width - 4), MOST_NOTE_LINES)
+    return tuple(
+        line(Span(f" {Mark.ALARM if place == 0 else ' '} ", "warn"), Span(row))
+        for place, row in enumerate(rows)
     )
 
 
@@ -280,7 +286,10 @@ def _token_facts(row: ProcessSample) -> tuple[Line, ...]:
     )
 
 
-NO_TRAINING = "No training reports here. PyTorch: Split, evener.report; Keras: Report(split)."
+NO_TRAINING = (
+    "No training reports here. Start one: evener run -- python train.py (nothing to change), or "
+    "evener launch plan.toml train.py. Without a GPU: evener demo. Key 2 finds the fastest split."
+)
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
 
 

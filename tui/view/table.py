@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from evener.printable import plain
 
-from .cells import Line, Mark, Span, Tone, cells, cut, fit, pad, span_cells
+from .cells import Line, Mark, Span, Tone, cells, cut, fit, pad, span_cells, text_lines
 
 RowT = TypeVar("RowT")
 Cell = Callable[[RowT, int], tuple[Span, ...]]  # of a row, in at most this many terminal cells
@@ -220,7 +220,7 @@ def table_lines(
             else table_row(grid.columns, widths, row, here)
         )
     if grid.nothing and not rows:
-        lines.append(Line((Span(f" {grid.nothing}", "dim"),)))
+        lines += text_lines(grid.nothing, width, max(1, room), "dim")
     return tuple(lines), first
 
 

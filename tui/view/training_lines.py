@@ -33,7 +33,12 @@ _MOST_TEXT = 8  # beside graphs
 
 
 def arrange_trainings(height: int, frame: int, trainings: int, ranks: int) -> dict[str, int]:
-    """The rows of each panel, frames included: some trainings, every rank, sentences, graphs."""
+    """The rows of each panel, frames included: some trainings, every rank, sentences, graphs.
+
+    Without a training there is one panel, which says how to get one.
+    """
+    if not trainings:
+        return {"#trainings": height, "#ranks": 0, "#causes": 0, "#training-graphs": 0}
     top = min(max(1, trainings), max(1, height // 4)) + 1 + frame
     middle = max(_LEAST_RANKS, min(ranks + 1 + frame, height - top - _LEAST_TEXT - frame))
     left = max(0, height - top - middle)
