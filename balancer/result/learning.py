@@ -4,6 +4,8 @@ where there is one.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from evener.training.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
@@ -12,16 +14,17 @@ from ..request import Request
 from ..search.report import SearchReport
 from ..verdict import Learning
 
-Point = tuple[
-    int, float, float
-]  # global batch, samples/s, samples/s in small batches that learn as fast
+# global batch, samples/s, samples/s in small batches that learn as fast
+Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
     """What a plan's batch is worth in learning, and its learning rate; None where neither the noise
     scale nor the script's own batch is known.
     """
-    layout, scale, own = report.chosen.layout, request.noise_scale, request.own_batch
+    layout = report.chosen.layout
+    scale = request.noise_scale
+    own = request.own_batch
     batch = layout.global_batch
     if not layout.traits.by_shares:
         return None
@@ -45,16 +48,9 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
     measured batches.
     """
     chosen = report.chosen
-    batch, frontier = chosen.layout.global_batch, list[Point]()
-    results = [
-        chosen if one.layout == chosen.layout else one for one in report.results
-    ]  # one figure for a layout
-    for one in sorted(results, key=lambda one: (one.layout.global_batch, -one.throughput.value)):
-        size, rate = one.layout.global_batch, one.throughput.value
-        if one.layout.traits.by_shares and (not frontier or rate > frontier[-1][1]):
-            frontier.append((size, rate, rate * worth(size, scale.safe_rows)))
+    batch = chosen.layout.global_batch
     value, low, high = (worth(batch, each) for each in (scale.safe_rows, scale.low, scale.high))
-    found = Learning(batch, scale, (value, low, high), tuple(frontier))
+    found = Learning(batch, scale, (value, low, high), _find_frontier(scale, report))
     if scale.high >= ENDLESS or own is None or own == batch or not report.own_rate:
         return found
     low, high = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
@@ -63,3 +59,21 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
         extra=(extra_rows(own, batch, scale.rows), low, high),
         speed=chosen.throughput.value / report.own_rate,
     )
+
+
+def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
+    """Each measured batch that is faster than all smaller ones, in rising order."""
+    chosen = report.chosen
+    # the chosen layout counts with the figure that the verdict has
+    results = [chosen if one.layout == chosen.layout else one for one in report.results]
+    shared = [one for one in results if one.layout.traits.by_shares]
+    shared.sort(key=lambda one: (one.layout.global_batch, -one.throughput.value))
+    frontier: list[Point] = []
+    fastest = -math.inf
+    for one in shared:
+        size = one.layout.global_batch
+        rate = one.throughput.value
+        if rate > fastest:
+            fastest = rate
+            frontier.append((size, rate, rate * worth(size, scale.safe_rows)))
+    return tuple(frontier)

@@ -161,7 +161,9 @@ class Workers:
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
         own = self.own_rows(data)
-        digest, began, metrics = _digest(data), self.times.now([own.size]), self._metrics(own)
+        digest = _digest(data)
+        began = self.times.now([own.size])
+        metrics = self._metrics(own)
         return self._finish(own, digest, began, metrics, *self._run(own))
 
     def finish_passes(
@@ -171,7 +173,8 @@ class Workers:
         before them.
         """
         own = self.own_rows(data)
-        digest, metrics = _digest(data), self._metrics(own, before)
+        digest = _digest(data)
+        metrics = self._metrics(own, before)
         assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
         shared = [update for update in result.updates if adds_up(update.kind)]
         starts = [tf.convert_to_tensor(update.state) for update in shared]
@@ -250,7 +253,8 @@ class Workers:
 
         `changes` are (value before the step, what own rows add) of each state in `result.updates`.
         """
-        loss, kind = result.loss, result.loss.dtype
+        loss = result.loss
+        kind = loss.dtype
         reached = {
             i: tf.convert_to_tensor(each)
             for i, each in enumerate(result.gradients)
@@ -258,10 +262,8 @@ class Workers:
         }
         added = [each for _, each in changes]
         ready = self.times.now([*reached.values(), *added, loss])
-        work, seen = (
-            self.times.spread(each, kind)
-            for each in (ready - began, 0 if digest is None else digest.labels)
-        )
+        work = self.times.spread(ready - began, kind)
+        labels = self.times.spread(0 if digest is None else digest.labels, kind)
         inputs = self.times.spread(0 if digest is None else digest.inputs, kind)
         ordered = [
             *sent,
@@ -269,14 +271,15 @@ class Workers:
             *added,
             *reversed(reached.values()),
         ]  # a backward pass has the last layer's first
-        last = tf.concat([work, seen, inputs], 0)  # whose sum need not wait for a clock
+        last = tf.concat([work, labels, inputs], 0)  # whose sum need not wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
-        work, *seen = tf.split(last, 3)
+        work, labels, inputs = tf.split(last, 3)
         self.times.note(own.rows, work)
         if digest is not None:
-            self._note_data(digest, *seen)
+            self._note_data(digest, labels, inputs)
         left = iter(sums)
-        summed, loss = [next(left) for _ in sent], next(left)
+        summed = [next(left) for _ in sent]
+        loss = next(left)
         for update, (start, _) in zip(result.updates, changes, strict=True):
             update.state.assign(start + next(left))
         reached = dict(zip(reversed(reached), left, strict=True))

@@ -35,7 +35,8 @@ class ChangingCut(Cut):
         """Cut by these weights from the next step on; `micros` count only if there were some from
         the beginning.
         """
-        self.weights, self.total = tuple(shares), sum(shares)
+        self.weights = tuple(shares)
+        self.total = sum(shares)
         self.micros = tuple(micros) if self.in_passes else ()
         self._edges.assign(self._list_edges())
         self._most.assign(tf.constant(micros or shares, tf.int64))
@@ -106,7 +107,8 @@ class WorkTimes:
 
     def read(self) -> list[GroupStep]:
         """The last steps, oldest first."""
-        count, kept = int(self._count.numpy()), self._kept.numpy().tolist()
+        count = int(self._count.numpy())
+        kept = self._kept.numpy().tolist()
         steps = []
         for number in range(max(0, count - KEPT_STEPS), count):
             rows, *own = kept[number % KEPT_STEPS]

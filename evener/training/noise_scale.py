@@ -57,7 +57,8 @@ def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     batch's mean gradient. Analysis of variance: between parts, sum_i n_i |g_i - g|^2 / (K - 1) has
     the mean tr(S), whatever the sizes and G. ValueError for fewer parts.
     """
-    parts, rows = sum(size > 0 for size in sizes), sum(sizes)
+    parts = sum(size > 0 for size in sizes)
+    rows = sum(sizes)
     if parts < 2:
         raise ValueError("noise is seen between two parts or more")
     noise = (weighted - rows * whole) / (parts - 1)
@@ -136,7 +137,8 @@ def _interval(
     A ratio r is in it if mean(noise) - r * mean(signal) is not surely different from 0. Where the
     signal isn't surely above 0 the interval has no upper end.
     """
-    a, b = _mean(weights, noise), _mean(weights, signal)
+    a = _mean(weights, noise)
+    b = _mean(weights, signal)
     parts = [weight / math.fsum(weights) for weight in weights]
     concentration = math.fsum(part * part for part in parts)
     correction = concentration / (1 - concentration)  # variance of the mean over that of a block
