@@ -203,7 +203,7 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     best = state.best
     compares = has_split(state) or len(labels) == 1
     if best is not None:
-        name = "best so far" if compares else "fastest alone so far"
+        name = "best so far" if compares else "fastest alone"
         found.append(_rival("plan", name, best.throughput, best.layout.shares, labels))
     evens = [
         each

@@ -1,5 +1,5 @@
-"""Makes README's moving picture, docs/pictures/evener.svg: the app of `evener demo`, from the
-search to new shares.
+"""Makes README's moving picture, docs/pictures/evener.svg: the app of `evener demo`, first the
+result, then the search that found it, then a training whose shares change.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SIZE = (110, 33)
 SEARCH_SECONDS = (1, 2, 3, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 24, 27, 30, 33, 36, 39, 42, 45, 48)
 TRAINING_SECONDS = (3, 6, 9, 11, 12, 13, 15, 17, 20, 23, 26, 30, 35, 40, 44, 46, 47, 50, 54, 58)
 FRAME_SECONDS, MONITOR_SECONDS, VERDICT_SECONDS, LAST_SECONDS = 0.45, 1.5, 5.0, 3.0
+FIRST_SECONDS = 4.0  # the result, before the story of how it was found
 LONGER = {
     9: 2.0,
     11: 2.0,
@@ -166,6 +167,7 @@ async def draw(at_seconds: float, host: HostSample, font: str) -> str:
                 await _wait(pilot, lambda: app.balance.ended)
             publisher.move(1)
             await keep(VERDICT_SECONDS if seconds == 1e9 else FRAME_SECONDS)
+        frames.insert(0, (frames[-1][0], FIRST_SECONDS))
         (plan,) = (event.plan for event in events if isinstance(event, Finished))
         publisher.training.train(plan)
         begun = publisher.clock

@@ -397,14 +397,13 @@ class BaseApp(App[int]):
         return tuple(seen.get(device.key) for device in self._session_devices)
 
     def start_training(self, arguments: Sequence[str], log: Path) -> None:
-        """Start a training by a plan, and show its log; RequestError while another one runs."""
+        """Start a training by a plan; RequestError while another one runs."""
         if self.training is not None and self.training.runs:
             raise RequestError(
                 f"A training runs here already: {self.training.command}.",
                 "Stop it on the Trainings screen, or start this one in another terminal.",
             )
         self.training = LocalTraining(arguments, log)
-        self.switch_mode("trainings")
 
     def change_interval(self, direction: int) -> None:
         """Sample more (-1) or less (1) often, in steps."""

@@ -1,32 +1,42 @@
-"""The app of `evener demo`: it searches over a simulated pair of cards, then trains on them by the
-plan.
+"""The app of `evener demo`: the result of a search over two simulated cards, how it was found, then
+a training by the plan.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from evener.balancer.store.runs import read_run
 from evener.devices.sampler import Sampler
+from evener.errors import EvenerError
+from evener.plan.file import Plan
 
 from .app import EvenerApp
 from .base_app import SessionEnded
-from .simulated_training import PAIR, TrainingSource
+from .simulated_training import HOT_FROM, HOT_UNTIL, PAIR, TrainingSource
 
-PACE = 0.25  # of real time that the search takes
+REPLAY_SPEED = 4.0  # times as fast as the search was
 INTERVAL_SECONDS = 0.5
 FIRST_SECONDS = 1.0
-READING_SECONDS = 12.0  # from the verdict to the training
+RESULT_SECONDS = 8.0  # to read the result, before how it was found
+READING_SECONDS = 8.0  # from the end of that to the training
+RESULT = "The result first: what two unlike cards gain when each gets the rows that it can do."
+STORY = "How it was found: each card alone, real splits, a race in turns. Four times real speed."
+TRAINING = f"A training by the plan. In {HOT_FROM:.0f} s SIM:0 gets hot: watch the shares follow."
+HOT = "SIM:0 is hot and slower: the other card gets more rows, and both end together again."
+COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: evener"
 
 
 class DemoApp(EvenerApp):
-    """The app, which opens the screens of a search and of a training by itself; every key works as
-    usual.
+    """The app, which opens the screens of a result, of its search and of a training by itself;
+    every key works as usual.
     """
 
     def __init__(self, **options: Any) -> None:
         self._cards = TrainingSource()
         publisher = Sampler(self._cards, INTERVAL_SECONDS)
         super().__init__(publisher, devices=PAIR, trainable=self._cards.devices(), **options)
+        self._plan: Plan | None = None
         self._trains = False
 
     async def on_mount(self) -> None:
@@ -35,26 +45,47 @@ class DemoApp(EvenerApp):
         """
         self.set_timer(FIRST_SECONDS, self._search)
 
+    def last_words(self, width: int | None) -> list[str]:
+        """The run is gone with the demo: what is left is the way on."""
+        return ["Nothing was measured, and nothing was kept. With your own cards: evener"]
+
     def _search(self) -> None:
         from evener.balancer.request import Request
 
-        self.start_session(Request(devices=PAIR, pace=PACE), self.trainable)
+        self.start_session(Request(devices=PAIR, pace=0.0), self.trainable)
         self.action_show("balance")
-        self.say(
-            "A search over two simulated cards, at four times real speed. All keys work; q quits."
-        )
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Leave time to read the verdict of the first search, then train by its plan."""
-        if not self._trains and not message.fault:
+        """Leave time to read the first result, then show how it was found, then train by it."""
+        finished = self.balance.finished
+        if message.fault or finished is None:
+            return
+        if self._plan is None:
+            self._plan = finished.plan
+            self._tell(RESULT)
+            self.set_timer(RESULT_SECONDS, self._tell_story)
+        elif self.replays and not self._trains:
             self._trains = True
             self.set_timer(READING_SECONDS, self._train)
 
+    def _tell_story(self) -> None:
+        """Replay the search, unless its screen was left for a new one."""
+        try:
+            record = read_run(self.last_run)
+        except EvenerError:
+            return
+        if not self.searches:
+            self.replay(record, REPLAY_SPEED)
+            self._tell(STORY)
+
     def _train(self) -> None:
-        if self.balance.finished is not None:
-            self._cards.train(self.balance.finished.plan)
+        if self._plan is not None:
+            self._cards.train(self._plan)
             self.action_show("trainings")
-            self.say(
-                "A simulated training by the plan. In ten seconds SIM:0 gets hot: watch the "
-                "shares follow."
-            )
+            self._tell(TRAINING)
+            self.set_timer(HOT_FROM, lambda: self._tell(HOT))
+            self.set_timer(HOT_UNTIL, lambda: self._tell(COOL))
+
+    def _tell(self, text: str) -> None:
+        """A caption of an act."""
+        self.notify(text, title="Demo: all keys work, q quits", timeout=7.0, markup=False)

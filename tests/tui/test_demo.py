@@ -62,12 +62,16 @@ def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
 async def test_the_app_goes_from_the_search_to_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By itself, and the screens stay the user's own: a key opens another one."""
-    for name in ("PACE", "FIRST_SECONDS", "READING_SECONDS"):
-        monkeypatch.setattr(demo, name, 0.0 if name == "PACE" else 0.05)
+    """By itself: the result, how it was found, the training. The screens stay the user's own: a
+    key opens another one.
+    """
+    for name in ("FIRST_SECONDS", "RESULT_SECONDS", "READING_SECONDS"):
+        monkeypatch.setattr(demo, name, 0.05)
+    monkeypatch.setattr(demo, "REPLAY_SPEED", 1000.0)
     app = demo.DemoApp()
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(pilot, lambda: app.balance.finished is not None, "the verdict")
+        await until(pilot, lambda: app.balance.finished is not None, "the result")
+        await until(pilot, lambda: app.replays, "how it was found")
         await until(pilot, lambda: app.current_mode == "trainings", "the training")
         await until(pilot, lambda: "SIM:1" in text(app, "#ranks"), "its ranks")
         await pilot.press("2")

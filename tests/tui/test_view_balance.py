@@ -153,7 +153,7 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     ]
     lanes = _text(lane_lines(state, 118, 9)[0])
     assert "1 346 at 1024" in lanes
-    assert "~1179 fits, 1310 not" in lanes, "1179 is a prediction: 1024 was the largest that ran"
+    assert "fits ~1179, 1310 not" in lanes, "1179 is a prediction: 1024 was the largest that ran"
 
 
 ALONE = re.compile(r"(GPU:\d)\[(\d+)[^\]]*\]: ([\d .]+) samples/s")
@@ -186,7 +186,7 @@ def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
     known = msgspec.structs.replace(
         state, belief=msgspec.structs.replace(state.belief, curves=(sketch,))
     )
-    assert " 1024 fits, 1310 not" in _text(lane_lines(known, 118, 9)[0])
+    assert " fits 1024, 1310 not" in _text(lane_lines(known, 118, 9)[0])
     assert [
         (largest_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)
     ] == [

@@ -22,7 +22,7 @@ from ..widgets.lists import Ticks
 from .balance_form import Setup
 from .base import PanelScreen
 from .dialogs import confirm
-from .run_dialogs import RunActions, errors_file, plan_dialog, train_dialog
+from .run_dialogs import RunActions, ask_to_train, errors_file, plan_dialog
 
 
 class BalanceScreen(RunActions, PanelScreen):
@@ -154,7 +154,7 @@ class BalanceScreen(RunActions, PanelScreen):
         """Write the plan and start the script by it, in this app."""
         finished = self.evener.balance.finished
         if finished is not None:
-            self.app.push_screen(train_dialog(self.evener, finished.plan, self.chosen_run))
+            ask_to_train(self.evener, finished.plan, self.chosen_run)
 
     def action_read_all(self) -> None:
         """Show everything that the search has come to, on a page."""

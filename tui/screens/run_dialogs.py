@@ -213,11 +213,18 @@ class TrainDialog(FieldDialog):
         return True
 
 
-def train_dialog(app: BaseApp, plan: Plan, run: str) -> TrainDialog:
-    """Starts the plan's script, by the file that the plan was written to, or by a new one."""
+def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
+    """Ask for the line that starts the plan's script, by the file that the plan was written to or
+    by a new one, and show the training once it has started.
+    """
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
-    return TrainDialog(plan, run, written or free, bool(written))
+
+    def show(started: bool | None) -> None:
+        if started:
+            app.switch_mode("trainings")
+
+    app.push_screen(TrainDialog(plan, run, written or free, bool(written)), show)
 
 
 def report_dialog(run: str) -> SaveDialog:

@@ -26,7 +26,7 @@ from ..widgets.lines import Lines
 from ..widgets.lists import SortedPanel
 from .base import SortedScreen
 from .dialogs import confirm
-from .run_dialogs import RunActions, errors_file, plan_dialog, train_dialog
+from .run_dialogs import RunActions, ask_to_train, errors_file, plan_dialog
 
 
 class RunPanel(SortedPanel[RunSummary]):
@@ -254,7 +254,7 @@ class RunsScreen(RunActions, SortedScreen):
         name = self.chosen_run
         with self.evener.saying_faults():
             plan = self._load(name).require_plan()
-            self.app.push_screen(train_dialog(self.evener, plan, name))
+            ask_to_train(self.evener, plan, name)
 
     def action_export(self) -> None:
         """Write the plan of the run under the cursor."""

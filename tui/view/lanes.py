@@ -154,9 +154,9 @@ def _largest_that_fits(lane: Lane) -> str:
 def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
     """Ways to write the largest batch that fits and the smallest that didn't, the longest first."""
     if wall is None:
-        return [(Span(f"{largest} fits") if largest else Span(Mark.NONE, "dim"),)]
+        return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
     walled = Span(f"{Mark.WALL}{wall}", "bad")
-    fits = Span(f"{largest} fits, " if largest else "")
+    fits = Span(f"fits {largest}, " if largest else "")
     return [(fits, Span(f"{wall} not", "bad")), (Span(largest), walled), (walled,)]
 
 

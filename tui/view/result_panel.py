@@ -20,7 +20,7 @@ from evener.printable import plain
 from ..text.summaries import rival_lines as rival_texts
 from ..text.summaries import share_table, write_search
 from .balance_lines import other_warnings, shares_bar, versus, versus_tone, warning_lines
-from .cells import Line, Mark, Span, cut, line, span_cells, text_lines, whole_lines
+from .cells import Line, Mark, Span, cut, line, pad, span_cells, text_lines, whole_lines
 from .search_log import LOG, log_rows
 from .table import whole_table
 
@@ -96,18 +96,18 @@ def gain_bars(state: SessionState, width: int) -> list[Line]:
         return []
     plan, top = shown[0], max(each.figure.value for each in shown)
     name_cells = min(WIDEST_NAME, max(len(PLAN_NAME), *(len(each.name) for each in shown)))
-    bar_cells = width - name_cells - GAIN_CELLS - 13
     lines = []
     for each in shown:
         name = PLAN_NAME if each is plan else each.name
-        lines.append(_gain_bar(each, plan, name, name_cells, bar_cells, top))
+        lines.append(_gain_bar(each, plan, name, name_cells, width, top))
     return lines
 
 
 def _gain_bar(
-    each: RivalRate, plan: RivalRate, name: str, name_cells: int, bar_cells: int, top: float
+    each: RivalRate, plan: RivalRate, name: str, name_cells: int, width: int, top: float
 ) -> Line:
     first = each is plan
+    bar_cells = width - name_cells - GAIN_CELLS - 13
     words = "" if first else versus(plan, each)
     spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
     if bar_cells >= LEAST_BAR:
@@ -115,7 +115,7 @@ def _gain_bar(
     number = rate(each.figure.value) if is_known(each.figure) else f"~{rate(each.figure.value)}"
     spans += (Span(f"{number:>10}", "speed" if first else "text"),)
     spans += (Span(f"  {words:<{GAIN_CELLS - 2}}", versus_tone(words)),)
-    return line(*spans)
+    return Line(pad(tuple(spans), width))
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
@@ -166,7 +166,10 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
     finished = state.finished
     if finished is None:
         return ()
-    lines = [*_headline(finished, width), Line(), *gain_bars(state, width), Line()]
+    head = _headline(finished, width)
+    if finished.found is None:
+        head = list(whole_lines(finished.verdict, width, "strong"))
+    lines = [*head, Line(), *gain_bars(state, width), Line()]
     lines += _text_section("", _verdict_texts(finished), width)
     steps = write_next_steps(state.run, finished, path, True)
     lines += _text_section("Next", steps, width)

@@ -172,7 +172,7 @@ def best_words(state: SessionState) -> str:
     points = best_over_time(state)
     if not points:
         return ""
-    kind = "best so far" if points[-1].together or has_split(state) else "fastest alone so far"
+    kind = "best so far" if points[-1].together or has_split(state) else "fastest alone"
     return f"{kind} {rate(points[-1].samples_per_second)} samples/s"
 
 

@@ -157,7 +157,7 @@ class SortedPanel(ListPanel[RowT]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s,f6", "next_sort", "Sort", show=False),
         Binding("S", "reverse", "Reverse", show=False),
-        Binding("space", "tag", "Mark"),
+        Binding("space", "tag", "Mark", key_display="Space"),
     ]
 
     def __init__(self, title: str, *, id: str, order: Order) -> None:  # noqa: A002 - Textual's name
@@ -235,7 +235,7 @@ class Ticks(ListPanel[tuple[str, str]]):
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "tick", "Tick"),
+        Binding("space", "tick", "Tick", key_display="Space"),
         Binding("enter", "tick", show=False),
     ]
 
