@@ -214,6 +214,10 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
         "escape": "Esc",
         "enter": "Enter",
         "up": "↑",
+        "left_square_bracket": "[",
+        "right_square_bracket": "]",
+        "left": "←",
+        "right": "→",
         "down": "↓",
         "pageup": "Page Up",
         "pagedown": "Page Down",
@@ -232,8 +236,10 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
             assert isinstance(binding, Binding)
             for key in binding.key.split(","):
                 name = names.get(key, key.upper() if key[1:].isdigit() else key)
+                if key.startswith("shift+"):
+                    name = "Shift"
                 assert binding.show or re.search(
-                    rf"(^|[ ,]){re.escape(name)}($|[ ,;])", page, re.MULTILINE
+                    rf"(^|[ ,]){re.escape(name)}($|[ ,;:])", page, re.MULTILINE
                 ), key
 
 

@@ -146,15 +146,29 @@ def test_the_longest_bar_is_the_fastest(events: Any) -> None:
     assert "+58.0 %" in alone.text
 
 
-def test_leaving_says_the_verdict_the_plan_and_how_to_go_on() -> None:
+def test_leaving_says_the_verdict_the_plan_and_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a search that advises its plan; simulated cards have nothing to train on."""
     run = _search(Request(devices=PAIR))
     said = "\n".join(leaving_lines(run, "", None))
     assert "826 + 571 on SIM:0 + SIM:1" in said
-    assert f"evener export {run} -o plan.toml" in said
+    assert "evener export" not in said
     assert f"evener balance --resume {run}" in said
+    found = load_run(run)
+    assert found.end is not None
+    assert found.end.found is not None
+    verdict = msgspec.structs.replace(found.end.found, simulated=False)
+    end = msgspec.structs.replace(found.end, found=verdict)
+    real = msgspec.structs.replace(found, end=end)
+    monkeypatch.setattr("evener.tui.text.leaving.runs.load_run", lambda _: real)
+    assert f"evener export {run} -o plan.toml" in "\n".join(leaving_lines(run, "", None))
     written = "\n".join(leaving_lines(run, "mine.toml", None))
     assert "plan written to mine.toml" in written
     assert "evener export" not in written
+
+
+def test_leaving_after_a_run_that_is_gone_says_so() -> None:
     assert "no run" in leaving_lines("20200101-000000-aaaa", "", None)[0].lower()
 
 

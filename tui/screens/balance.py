@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
-from evener.balancer.result.sentences import find_training_command
+from evener.balancer.result.sentences import find_training_command, recommends_plan
 from evener.balancer.session_state import SessionState
 
 from ..view.cells import Line
@@ -127,6 +127,7 @@ class BalanceScreen(RunActions, PanelScreen):
             return (
                 state.finished is not None
                 and not self.evener.readonly
+                and recommends_plan(state.finished)
                 and bool(find_training_command(state.finished.plan, "plan.toml"))
             )
         if action == "traceback":

@@ -318,7 +318,10 @@ class Setup(UsesApp, Vertical):
     def redraw(self) -> None:
         """Give the lists the rows that are left."""
         height = self.size.height - HINT_ROWS - 1
-        frame = 0 if self.screen.has_class("-bare") else 2
+        bare = self.screen.has_class("-bare")
+        frame = 0 if bare else 2
+        self.set_class(not bare and self.query_one("#more", OneOf).value == FEWER, "-roomy")
+        self.query_one("#fields").styles.max_height = max(LEAST_MODEL_ROWS, height)
         devices = max(1, min(len(self.evener.trainable), MOST_DEVICE_ROWS))
         plain_rows = sum(row.display for row in self.query(".field")) - 2
         spare = height - frame - devices - plain_rows

@@ -65,15 +65,17 @@ def count_rows(state: SessionState, width: int) -> int:
 
 
 def _headline(finished: Finished, width: int) -> list[Line]:
-    """The figure, and the layout that has it: side by side where they fit."""
+    """What to do, then the figure and the layout that has it: side by side where they fit."""
     if finished.found is None:  # of an older version, which kept its text alone
         return list(text_lines(finished.verdict, width, 6, "strong"))
     written = write_verdict(finished.found)
+    advice = text_lines(written.advice, width, 3, "strong") if written.advice else ()
     figure, answer = Span(f" {plain(written.figure)}", "speed"), plain(written.answer)
     beside = Span(f"{BETWEEN}{answer}", "strong")
     if span_cells((figure, beside)) <= width:
-        return [line(figure, beside)]
+        return [*advice, line(figure, beside)]
     return [
+        *advice,
         *text_lines(written.figure, width, 3, "speed"),
         *text_lines(answer, width, 6, "strong"),
     ]
