@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -243,3 +244,20 @@ def test_a_stale_snapshot_keeps_its_values_and_says_their_age() -> None:
     assert old.devices[0].power_watts.state is State.UNSUPPORTED
     assert old.processes[0].cpu_percent.age_seconds == 7.0
     assert "7 s" in old.notes[0]
+
+
+def test_a_history_forgets_what_nobody_reports_any_more() -> None:
+    """Its memory is flat once it is full, however many trainings come and go."""
+    history = History(10)
+    for tick in range(200):
+        device = Device(f"gpu-{tick // 40}", 0, "GPU", "gpu", None)
+        sample = DeviceSample(device=device, utilization_percent=value(tick))
+        seen = msgspec.structs.replace(snapshot(), at_seconds=float(tick), devices=(sample,))
+        history.add(seen)
+    assert history.count == 200
+    assert history.times(3) == (197.0, 198.0, 199.0)
+    assert history.values("gpu-4", "utilization_percent", 2) == (198.0, 199.0)
+    assert history.values("gpu-0", "utilization_percent", 2) == (None, None)
+    kept = [len(column) for column in history._columns.values()]
+    assert len(kept) == 1
+    assert kept[0] < 20

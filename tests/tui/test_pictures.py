@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from evener.devices.types import Snapshot, value
 from tests.support.pilots import text, until
 
 MADE_WITH = ("3.11", "8.2.8")
@@ -36,6 +37,24 @@ async def _drawn(pilot: Pilot[Any]) -> None:
     await pilot.pause(0.1)
 
 
+def _two_minutes(script: Any, count: int) -> list[Snapshot]:
+    """A reading a second, in which every device is busy to another degree each time."""
+    snapshots = []
+    for second in range(130):
+        samples = tuple(
+            script.sample(
+                index,
+                utilization_percent=value(40 + (7 * second + 13 * index) % 60),
+                temperature_celsius=value(50 + (second + 20 * index) // 8),
+                power_watts=value(300 + (11 * second + 29 * index) % 390),
+            )
+            for index in range(count)
+        )
+        at_seconds = script.snapshot().at_seconds - 129 + second
+        snapshots.append(script.snapshot(count, devices=samples, at_seconds=at_seconds))
+    return snapshots
+
+
 @pytest.mark.parametrize(
     ("count", "size", "theme"),
     [
@@ -54,6 +73,5 @@ def test_the_monitor_looks_as_it_did(
     size: tuple[int, int],
     theme: str,
 ) -> None:
-    assert snap_compare(
-        app_of(script.snapshot(count), theme=theme), terminal_size=size, run_before=_drawn
-    )
+    app = app_of(*_two_minutes(script, count), theme=theme)
+    assert snap_compare(app, terminal_size=size, run_before=_drawn)

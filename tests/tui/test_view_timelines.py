@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -153,10 +154,32 @@ def test_the_axis_has_round_times(script: Any) -> None:
     samples = _samples(script, 1)
     past = Kept(script, samples, 400)
     plan = place_graphs(samples, past, 198, 8)
-    for per_dot, label in ((1, "15 s"), (5, "2 min")):
+    for per_dot, label in ((1, "30 s"), (5, "2 min")):
         axis = _drawn(script, plan, past, 198, per_dot=per_dot)[-1]
         assert f"┴{label}" in axis
         assert "now" in axis
+
+
+@pytest.mark.parametrize("per_dot", [1, 2, 3, 5, 10])
+def test_labels_of_the_axis_never_touch(script: Any, per_dot: int) -> None:
+    samples = _samples(script, 1, **dict.fromkeys(("power_watts",), UNSUPPORTED))
+    past = Kept(script, samples, 600)
+    for width in range(40, 260, 7):
+        plan = place_graphs(samples, past, width, 6)
+        axis = _drawn(script, plan, past, width, per_dot=per_dot)[-1]
+        for label in axis.split("┴")[1:]:
+            assert re.match(r"(\d+ s|\d+ min|\d+:\d\d|[\d.]+ h) ", label), axis
+
+
+def test_what_is_nought_everywhere_has_no_graph_without_an_upper_end(script: Any) -> None:
+    """Samples/s of idle simulated devices; idle utilisation has its graph."""
+    idle = _samples(script, 2, samples_per_second=value(0), utilization_percent=value(0))
+    past = Kept(script, idle, 1)
+    plan = place_graphs(idle, past, 198, 20)
+    assert plan is not None
+    fields = [each.field for each in plan.metrics]
+    assert "samples_per_second" not in fields
+    assert "utilization_percent" in fields
 
 
 def test_one_scale_makes_devices_comparable(script: Any) -> None:

@@ -27,7 +27,7 @@ LEAST_ROWS, MOST_ROWS = 2, 14  # of a graph
 COLDEST = 20.0  # °C, the lower end of temperatures
 SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # seconds that graphs may show
 _ROUND_SECONDS = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 86400)
-_CELLS_PER_LABEL = 8
+_CELLS_PER_LABEL = 9
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)  # dots of a braille sign's left column, from below
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
@@ -171,8 +171,9 @@ def place_graphs(
 
 def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
     """True if a device reports a metric, or did in the ticks that are kept."""
-    if getattr(sample, metric.field).value is not None:
-        return True
+    value = getattr(sample, metric.field).value
+    if value or (value is not None and metric.top(sample)):
+        return True  # a figure without an upper end, as samples/s, shows nothing while it is 0
     return any(past.history(sample.device.key, metric.field, HISTORY_TICKS))
 
 
@@ -240,7 +241,10 @@ def _label(sample: DeviceSample, rows: int, chosen: bool) -> list[tuple[Span, ..
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if chosen else " "
     first = (Span(mark, "strong"), Span(fit(label, room), "strong"), Span(" "))
-    name = (Span(" "), Span(fit(short_name(sample.device.name), room), "dim"), Span(" "))
+    product = short_name(sample.device.name)
+    if len(product) > room:
+        product = product.removeprefix("GTX ").removeprefix("RTX ")
+    name = (Span(" "), Span(fit(product, room), "dim"), Span(" "))
     blank = (Span(" " * LABEL_CELLS),)
     return [first, name, *[blank] * rows][:rows]
 
@@ -382,5 +386,5 @@ def _ago(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 3600:
         minutes, rest = divmod(int(seconds), 60)
-        return f"{minutes}:{rest:02} min" if rest else f"{minutes} min"
+        return f"{minutes}:{rest:02}" if rest else f"{minutes} min"
     return f"{seconds / 3600:g} h"
