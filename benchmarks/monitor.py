@@ -51,17 +51,23 @@ class Empty(App):
     def compose(self): yield Static("READY")
 Empty().run()
 """
-EVENER = f"import sys; from evener.tui.start import run_app; sys.exit(run_app({DEVICES!r}))"
+EVENER = f"""
+import sys
+from evener.tui import start
+start._is_first_start = lambda options: False  # its card would lie over the Monitor
+sys.exit(start.run_app({DEVICES!r}))
+"""
 LOADED = f"""
 import sys
-from evener.tui.start import run_app
+from evener.tui import start
+start._is_first_start = lambda options: False
 from evener.devices.sampler import Sampler
 def loaded(self, *subscriber):
     for place, _ in enumerate(self.source.devices()):
         self.source.set_load(place, 1100.0 - 40 * place, 600)
     begin(self, *subscriber)
 begin, Sampler.start = Sampler.start, loaded
-sys.exit(run_app({DEVICES!r}))
+sys.exit(start.run_app({DEVICES!r}))
 """
 NVITOP = "from nvitop.cli import main; main()"
 ONCE = ("evener.__main__", ["monitor", "--once", "--devices", DEVICES])
