@@ -268,8 +268,7 @@ def run_compared(call: ExchangeCall) -> Any:
         "_all_gather_base": _gather_to_tensor,
     }
     same_rows = len({shape[1:] for shape in shapes}) == 1 and own.ndim == len(shapes[0])
-    whole = all(each._base is None for each in each_tensor_in(call.filled))
-    if call.name not in gathers or not same_rows or not whole:
+    if call.name not in gathers or not same_rows or not _can_all_fill(call):
         raise RequestError(
             f"Since shares have left even, ranks have tensors of different sizes to exchange by "
             f"{call.words}: {', '.join(map(str, shapes))}.",
@@ -289,6 +288,16 @@ class _Complete:
     def is_completed(self) -> bool:
         """It is."""
         return True
+
+
+def _can_all_fill(call: ExchangeCall) -> bool:
+    """True if no rank gathers into a part of another tensor, which can't get another size; every
+    rank calls it, as only some may gather.
+    """
+    can = all(each._base is None for each in each_tensor_in(call.filled))
+    every = torch.tensor(int(can), device=call.given.device)
+    dist.all_reduce(every, dist.ReduceOp.MIN, group=call.bound.arguments.get("group"))
+    return bool(every)
 
 
 def _is_member(group: Any) -> bool:

@@ -124,13 +124,17 @@ def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(
     assert "its ranks step at different rates" in words
 
 
-def test_rows_that_are_added_up_once_shares_are_uneven_end_the_program(
-    server: RankServer, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("rows added up later", "all_reduce"), ("rows gathered into parts later", "gather")],
+)
+def test_rows_that_are_exchanged_once_shares_are_uneven_end_the_program(
+    server: RankServer, tmp_path: Path, name: str, call: str
 ) -> None:
     """On every rank, where the process group itself would abort the process."""
-    kind, words = run(server, tmp_path, "exchanged", "rows added up later")
+    kind, words = run(server, tmp_path, "exchanged", name)
     assert kind == "ended"
-    assert "different sizes to exchange by all_reduce (run_exchanged.py:" in words
+    assert f"different sizes to exchange by {call} (run_exchanged.py:" in words
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text())[1] for rank in (0, 1)]
     assert all(each["broke"] == ranks[0]["broke"] for each in ranks)
 
