@@ -207,6 +207,13 @@ class EvenerApp(BaseApp):
             lines += self.training.last_words()
         return lines
 
+    def get_key_display(self, binding: Binding) -> str:
+        """A key as every page spells it: Space, Enter, Ctrl-S."""
+        shown = super().get_key_display(binding)
+        if shown.startswith("^") and len(shown) > 1:
+            return f"Ctrl-{shown[1:].upper()}"
+        return "Space" if shown == "space" else shown
+
     def action_help(self) -> None:
         """Open the help page."""
         from .screens.dialogs import DetailsDialog, help_lines

@@ -44,6 +44,14 @@ async def test_a_command_does_what_its_key_does(app_of: Any) -> None:
         assert not await _found(app, "delete"), "keys of other screens don't work here"
 
 
+async def test_keys_are_spelled_as_on_every_page(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: "Ctrl-S Start" in text(app, "#keys"), "the form's keys")
+        assert "^" not in text(app, "#keys")
+
+
 async def test_what_has_no_effect_is_not_offered(app_of: Any) -> None:
     app = app_of(readonly=True)
     async with app.run_test(size=(120, 40)) as pilot:
