@@ -74,6 +74,15 @@ class PicturePublisher:
             self._history.add(snapshot)
         subscriber(snapshot)
 
+    @property
+    def ticks(self) -> int:
+        """How many ticks there were."""
+        return self._history.count
+
+    def times(self, newest: int = 600) -> tuple[float, ...]:
+        """When the newest ticks were."""
+        return self._history.times(newest)
+
     def _set_loads(self, tick: int) -> None:
         for place, (speed, share) in enumerate(self._speeds):
             works = tick > 20 + 7 * place and not 80 < tick < 92

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from evener.balancer.events import Finished, ProbeStarted
 from evener.balancer.journal import ObservationEntry
 from evener.balancer.request import Request
+from evener.balancer.result.sentences import write_verdict
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.session_state import SessionState, advance
@@ -234,3 +235,16 @@ async def test_runs_are_compared_in_the_app_with_six_keys(app_of: Any) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, DetailsDialog), "the whole run")
         await until(pilot, lambda: "Every measurement" in app.screen.query_one("Text").text, "it")
+
+
+def test_the_advice_of_a_result_comes_first_and_once() -> None:
+    run = load_run(_search(Request(devices=PAIR)))
+    assert run.end is not None
+    assert run.end.found is not None
+    state = msgspec.structs.replace(
+        SessionState(devices=("SIM:0", "SIM:1")), finished=run.end, ended=True
+    )
+    advice = write_verdict(run.end.found).advice
+    assert advice
+    rows = [row.text.strip() for row in result_lines(state, 198, 40, ())]
+    assert [row for row in rows if row == advice] == [rows[0]]

@@ -133,8 +133,7 @@ def _remarks(finished: Finished, width: int) -> list[Line]:
     written = _written(finished)
     doubts = written.doubts if written is not None else ()
     remarks = written.remarks if written is not None else ()
-    lines = list(text_lines(written.advice, width, 3)) if written and written.advice else []
-    lines += list(warning_lines([*doubts, *other_warnings(finished)], width))
+    lines = list(warning_lines([*doubts, *other_warnings(finished)], width))
     for remark in remarks:
         lines += text_lines(remark, width, 3, "dim")
     return lines
@@ -198,7 +197,7 @@ def _verdict_texts(finished: Finished) -> list[str]:
         return []
     doubts = [f"{Mark.ALARM} {doubt}" for doubt in written.doubts]
     warnings = [f"{Mark.ALARM} {warning}" for warning in other_warnings(finished)]
-    texts = (written.advice, written.gains, *doubts, *warnings, *written.remarks)
+    texts = (written.gains, *doubts, *warnings, *written.remarks)
     return [text for text in texts if text]
 
 

@@ -168,11 +168,13 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 
 
 def best_words(state: SessionState) -> str:
-    """The best so far in a few words; of devices alone, until a split was measured."""
+    """The fastest measurement so far in a few words; until a split was measured, of devices
+    alone.
+    """
     points = best_over_time(state)
     if not points:
         return ""
-    kind = "best so far" if points[-1].together or has_split(state) else "fastest alone"
+    kind = "fastest measured" if has_split(state) else "fastest alone"
     return f"{kind} {rate(points[-1].samples_per_second)} samples/s"
 
 
