@@ -178,8 +178,8 @@ def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[st
     lines = []
     if found.simulated:
         lines.append(
-            "simulated: the devices' speeds are written down, nothing was measured on hardware, "
-            "and seconds are simulated ones"
+            "simulated: the devices' speeds are written down, not measured on hardware, and "
+            "seconds are simulated ones"
         )
     framework = "" if plan.framework == "none" else f" with {plan.framework}"
     if plan.workload:
