@@ -5,6 +5,7 @@ of.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NoReturn
@@ -266,10 +267,16 @@ def _warn_local_statistics(model: Any) -> None:
         )
 
 
+# models that were warned of sparse gradients: a step is traced several times, by audits too
+_WARNED_OF_SPARSE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def warn_sparse(model: Any, weights: Sequence[Any]) -> None:
-    """Warn of weights whose gradient is sparse, as of a table of which rows are taken: Keras clips
-    and squares its rows one by one, and here there is only their sum.
+    """Warn once of weights whose gradient is sparse, as of a table of which rows are taken: Keras
+    clips and squares its rows one by one, and here there is only their sum.
     """
+    if model in _WARNED_OF_SPARSE:
+        return
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     kind = type(optimizer)
     clips = any(
@@ -280,6 +287,7 @@ def warn_sparse(model: Any, weights: Sequence[Any]) -> None:
     ):
         return
     if weights:
+        _WARNED_OF_SPARSE.add(model)
         effect = (
             "it is clipped otherwise"
             if clips
