@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .live.reporter import report
     from .plan.file import Plan, load_plan
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["Plan", "__version__", "load_plan", "report"]
 
 _HOMES = {
