@@ -74,6 +74,7 @@ memory_per_sample_mib = 4.0
 curve = [[64, 60.0], [512, 400.0]]
 """
 WORDS = {
+    "action",
     "why_not",
     "stopped",
     "engine",
