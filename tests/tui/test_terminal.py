@@ -21,10 +21,6 @@ import psutil
 import pytest
 
 RUN = "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))"
-# in the form
-SYNTHETIC = (
-    "from evener.workloads import registry; registry.default_name = lambda *_: 'synthetic'; "
-)
 BREAK = """
 import sys
 from evener.tui.start import run_app
@@ -106,8 +102,13 @@ Open = Callable[..., Terminal]
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Open]:
-    """Opens terminals with a state folder of their own, and closes them."""
+    """Opens terminals with a state folder of their own, and closes them. A run is in it: the first
+    start of all would ask where to begin, and its card takes the keys.
+    """
     opened: list[Terminal] = []
+    run = tmp_path / "evener" / "runs" / "20260101-000000-0000"
+    run.mkdir(parents=True)
+    (run / "journal.jsonl").touch()
 
     class Opened(Terminal):
         def __init__(self, code: str, redirect: str = "") -> None:
@@ -133,7 +134,7 @@ def test_the_app_leaves_the_terminal_as_it_was_wherever_stderr_goes(
     one = terminal(
         f"{code}print('after', file=sys.stderr); sys.exit(code)", redirect.format(file=log)
     )
-    one.read_until(b"GTX 1080 Ti")
+    one.read_until(b"1080 Ti")
     one.press(b"q")
     assert one.wait() == 0
     assert one.seen.rindex(ALTERNATE_SCREEN_OFF) > one.seen.rindex(ALTERNATE_SCREEN_ON)
@@ -157,14 +158,14 @@ def test_a_signal_to_go_on_as_the_app_ends_leaves_no_reader(terminal: Open) -> N
     would never end.
     """
     one = terminal(CONTINUED)
-    one.read_until(b"GTX 1080 Ti")
+    one.read_until(b"1080 Ti")
     one.press(b"q")
     assert one.wait() == 0
 
 
 def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: Open, tmp_path: Path) -> None:
     one = terminal(BREAK)
-    one.read_until(b"GTX 1080 Ti")
+    one.read_until(b"1080 Ti")
     one.press(b"r")
     assert one.wait() == 70
     logs = list(tmp_path.rglob("crash-*.log"))
@@ -178,10 +179,10 @@ def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: Open, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
 def test_no_probe_child_outlives_the_app(terminal: Open, ending: signal.Signals) -> None:
-    one = terminal(SYNTHETIC + RUN.format(devices="cpu"))
+    one = terminal(RUN.format(devices="cpu"))
     one.read_until(b"CPU:1")
     one.press(b"2")
-    one.read_until(b"Options")
+    one.read_until(b"global batch")
     one.press(b"\x13")
     app = psutil.Process(one.child.pid)
     deadline = time.monotonic() + 60
