@@ -12,8 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
-from threading import Thread, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any, cast
 from zlib import crc32
 
@@ -194,16 +193,19 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
 STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
 
 
-@cache
+_listens = Event()  # set once this process hears of Ctrl-C by a thread
+
+
 def end_when_stuck() -> None:
     """Let Ctrl-C end this process also where it waits for other ranks in a library's call that
     doesn't hear of it.
 
     Python's own handler runs once the call is over, and that of NCCL on the other ranks' GPUs never
-    is.
+    is. Where it can't be done now, off the main thread or beside another library that listens, a
+    later call tries again.
     """
     hears, heard = signal.getsignal(signal.SIGINT), [0.0]
-    if current_thread() is not main_thread() or not callable(hears):
+    if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):
         return
 
     def hear(number: int, frame: Any) -> Any:
@@ -215,7 +217,10 @@ def end_when_stuck() -> None:
     before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
     if before != -1:  # another library listens
         signal.set_wakeup_fd(before)
+        os.close(ear)
+        os.close(mouth)
         return
+    _listens.set()
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     signal.signal(signal.SIGINT, hear)
 

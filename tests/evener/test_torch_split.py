@@ -577,6 +577,36 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_ignores_it(tmp_path: Path) -
         assert "a call didn't come back for 0.5 s after Ctrl-C" in child.stderr.read()
 
 
+REFUSED_FIRST = """
+import os, signal, socket
+from threading import Thread
+from evener.torch_split import collectives
+hears = signal.getsignal(signal.SIGINT)
+thread = Thread(target=collectives.end_when_stuck)
+thread.start()
+thread.join()
+other, _ = socket.socketpair()
+other.setblocking(False)
+signal.set_wakeup_fd(other.fileno())
+opened = len(os.listdir("/proc/self/fd"))
+collectives.end_when_stuck()
+assert len(os.listdir("/proc/self/fd")) == opened
+assert signal.set_wakeup_fd(-1) == other.fileno()
+assert signal.getsignal(signal.SIGINT) is hears
+collectives.end_when_stuck()
+assert signal.getsignal(signal.SIGINT) is not hears
+print("listens")
+"""
+
+
+def test_ctrl_c_is_heard_after_calls_that_could_not_listen() -> None:
+    """Off the main thread, and beside another library that listens."""
+    ended = subprocess.run(
+        [sys.executable, "-c", REFUSED_FIRST], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.stdout, ended.returncode) == ("listens\n", 0), ended.stderr
+
+
 HANDLES = """
 import os, signal, time
 from evener.torch_split import collectives
