@@ -90,9 +90,11 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """Work that reports events: on the thread of whoever calls `run`, or on one of its own, of
-    which `events` are read. `_work` reports by `_emit`, waits for `_going` before it begins
-    something, and ends at `_halt`.
+    """Work that reports events as it goes.
+
+    `run` does it on the caller's thread. Otherwise it has a thread of its own, and the caller reads
+    `events`. A subclass does its work in `_work`: it reports with `_emit`, waits for `_going`
+    before each thing it begins, and ends once `_halt` is set.
 
     A signal that interrupts the reader of the events doesn't break it: the handler calls `stop`,
     and reading goes on.

@@ -360,7 +360,8 @@ class Hosts:
         """The addresses where a group's ranks can meet, each on its device's host.
 
         Their ports are free at this moment. On one host they are on loopback, but PyTorch's ranks
-        meet in a file there: whoever reaches the port of its store could write to it.
+        meet in a file there: any user of the machine could connect to a store's port and write to
+        it.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":

@@ -28,8 +28,8 @@ MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scal
 LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
 OPEN_SERVERS = (
-    "TensorFlow's engine multiworker listens on every address of this machine, and whoever reaches "
-    "its ports can run code as you: docs/security.md."
+    "TensorFlow's engine multiworker listens on all network addresses of this machine. Anyone who "
+    "can connect to its ports can run code as you: see docs/security.md."
 )
 MOST_HELD = 256  # ports that were found
 

@@ -523,11 +523,11 @@ def _percent_lost(gain: float) -> str:
 def _say_packs(verdict: Verdict) -> Iterator[str]:
     """Packs and placements: what the best of each loses, and which of them tie."""
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
-    told: set[str] = {verdict.chosen.kind}
+    said: set[str] = {verdict.chosen.kind}
     for one in others:
-        if one.kind in told or one.gain is None or one.tie or one.gain < 0:
+        if one.kind in said or one.gain is None or one.tie or one.gain < 0:
             continue
-        told.add(one.kind)
+        said.add(one.kind)
         in_turn = f", {ALTERNATELY}" if one.paired else ""
         at = f" at {one.global_batch} samples" if one.global_batch != _batch(verdict) else ""
         name = one.name[:1].upper() + one.name[1:]

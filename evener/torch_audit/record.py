@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 import evener
 
 from ..torch_rows.structure import address, tensors_in
+from .nested_values import is_arithmetic, leaves_in, map_nested, nested_tensors
 from .randomness import RandomState
 from .state import kept_state
 
@@ -36,19 +37,6 @@ _MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
 # the part of a loss by which it may differ when it is computed again
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_AGAIN = 3e-2
-# functions, also in place, whose numbers are part of what they compute
-_NUMBERS = {
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "truediv",
-    "add",
-    "sub",
-    "pow",
-    "lerp",
-}
 # whose lines are no program's
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, evener.__file__))
 NOT_THIS_BATCH = "its loss isn't computed from the batch that its loader gave last"
@@ -120,7 +108,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.losses = 0  # from which a backward pass began
         # numbers that weights and gradients are used with after the backward pass
         self.uses: tuple[float, ...] = ()
-        self.by_hand = False  # whoever calls backward says when it is over, by `end_backward`
+        self.by_hand = False  # the caller of backward ends it itself, by `end_backward`
         self.steps = False  # an optimizer, of which nothing is noted
         # its models exchange gradients, as far as was seen until it was closed
         self.exchanges = False
@@ -198,12 +186,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         from_model: bool = False,
         draw: GeneratorState | None = None,
     ) -> None:
-        given = {id(each) for each in _tensors((arguments, keywords))}
+        given = {id(each) for each in nested_tensors((arguments, keywords))}
         gradients = torch.is_grad_enabled()
         led = (from_model and gradients) or bool(given & self._from_model)
         if function in _READS and led and self._first_read is None:
             self._first_read = len(self._tape)
-        made = list(_tensors(result))
+        made = list(nested_tensors(result))
         if not made:
             return
         device = made[0].device.type
@@ -214,7 +202,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self._made.setdefault(id(each), []).append(len(self._tape))
             if led:
                 self._from_model.add(id(each))
-        place = _find_place() if _is_arithmetic(function) else ""
+        place = _find_place() if is_arithmetic(function) else ""
         entry = WrittenCall(
             function, arguments, keywords, result, cast, draw, place, from_model, gradients
         )
@@ -238,7 +226,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Note the numbers that weights or gradients are used with, as in an average of the weights
         of all steps.
         """
-        every = _leaves(given) if _is_arithmetic(function) else []
+        every = leaves_in(given) if is_arithmetic(function) else []
         numbers = [
             float(each)
             for each in every
@@ -288,7 +276,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                 if place not in places:
                     places.add(place)
                     entry = self._tape[place]
-                    given = _tensors((entry.arguments, entry.keywords))
+                    given = nested_tensors((entry.arguments, entry.keywords))
                     queue += [(each, place) for each in given]
         if id(loss) not in self._from_model:
             return "its loss isn't computed from the output of a wrapped model"
@@ -300,9 +288,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
         """True if the call makes a tensor with a line for each row, of numbers of Python's."""
-        if entry.function not in _MAKERS or _tensors((entry.arguments, entry.keywords)):
+        if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
-        return any(each.ndim and len(each) == self.rows > 1 for each in _tensors(entry.result))
+        return any(
+            each.ndim and len(each) == self.rows > 1 for each in nested_tensors(entry.result)
+        )
 
     def _is_after_read(self, place: int) -> bool:
         """True if a figure had been read from what a model computed, before this entry."""
@@ -311,15 +301,15 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _may_use_read(self, place: int) -> bool:
         """True if a number of this call may be made of a figure that was read."""
         entry = self._tape[place]
-        given = _leaves(entry.arguments)
-        if _is_arithmetic(entry.function):
-            given += _leaves(entry.keywords)
+        given = leaves_in(entry.arguments)
+        if is_arithmetic(entry.function):
+            given += leaves_in(entry.keywords)
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
         """The numbers that a call multiplies, divides or adds to what comes from a model."""
-        arguments = _leaves((entry.arguments, entry.keywords))
-        if not _is_arithmetic(entry.function) or not any(
+        arguments = leaves_in((entry.arguments, entry.keywords))
+        if not is_arithmetic(entry.function) or not any(
             id(each) in self._from_model for each in arguments
         ):
             return []
@@ -398,10 +388,10 @@ class LossRecord:
         for model in self.models:
             known |= {id(each) for each in (*model.parameters(), *model.buffers())}
         for entry in self._entries:
-            given = _tensors((entry.arguments, entry.keywords))
+            given = nested_tensors((entry.arguments, entry.keywords))
             if any(id(each) not in known and self._has_rows(each) for each in given):
                 return True
-            known |= {id(each) for each in _tensors(entry.result)}
+            known |= {id(each) for each in nested_tensors(entry.result)}
         return False
 
     def _has_rows(self, tensor: torch.Tensor) -> bool:
@@ -412,7 +402,7 @@ class LossRecord:
         kinds = {
             each.dtype
             for entry in self._entries
-            for each in _tensors(entry.result)
+            for each in nested_tensors(entry.result)
             if each.is_floating_point()
         }
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
@@ -501,7 +491,7 @@ def _replay_entries(
         if entry.draw is not None:
             entry.draw.restore()
         counted = _same if entry.from_model else number
-        now = partial(_now, known, rows, counted, set(map(id, _tensors(entry.result))))
+        now = partial(_now, known, rows, counted, set(map(id, nested_tensors(entry.result))))
         under = (
             nullcontext()
             if entry.autocast is None
@@ -509,10 +499,12 @@ def _replay_entries(
         )
         enabled = torch.is_grad_enabled() and entry.gradients
         with under, torch.set_grad_enabled(enabled):
-            made = entry.function(*_map(now, entry.arguments), **_map(now, entry.keywords))
+            made = entry.function(
+                *map_nested(now, entry.arguments), **map_nested(now, entry.keywords)
+            )
         known.update(
             (id(was), each)
-            for was, each in zip(_tensors(entry.result), _tensors(made), strict=True)
+            for was, each in zip(nested_tensors(entry.result), nested_tensors(made), strict=True)
         )
 
 
@@ -535,39 +527,3 @@ def _now(
     if id(each) in known or not isinstance(each, torch.Tensor):
         return known[id(each)] if id(each) in known else number(each)
     return each.clone() if id(each) in changed else each
-
-
-def _map(function: Callable[[Any], Any], data: Any) -> Any:
-    """The data with `function` of what lies in its tuples, lists, dicts and slices."""
-    if isinstance(data, dict):
-        return {key: _map(function, each) for key, each in data.items()}
-    if isinstance(data, slice):
-        return slice(*(_map(function, each) for each in (data.start, data.stop, data.step)))
-    if isinstance(data, tuple | list):
-        items = [_map(function, each) for each in data]
-        return (
-            data._make(items)
-            if hasattr(data, "_make")
-            else items
-            if isinstance(data, list)
-            else tuple(items)
-        )
-    return function(data)
-
-
-def _leaves(data: Any) -> list[Any]:
-    found: list[Any] = []
-    _map(found.append, data)
-    return found
-
-
-def _is_arithmetic(function: Any) -> bool:
-    name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
-    return bool({name, name[1:]} & _NUMBERS)
-
-
-def _tensors(data: Any) -> list[torch.Tensor]:
-    """The tensors in nested data, also in the attributes of an object that is a model's output."""
-    if hasattr(data, "__dataclass_fields__"):
-        data = {name: getattr(data, name) for name in data.__dataclass_fields__}
-    return [each for each in _leaves(data) if isinstance(each, torch.Tensor)]

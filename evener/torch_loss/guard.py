@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..errors import RequestError
+from ..torch_audit.nested_values import is_arithmetic, leaves_in, map_nested, nested_tensors
 from ..torch_audit.randomness import RandomState
 from ..torch_audit.record import GeneratorState, RowNumber, WrittenCall
 from ..torch_audit.state import kept_state
@@ -37,18 +38,6 @@ _AGAIN = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
 }  # by how much a loss may differ that is computed again
-_NUMBERS = {
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "truediv",
-    "add",
-    "sub",
-    "pow",
-    "lerp",
-}  # or in place
 HALF_AGAIN = 3e-2
 LATER_CALLS = 100  # after the backward pass, that are written down
 LOOK_AGAIN = 4  # times as many steps until a guard looks once more
@@ -227,11 +216,11 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         from_model: bool = False,
         draw: GeneratorState | None = None,
     ) -> None:
-        given = {id(each) for each in _tensors((arguments, keywords))}
+        given = {id(each) for each in nested_tensors((arguments, keywords))}
         from_model = from_model or bool(given & self._from_model)
         if function in _READS and from_model and self._first_read is None:
             self._first_read = len(self._tape)
-        made = list(_tensors(result))
+        made = list(nested_tensors(result))
         if not made:
             return
         device = made[0].device.type
@@ -264,7 +253,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Note the numbers that weights or gradients are used with, as in an average of the weights
         of all steps.
         """
-        every = _leaves(given) if _is_arithmetic(function) else []
+        every = leaves_in(given) if is_arithmetic(function) else []
         numbers = [
             float(each)
             for each in every
@@ -338,7 +327,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                 if place not in places:
                     places.add(place)
                     entry = self._tape[place]
-                    given = _tensors((entry.arguments, entry.keywords))
+                    given = nested_tensors((entry.arguments, entry.keywords))
                     queue += [(each, place) for each in given]
         return places, reached, is_known
 
@@ -349,9 +338,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _may_use_read(self, place: int) -> bool:
         """True if a number of this call may be made of a figure that was read."""
         entry = self._tape[place]
-        given = _leaves(entry.arguments)
-        if _is_arithmetic(entry.function):
-            given += _leaves(entry.keywords)
+        given = leaves_in(entry.arguments)
+        if is_arithmetic(entry.function):
+            given += leaves_in(entry.keywords)
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _compare(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:
@@ -375,7 +364,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         kinds = {
             each.dtype
             for entry in needed
-            for each in _tensors(entry.result)
+            for each in nested_tensors(entry.result)
             if each.is_floating_point()
         }
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
@@ -407,8 +396,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def _find_numbers(self, entry: WrittenCall) -> list[float]:
         """The numbers that a call multiplies, divides or adds to what comes from a model."""
-        arguments = _leaves((entry.arguments, entry.keywords))
-        if not _is_arithmetic(entry.function) or not any(
+        arguments = leaves_in((entry.arguments, entry.keywords))
+        if not is_arithmetic(entry.function) or not any(
             id(each) in self._from_model for each in arguments
         ):
             return []
@@ -453,17 +442,19 @@ def _replay_entries(entries: list[WrittenCall], known: dict[int, Any], rows: int
     for entry in entries:
         if entry.draw is not None:
             entry.draw.restore()
-        now = partial(_now, known, rows, set(map(id, _tensors(entry.result))))
+        now = partial(_now, known, rows, set(map(id, nested_tensors(entry.result))))
         under = (
             nullcontext()
             if entry.autocast is None
             else torch.autocast(entry.autocast[0], entry.autocast[1])
         )
         with under:
-            made = entry.function(*_map(now, entry.arguments), **_map(now, entry.keywords))
+            made = entry.function(
+                *map_nested(now, entry.arguments), **map_nested(now, entry.keywords)
+            )
         known.update(
             (id(was), each)
-            for was, each in zip(_tensors(entry.result), _tensors(made), strict=True)
+            for was, each in zip(nested_tensors(entry.result), nested_tensors(made), strict=True)
         )
 
 
@@ -476,39 +467,3 @@ def _now(known: dict[int, Any], rows: int, changed: set[int], each: Any) -> Any:
     if id(each) in known or not isinstance(each, torch.Tensor):
         return known.get(id(each), each)
     return each.clone() if id(each) in changed else each
-
-
-def _map(function: Callable[[Any], Any], data: Any) -> Any:
-    """The data with `function` of what lies in its tuples, lists, dicts and slices."""
-    if isinstance(data, dict):
-        return {key: _map(function, each) for key, each in data.items()}
-    if isinstance(data, slice):
-        return slice(*(_map(function, each) for each in (data.start, data.stop, data.step)))
-    if isinstance(data, tuple | list):
-        items = [_map(function, each) for each in data]
-        return (
-            data._make(items)
-            if hasattr(data, "_make")
-            else items
-            if isinstance(data, list)
-            else tuple(items)
-        )
-    return function(data)
-
-
-def _leaves(data: Any) -> list[Any]:
-    found: list[Any] = []
-    _map(found.append, data)
-    return found
-
-
-def _is_arithmetic(function: Any) -> bool:
-    name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
-    return bool({name, name[1:]} & _NUMBERS)
-
-
-def _tensors(data: Any) -> list[torch.Tensor]:
-    """The tensors in nested data, also in the attributes of an object that is a model's output."""
-    if hasattr(data, "__dataclass_fields__"):
-        data = {name: getattr(data, name) for name in data.__dataclass_fields__}
-    return [each for each in _leaves(data) if isinstance(each, torch.Tensor)]

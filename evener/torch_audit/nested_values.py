@@ -1,0 +1,60 @@
+"""The values in a call's nested arguments and results, and whether it computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# functions, also in place, whose numbers are part of what they compute
+_ARITHMETIC = {
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "truediv",
+    "add",
+    "sub",
+    "pow",
+    "lerp",
+}
+
+
+def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
+    """The data with `function` of what lies in its tuples, lists, dicts and slices."""
+    if isinstance(data, dict):
+        return {key: map_nested(function, each) for key, each in data.items()}
+    if isinstance(data, slice):
+        return slice(*(map_nested(function, each) for each in (data.start, data.stop, data.step)))
+    if isinstance(data, tuple | list):
+        items = [map_nested(function, each) for each in data]
+        return (
+            data._make(items)
+            if hasattr(data, "_make")
+            else items
+            if isinstance(data, list)
+            else tuple(items)
+        )
+    return function(data)
+
+
+def leaves_in(data: Any) -> list[Any]:
+    """What lies in nested tuples, lists, dicts and slices, in order."""
+    found: list[Any] = []
+    map_nested(found.append, data)
+    return found
+
+
+def is_arithmetic(function: Any) -> bool:
+    """True if the function is an operation on numbers, as `+` or `torch.mul_`."""
+    name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
+    return bool({name, name[1:]} & _ARITHMETIC)
+
+
+def nested_tensors(data: Any) -> list[torch.Tensor]:
+    """The tensors in nested data, also in the attributes of an object that is a model's output."""
+    if hasattr(data, "__dataclass_fields__"):
+        data = {name: getattr(data, name) for name in data.__dataclass_fields__}
+    return [each for each in leaves_in(data) if isinstance(each, torch.Tensor)]
