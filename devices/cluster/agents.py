@@ -344,10 +344,11 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 def _say_why(error: Exception) -> str:
     """The reason why a host can't be asked, as the end of a sentence."""
-    import ray
-
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"
+
+    import ray
+
     died = isinstance(error, ray.exceptions.ActorDiedError)
     return ACTOR_LOST if died and NODE_DIED not in str(error) else "has left the cluster"

@@ -200,13 +200,14 @@ SERVERS = {
     "metrics": ("monitor", "--interval", "0.5", "--metrics", "127.0.0.1:0"),
     "web": ("--web",),
 }
+NEEDS = {"metrics": "prometheus_client", "web": "textual_serve"}
 
 
 @pytest.mark.parametrize("way", SERVERS)
 def test_a_server_listens_on_loopback_alone(way: str, own_folder: Path) -> None:
     """The monitor itself, without an option, listens nowhere."""
-    if way == "web":
-        pytest.importorskip("textual_serve")
+    if way in NEEDS:
+        pytest.importorskip(NEEDS[way])
     words = [sys.executable, "-m", "evener", *SERVERS[way], "--devices", "sim:gtx1080"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as evener:
         assert evener.stdout is not None
