@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_steps import GPU, LENGTH, WORDS, Decoder, start
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_start import free_port, rank_environment
 
 CAPS = (1.8, 1.6, 1.45)  # GiB of the second rank

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.gpu_steps import LENGTH, WORDS, Decoder
 from evener.devices.terms import parse_limit
 from evener.plan.file import Plan, load_plan
-from evener.torch_split import Split
+from evener.torch import Split
 from evener.workloads.torch_backend.models import maxer
 
 RATE = re.compile(r"trained ([\d.]+) samples/s")

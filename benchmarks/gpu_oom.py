@@ -37,7 +37,7 @@ from torch.utils.data import Dataset, SequentialSampler
 
 from benchmarks.gpu_exchange import Neighbour
 from benchmarks.gpu_steps import WORDS, Decoder
-from evener.torch_split import Split
+from evener.torch import Split
 from evener.training.retreat import PassLimit
 
 GPU = torch.cuda.is_available()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.torch_split.wrapped import wrap_module
+from evener.torch.step.wrapped import wrap_module
 from tests.support.torch_start import free_port, rank_environment
 
 GPU = torch.cuda.is_available()

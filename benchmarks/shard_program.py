@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.torch_split import Split
+from evener.torch import Split
 
 WORDS, LENGTH, HEADS = 32_000, 256, 16
 WIDTH, LAYERS = (

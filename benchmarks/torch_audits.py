@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evener.torch_audit.compute import Bench, Piece
-from evener.torch_audit.rows import FewRows, cut_few
-from evener.torch_audit.sketch import name_tensors
-from evener.torch_audit.step import Ways, audit
+from evener.torch.audit.compute import Bench, Piece
+from evener.torch.audit.rows import FewRows, cut_few
+from evener.torch.audit.sketch import name_tensors
+from evener.torch.audit.step import Ways, audit
 from evener.training.audit import is_audited
 
 STEPS = 2000  # of which audits take their part

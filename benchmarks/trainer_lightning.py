@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.trainer_models import COLLATED, Done, Texts, network
 from evener.plan.file import Plan
-from evener.torch_split import Split
+from evener.torch import Split
 
 
 class Module(L.LightningModule):

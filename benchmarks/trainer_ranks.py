@@ -26,8 +26,8 @@ from benchmarks.trainer_processes import MARK, name_build
 from evener.devices.terms import parse_limit
 from evener.huggingface import with_plan
 from evener.plan.file import Plan, load_plan
-from evener.torch_split import Split
-from evener.torch_split.ranks import settle, visible_gpus
+from evener.torch import Split
+from evener.torch.ranks.ranks import settle, visible_gpus
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.user_model import build
 

@@ -78,7 +78,7 @@ FILES = (  # heading, what it is, the module, its structs
         ("StartEntry", "SpeedEntry", "ChangeEntry", "RetreatEntry", "NoiseEntry", "EndEntry"),
     ),
 )
-MODULES = ("evener", "evener.torch_split", "evener.keras_split", "evener.huggingface", "evener.ray")
+MODULES = ("evener", "evener.torch", "evener.keras", "evener.huggingface", "evener.ray")
 ADAPTERS = {  # what a Split has of PlannedTraining for trainers' adapters
     "add_up",
     "change_shares",

@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from .errors import RequestError
 from .shares.whole_rows import even, gradient_weight
-from .torch_rows.loader import StepLoader, StepSampler
-from .torch_rows.sampler import UnevenBatchSampler
-from .torch_split.batch import OfPart, Part, make_parts, weigh_by_count
-from .torch_split.checks import check_memory
-from .torch_split.collectives import own_collectives
-from .torch_split.exchange import Exchange
-from .torch_split.planned import PlannedTraining
-from .torch_split.wrapped import check_normalization
+from .torch.planned import PlannedTraining
+from .torch.rows.loader import StepLoader, StepSampler
+from .torch.rows.sampler import UnevenBatchSampler
+from .torch.step.batch import OfPart, Part, make_parts, weigh_by_count
+from .torch.step.checks import check_memory
+from .torch.step.wrapped import check_normalization
+from .torch.sums.collectives import own_collectives
+from .torch.sums.exchange import Exchange
 
 try:
     from .lightning_passes import (

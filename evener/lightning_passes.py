@@ -20,11 +20,11 @@ import torch
 from torchmetrics import Metric
 
 from .errors import RequestError
-from .torch_audit.state import keep_attributes
-from .torch_split.batch import OfPart, Part
-from .torch_split.checks import check_part_loss, check_rows
-from .torch_split.own_work import StepTimer
-from .torch_split.weights import BatchWeights, WholeBatchLoss
+from .torch.audit.state import keep_attributes
+from .torch.ranks.own_work import StepTimer
+from .torch.step.batch import OfPart, Part
+from .torch.step.checks import check_part_loss, check_rows
+from .torch.step.weights import BatchWeights, WholeBatchLoss
 
 # the same code under two names; a program that has loaded pytorch_lightning alone trains by that
 LIGHTNING = (

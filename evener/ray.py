@@ -22,7 +22,7 @@ from evener.devices.network import choose_interface
 from .errors import PlanError, RequestError
 from .plan.check import check_fit
 from .plan.file import Plan, load_plan, to_toml
-from .torch_split.ranks import is_cpu, visible_gpus
+from .torch.ranks.ranks import is_cpu, visible_gpus
 from .training.launched import DEVICE, HOST, PLAN
 
 try:

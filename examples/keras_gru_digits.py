@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from evener.keras_split import Split, make_logical_cpus
+from evener.keras import Split, make_logical_cpus
 
 HEADER = (
     "Epochs",

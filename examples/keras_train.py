@@ -49,7 +49,7 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    from evener.keras_split import Report, Split
+    from evener.keras import Report, Split
 
     split = Split()  # before the first tensor
     plan = split.plan

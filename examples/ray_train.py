@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evener.ray import trainer
-from evener.torch_split import Split
+from evener.torch import Split
 
 ROWS, SIZE, CLASSES = 65_536, 256, 10
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from evener.torch_split import Split
+from evener.torch import Split
 
 WORDS = 200
 LONGEST = 256

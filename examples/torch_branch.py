@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evener.torch_split import Split
+from evener.torch import Split
 
 HELD_OUT = 16_384
 CRITERION = nn.CrossEntropyLoss()

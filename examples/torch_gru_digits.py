@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 
-from evener.torch_split import Split
+from evener.torch import Split
 
 COLUMNS = ("acc", "val_acc", "Time")
 

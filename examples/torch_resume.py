@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evener.torch_split import Split
+from evener.torch import Split
 
 ROWS = 4096
 

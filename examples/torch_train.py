@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evener.torch_split import Split
+from evener.torch import Split
 
 SIZE = 28
 CLASSES = 10

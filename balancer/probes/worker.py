@@ -33,7 +33,7 @@ from evener.system.cores import cap_address_space
 from evener.workloads import user_code
 from evener.workloads.protocol import Workload
 
-from ..probes import protocol
+from . import protocol
 from .fork_server import ForkServer, die_with_parent, import_first
 
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training

@@ -15,8 +15,8 @@ from accelerate.state import PartialState
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from ..torch_rows.structure import each_tensor
-from ..torch_split.own_work import StepTimer
+from ..torch.ranks.own_work import StepTimer
+from ..torch.rows.structure import each_tensor
 
 
 @contextmanager

@@ -19,13 +19,13 @@ import msgspec
 import torch
 
 from ..errors import RequestError
-from ..torch_audit.state import keep_attributes
-from ..torch_loss.check import REMEDY, CheckBatch, LossCheck, find_together
-from ..torch_loss.measure import LossMeasure
-from ..torch_split.batch import Part
-from ..torch_split.exchange import Exchange
-from ..torch_split.planned import PlannedTraining
-from ..torch_split.ranks import RankShares
+from ..torch.audit.state import keep_attributes
+from ..torch.loss.check import REMEDY, CheckBatch, LossCheck, find_together
+from ..torch.loss.measure import LossMeasure
+from ..torch.planned import PlannedTraining
+from ..torch.ranks.ranks import RankShares
+from ..torch.step.batch import Part
+from ..torch.sums.exchange import Exchange
 from .gathering import Gathering, processes
 
 IGNORED = -100

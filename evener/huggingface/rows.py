@@ -21,10 +21,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from ..errors import RequestError
 from ..plan.file import Share
 from ..shares.whole_rows import bounds, even
-from ..torch_rows.loader import StepSampler, count_rows
-from ..torch_rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
-from ..torch_split.planned import PlannedTraining, raise_no_shares
-from ..torch_split.wrapped import has_own_work, is_sharded
+from ..torch.planned import PlannedTraining, raise_no_shares
+from ..torch.rows.loader import StepSampler, count_rows
+from ..torch.rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
+from ..torch.step.wrapped import has_own_work, is_sharded
 from .gathering import make_whole
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json

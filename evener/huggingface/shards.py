@@ -13,10 +13,10 @@ from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
 from ..errors import RequestError
-from ..torch_shards import checkpoint
-from ..torch_shards.make import shard
-from ..torch_split.planned import PlannedTraining
-from ..torch_split.wrapped import watch
+from ..torch.planned import PlannedTraining
+from ..torch.shards import checkpoint
+from ..torch.shards.make import shard
+from ..torch.step.wrapped import watch
 
 SCHEDULER = "scheduler.pt"  # as transformers calls them
 ARGUMENTS = "training_args.bin"

@@ -24,13 +24,13 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import RequestError
 from ..plan.file import Plan
-from ..torch_audit.state import kept_attributes
-from ..torch_loss.check import make_check_batch
-from ..torch_rows.loader import StepLoader
-from ..torch_split.batch import Part
-from ..torch_split.planned import PlannedTraining
-from ..torch_split.ranks import find_shares, open_plan
-from ..torch_split.wrapped import check_normalization, has_own_work
+from ..torch.audit.state import kept_attributes
+from ..torch.loss.check import make_check_batch
+from ..torch.planned import PlannedTraining
+from ..torch.ranks.ranks import find_shares, open_plan
+from ..torch.rows.loader import StepLoader
+from ..torch.step.batch import Part
+from ..torch.step.wrapped import check_normalization, has_own_work
 from .gathering import Gathering, processes, share_evaluation
 from .loss import (
     ITEMS,

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from evener.devices.network import find_own_address
 
-from ..torch_stores import open_tcp_store
+from ..torch.stores import open_tcp_store
 from ..training.launched import is_here
 from .job import HostJob
 

@@ -18,18 +18,18 @@ _LINES = {
         "with_plan(Trainer)(model=..., args=..., train_dataset=...).train()",
     ),
     "lightning": (
-        "from evener.torch_split import Split",
+        "from evener.torch import Split",
         "split = Split()",
         "trainer = Trainer(strategy=split.strategy(), use_distributed_sampler=False)",
         "trainer.fit(module, split.loader(dataset))",
     ),
     "keras": (
-        "from evener.keras_split import Split",
+        "from evener.keras import Split",
         "split = Split()  # before the first tensor or model",
         "model = split.build(make_model)  # make_model() returns a compiled model",
     ),
     "torch": (
-        "from evener.torch_split import Split",
+        "from evener.torch import Split",
         "split = Split()",
         "loader, model = split.loader(dataset), split.wrap(model)",
         "loss = split.step(batch, compute)  # in the loop: forward and backward",

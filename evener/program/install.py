@@ -110,7 +110,7 @@ def _register() -> None:
 
 def _replace_rendezvous(torch: Any) -> None:
     if torch.distributed.is_available():
-        import_module("evener.torch_stores").replace_rendezvous()
+        import_module("evener.torch.stores").replace_rendezvous()
 
 
 def _count_steps(_: Any) -> None:

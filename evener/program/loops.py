@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
 from ..errors import RequestError
-from ..torch_audit.rows import copy_dataset
-from ..torch_audit.state import kept_state
-from ..torch_rows.loader import Epoch
-from ..torch_rows.sampler import RowOrder, UnevenBatchSampler
-from ..torch_rows.structure import each_tensor, tensors_in
+from ..torch.audit.rows import copy_dataset
+from ..torch.audit.state import kept_state
+from ..torch.rows.loader import Epoch
+from ..torch.rows.sampler import RowOrder, UnevenBatchSampler
+from ..torch.rows.structure import each_tensor, tensors_in
 from .exchanges import exchange_shapes, pad_rows
 from .program import PROGRAM
 

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from ..errors import EvenerError, RequestError
 from ..plan.file import Plan, make_layout
-from ..torch_audit.state import kept_state
-from ..torch_loss.guard import LOOK_AGAIN, Guard
-from ..torch_split.batch import Steps
-from ..torch_split.checks import OPTIMIZER_CHECK
-from ..torch_split.loose import trains_others
-from ..torch_split.planned import PlannedTraining
-from ..torch_split.ranks import find_shares, meet, open_plan
-from ..torch_split.wrapped import model_digest
+from ..torch.audit.state import kept_state
+from ..torch.loss.guard import LOOK_AGAIN, Guard
+from ..torch.planned import PlannedTraining
+from ..torch.ranks.ranks import find_shares, meet, open_plan
+from ..torch.step.batch import Steps
+from ..torch.step.checks import OPTIMIZER_CHECK
+from ..torch.step.loose import trains_others
+from ..torch.step.wrapped import model_digest
 from . import views
 from .exchanges import Exchanges
 from .notes import Notebook, SharesOrigin, read_settings

@@ -12,10 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ..errors import RequestError
 from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
-from ..torch_audit.state import kept_state
-from ..torch_rows.loader import LOADER_OPTIONS
-from ..torch_rows.sampler import RowOrder
-from ..torch_split.loose import trains_others
+from ..torch.audit.state import kept_state
+from ..torch.rows.loader import LOADER_OPTIONS
+from ..torch.rows.sampler import RowOrder
+from ..torch.step.loose import trains_others
 from .loops import draw_ranks, join_ranks
 from .program import PROGRAM, taken_over
 from .views import OUTSIDE, find_fault

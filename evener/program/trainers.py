@@ -18,7 +18,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..torch_split.loose import trains_others
+from ..torch.step.loose import trains_others
 from ..training.launched import PROGRAM_COMMAND
 from .program import PROGRAM, taken_over
 from .views import OUTSIDE

@@ -6,7 +6,7 @@ itself, weighted as in training. For shares to change nothing in what is learned
 the same but for rounding. This module says when to audit, which difference is more than rounding,
 what follows from it and what is said. It knows no framework.
 
-A framework's part (`evener/torch_audit` for PyTorch) uses it like this:
+A framework's part (`evener/torch/audit` for PyTorch) uses it like this:
 
 1. It makes one `Audits` for each training. In each step, once the gradients of the step are there
    and before the optimizer uses them, it asks `audits.begin(signature)`. The signature is anything

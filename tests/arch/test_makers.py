@@ -20,14 +20,9 @@ OWN = ("devices/nvidia/", "devices/registry.py", "evener/plan/layout.py")  # the
 # "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both
 # frameworks read
 FRAMEWORKS = (
-    "evener/torch_rows/",
-    "evener/torch_shards/",
-    "evener/torch_audit/",
-    "evener/torch_loss/",
-    "evener/torch_split/",
+    "evener/torch/",
     "evener/huggingface/",
-    "evener/keras_split/",
-    "evener/torch_messages.py",
+    "evener/keras/",
     "evener/ray.py",
     "workloads/torch_backend/",
     "workloads/keras_backend/",

@@ -163,6 +163,7 @@ def test_what_else_listens_at_an_address_is_no_cluster(
 
 
 def test_a_host_without_evener_is_said_to_lack_it() -> None:
+    pytest.importorskip("ray")
     text = (
         "The actor died because of an error raised in its creation "
         "task\nModuleNotFoundError: No module named 'evener'"

@@ -18,8 +18,8 @@ if not all(map(find_spec, ("torch", "lightning", "accelerate"))):
 import torch
 
 from evener.errors import RequestError
-from evener.torch_rows.loader import StepLoader, StepSampler
-from evener.torch_rows.sampler import UnevenBatchSampler
+from evener.torch.rows.loader import StepLoader, StepSampler
+from evener.torch.rows.sampler import UnevenBatchSampler
 
 LIGHTNING, ACCELERATE = "tests.support.lightning_programs", "tests.support.accelerate_programs"
 GIVEN = (((6, 2), (6, 2)), ((5, 2, 1), (3, 2, 1)))  # shares, and rows of a pass

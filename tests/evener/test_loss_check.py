@@ -88,9 +88,9 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
     import torch
     from torch.utils.data import default_collate
 
-    from evener.torch_loss.check import LossCheck, make_check_batch
-    from evener.torch_loss.measure import LossMeasure
-    from evener.torch_rows.sampler import UnevenBatchSampler
+    from evener.torch.loss.check import LossCheck, make_check_batch
+    from evener.torch.loss.measure import LossMeasure
+    from evener.torch.rows.sampler import UnevenBatchSampler
 
     def numpy_state() -> Any:
         state: Any = numpy.random.get_state()

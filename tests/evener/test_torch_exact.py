@@ -21,8 +21,8 @@ import msgspec
 import pytest
 import torch
 
-from evener.torch_split import Split
-from evener.torch_split.others import LastNote, Others, watch_others
+from evener.torch import Split
+from evener.torch.ranks.others import LastNote, Others, watch_others
 from tests.support import torch_programs as programs
 from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are constants
 

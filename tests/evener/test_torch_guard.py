@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evener.torch_loss.guard import Guard
+from evener.torch.loss.guard import Guard
 
 ROWS = 8
 Body = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]

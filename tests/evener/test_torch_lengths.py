@@ -18,10 +18,10 @@ import torch
 from evener.errors import RequestError
 from evener.plan.file import Plan
 from evener.shares.curves import Cost, RankCost
-from evener.torch_rows.loader import StepLoader, StepSampler
-from evener.torch_rows.sampler import LengthSampler, UnevenBatchSampler
-from evener.torch_rows.structure import DealtBatch
-from evener.torch_split import Loader, Split
+from evener.torch import Loader, Split
+from evener.torch.rows.loader import StepLoader, StepSampler
+from evener.torch.rows.sampler import LengthSampler, UnevenBatchSampler
+from evener.torch.rows.structure import DealtBatch
 from evener.training.dealing import Dealer
 from tests.support.torch_length_programs import Texts, collate
 from tests.support.torch_ranks import example_plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evener.system.cores import free_memory_bytes
-from evener.torch_split.memory import MemoryGauge
+from evener.torch.step.memory import MemoryGauge
 
 GIB = 2**30
 

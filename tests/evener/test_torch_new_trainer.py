@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from evener.torch_split.planned import PlannedTraining
-from evener.torch_split.ranks import find_shares
+from evener.torch.planned import PlannedTraining
+from evener.torch.ranks.ranks import find_shares
 from tests.support.torch_program_parts import data, network, sgd, weights
 
 

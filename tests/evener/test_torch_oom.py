@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from evener.errors import DeviceError
-from evener.torch_rows.structure import each_tensor
-from evener.torch_split import Split, retry
-from evener.torch_split.checks import check_memory
-from evener.torch_split.retry import is_out_of_memory
+from evener.torch import Split
+from evener.torch.rows.structure import each_tensor
+from evener.torch.step import retry
+from evener.torch.step.checks import check_memory
+from evener.torch.step.retry import is_out_of_memory
 from evener.training import retreat
 from tests.support import torch_meeting_programs as meetings
 from tests.support import torch_oom_programs as programs

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.live.files import Details
 from evener.live.reporter import Training
-from evener.torch_split.own_work import GpuClock, HostClock, StepTimer, TimedStep
+from evener.torch.ranks.own_work import GpuClock, HostClock, StepTimer, TimedStep
 from evener.tui.view.ranks import find_causes, place_ranks
 from tests.support.torch_made_ranks import PAUSE_SECONDS
 from tests.support.torch_rebalance_programs import SLEEP_SECONDS, TurnedClock

@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from evener.errors import RequestError
 from evener.plan.file import Plan, make_layout
-from evener.torch_rows.structure import cut_rows
-from evener.torch_split import Split
+from evener.torch import Split
+from evener.torch.rows.structure import cut_rows
 from tests.support import torch_ranks
 
 ROWS = torch.utils.data.TensorDataset(
@@ -51,7 +51,7 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     monkeypatch.setattr(
-        "evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world
+        "evener.torch.ranks.ranks.gather_infos", lambda own, stand: [own] * stand.world
     )
     split = Split(in_passes((6, 2), (3, 2)))
     monkeypatch.undo()

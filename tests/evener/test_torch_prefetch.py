@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from evener.errors import RequestError
-from evener.torch_rows import fetch as torch_prefetch
-from evener.torch_rows.fetch import Fetch, Prefetcher, whole_fetch
-from evener.torch_rows.loader import Loader, StepListener
-from evener.torch_rows.sampler import UnevenBatchSampler
-from evener.torch_rows.structure import each_tensor
+from evener.torch.rows import fetch as torch_prefetch
+from evener.torch.rows.fetch import Fetch, Prefetcher, whole_fetch
+from evener.torch.rows.loader import Loader, StepListener
+from evener.torch.rows.sampler import UnevenBatchSampler
+from evener.torch.rows.structure import each_tensor
 
 CPU = torch.device("cpu")
 PAIRS = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))

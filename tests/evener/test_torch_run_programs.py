@@ -182,7 +182,7 @@ def test_a_row_is_fetched_twice_without_drawing_from_the_programs_numbers() -> N
     import torch
     from torch.utils.data import ConcatDataset, Dataset, Subset
 
-    from evener.torch_audit.rows import copy_dataset
+    from evener.torch.audit.rows import copy_dataset
 
     class Noisy(Dataset[float]):
         def __init__(self) -> None:

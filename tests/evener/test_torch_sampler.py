@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.torch_rows.loader import Loader, LoaderStates, StepListener, check_options, count_rows
-from evener.torch_rows.sampler import RowOrder, UnevenBatchSampler
+from evener.torch.rows.loader import Loader, LoaderStates, StepListener, check_options, count_rows
+from evener.torch.rows.sampler import RowOrder, UnevenBatchSampler
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 LENGTH = st.integers(1, 120)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evener.torch_shards.checkpoint import INDEX
-from evener.torch_shards.unit import choose_units
+from evener.torch.shards.checkpoint import INDEX
+from evener.torch.shards.unit import choose_units
 from tests.support import torch_shard_programs as programs
 from tests.support import torch_shard_refusals as refusals
 from tests.support.torch_shard_ranks import HALF, LATE

@@ -24,11 +24,12 @@ from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cores import slice_cores
-from evener.torch_split import Split, buckets
-from evener.torch_split.exchange import Exchange, own_hooks
-from evener.torch_split.others import leave_group
-from evener.torch_split.ranks import Stand, choose_device
-from evener.torch_split.wrapped import model_digest, wrap_module
+from evener.torch import Split
+from evener.torch.ranks.others import leave_group
+from evener.torch.ranks.ranks import Stand, choose_device
+from evener.torch.step.wrapped import model_digest, wrap_module
+from evener.torch.sums import buckets
+from evener.torch.sums.exchange import Exchange, own_hooks
 from tests.support.launched_plan import make_plan
 
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
@@ -290,9 +291,9 @@ def limited(batches: tuple[int, ...]) -> Plan:
 def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence for all devices, from the first rank alone."""
     for name in ("join", "watch_others"):
-        monkeypatch.setattr(f"evener.torch_split.planned.{name}", Mock())
+        monkeypatch.setattr(f"evener.torch.planned.{name}", Mock())
     monkeypatch.setattr(
-        "evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world
+        "evener.torch.ranks.ranks.gather_infos", lambda own, stand: [own] * stand.world
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", 1), ("1", 0)):
@@ -404,7 +405,7 @@ SCRIPT = """
 import argparse, warnings
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from evener.torch_split import Split
+from evener.torch import Split
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--plan")
@@ -549,7 +550,7 @@ SITS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from threading import Timer
-from evener.torch_split import collectives
+from evener.torch.sums import collectives
 collectives.STUCK_SECONDS = 0.5
 rank = int(os.fork() == 0)
 if rank:
@@ -580,7 +581,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_ignores_it(tmp_path: Path) -
 REFUSED_FIRST = """
 import os, signal, socket
 from threading import Thread
-from evener.torch_split import collectives
+from evener.torch.sums import collectives
 hears = signal.getsignal(signal.SIGINT)
 thread = Thread(target=collectives.end_when_stuck)
 thread.start()
@@ -609,7 +610,7 @@ def test_ctrl_c_is_heard_after_calls_that_could_not_listen() -> None:
 
 HANDLES = """
 import os, signal, time
-from evener.torch_split import collectives
+from evener.torch.sums import collectives
 collectives.STUCK_SECONDS = 0.3
 collectives.end_when_stuck()
 before = signal.signal(signal.SIGINT, lambda *_: print("saves a checkpoint", flush=True))

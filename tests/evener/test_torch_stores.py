@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from evener import torch_stores
 from evener.system.memory_files import make_memory_file
-from evener.torch_messages import gather_messages, tell_all
+from evener.torch import stores as torch_stores
+from evener.torch.messages import gather_messages, tell_all
 from evener.training.launched import MEETING
 from tests.support.listeners import Listener, list_listeners
 

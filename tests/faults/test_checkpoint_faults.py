@@ -13,7 +13,7 @@ import pytest
 from tests.support.small_disk import fill
 
 torch: Any = pytest.importorskip("torch")
-checkpoint: Any = pytest.importorskip("evener.torch_shards.checkpoint")
+checkpoint: Any = pytest.importorskip("evener.torch.shards.checkpoint")
 load_file: Any = pytest.importorskip("safetensors.torch").load_file
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from evener.errors import EvenerError
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.huggingface_programs import SEED, Ordered, make_plan
 from tests.support.lightning_programs import EPOCHS, points
 from tests.support.scripted_shares import rotate_shares

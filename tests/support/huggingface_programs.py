@@ -26,8 +26,8 @@ from evener.huggingface import with_plan
 from evener.huggingface.rows import PassSampler
 from evener.plan.file import Plan, Share, make_layout
 from evener.shares.curves import Cost
-from evener.torch_rows.sampler import RowOrder, UnevenBatchSampler
-from evener.torch_shards.sharded import Sharded
+from evener.torch.rows.sampler import RowOrder, UnevenBatchSampler
+from evener.torch.shards.sharded import Sharded
 from tests.support import launched_plan
 from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_shard_programs import whole

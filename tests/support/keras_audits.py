@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from evener.errors import EvenerError
-from evener.keras_split import Split, SplitWarning, make_logical_cpus
+from evener.keras import Split, SplitWarning, make_logical_cpus
 from evener.training import audit
 from tests.support.keras_programs import BATCH, Program, programs
 from tests.support.keras_proofs import make_plan

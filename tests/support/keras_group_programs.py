@@ -25,7 +25,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from evener.errors import EvenerError
-from evener.keras_split import Split, SplitWarning
+from evener.keras import Split, SplitWarning
 from tests.support import launched_plan
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import (

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 from evener.errors import EvenerError
-from evener.keras_split import Split
+from evener.keras import Split
 from tests.support.keras_twice import set_seed, train_twice, with_variables
 
 RANDOM = np.random.default_rng(5)

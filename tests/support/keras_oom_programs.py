@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 from evener.errors import EvenerError
-from evener.keras_split import Split, make_logical_cpus
+from evener.keras import Split, make_logical_cpus
 from evener.training import retreat
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import (

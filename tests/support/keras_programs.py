@@ -22,8 +22,8 @@ import tensorflow as tf
 from keras import layers
 
 from evener.errors import EvenerError
-from evener.keras_split import Split, SplitWarning, make_logical_cpus
-from evener.keras_split.measuring import measure
+from evener.keras import Split, SplitWarning, make_logical_cpus
+from evener.keras.measuring import measure
 from tests.support.keras_program_layers import (
     RANDOM_LAYERS,
     Counted,

@@ -25,10 +25,10 @@ import tensorflow as tf
 from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
-from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
-from evener.keras_split.compatibility import PartKinds
-from evener.keras_split.group import check_options
-from evener.keras_split.passes import StepStates
+from evener.keras import Report, Split, SplitWarning, make_logical_cpus
+from evener.keras.compatibility import PartKinds
+from evener.keras.group import check_options
+from evener.keras.passes import StepStates
 from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, Throughput, make_layout
 from evener.shares import divisions

@@ -16,8 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.keras_split import Report, Split
-from evener.keras_split.rebalancing import ChangingCut
+from evener.keras import Report, Split
+from evener.keras.rebalancing import ChangingCut
 from evener.live import reporter as live
 from evener.live.reporter import read_trainings
 from evener.training.rebalance import Change

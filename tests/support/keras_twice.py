@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.keras_split import Split
+from evener.keras import Split
 
 Model = Any
 

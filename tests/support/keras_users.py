@@ -20,8 +20,8 @@ import tensorflow as tf
 from keras import layers
 
 from evener.errors import EvenerError
-from evener.keras_split import Report, Split
-from evener.keras_split.data import batch_rows
+from evener.keras import Report, Split
+from evener.keras.data import batch_rows
 from tests.support.keras_twice import train_twice, with_variables
 
 BATCH = 24

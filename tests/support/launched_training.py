@@ -14,7 +14,7 @@ import torch
 
 from evener.errors import PlanError
 from evener.plan.file import load_plan
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_ranks import CASES, STEPS, compute, data, finish, model, optimizer
 
 NAME = "clip adamw"

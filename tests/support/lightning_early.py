@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from evener.errors import EvenerError
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.huggingface_programs import SEED, make_plan
 from tests.support.lightning_programs import Epochs, Module, Program, describe, make_trainer, points
 

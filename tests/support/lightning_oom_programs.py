@@ -20,8 +20,9 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from torch.utils.data import DataLoader, default_collate
 
 from evener.errors import EvenerError
-from evener.torch_split import Split, retry
-from evener.torch_split.retry import Passes
+from evener.torch import Split
+from evener.torch.step import retry
+from evener.torch.step.retry import Passes
 from evener.training import retreat
 from tests.support import torch_oom_programs as bombed
 from tests.support.huggingface_programs import SEED, Texts, make_plan, pad_texts

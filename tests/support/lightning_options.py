@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 
 from evener.errors import EvenerError
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.huggingface_programs import SEED, WORDS, Texts, make_plan, pad_texts
 from tests.support.lightning_programs import Epochs, Module, Program, describe, make_trainer, points
 

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.errors import EvenerError
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.huggingface_programs import SEED, Ordered, Points, make_plan
 from tests.support.scripted_shares import rotate_shares
 

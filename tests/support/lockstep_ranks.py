@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from evener.plan.file import Share
-from evener.torch_split.own_work import TimedStep
-from evener.torch_split.planned import PlannedTraining, Rebalancing
-from evener.torch_split.ranks import RankShares
+from evener.torch.planned import PlannedTraining, Rebalancing
+from evener.torch.ranks.own_work import TimedStep
+from evener.torch.ranks.ranks import RankShares
 
 OwnWork = Callable[[int, int, int], float]  # seconds of a rank with as many rows in a step
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.matrix_parts import Case, compute_loss, count_labels
 
 

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.plan.file import Plan
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.huggingface_programs import GLOBAL_BATCH, make_plan
 from tests.support.matrix_parts import (
     LOSSES,

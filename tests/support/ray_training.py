@@ -12,7 +12,7 @@ from typing import Any
 import ray.train
 import torch
 
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_ranks import (
     CASES,
     STEPS,

@@ -21,10 +21,10 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-import evener.torch_loss.guard
+import evener.torch.loss.guard
 
 # once, before ranks are forked: what evener.program hooks with
-import evener.torch_split.planned  # noqa: F401
+import evener.torch.planned  # noqa: F401
 import tests.support.torch_imports  # noqa: F401 - before they are forked, too
 from evener.training import launched
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_ranks import CASES, STEPS, compute, data, finish, model, optimizer
 
 NAME = "clip adamw"

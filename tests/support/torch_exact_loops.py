@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch.utils.data import TensorDataset
 
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_program_parts import (
     CLASSES,
     WIDTH,

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evener.torch_split import Split, others
+from evener.torch import Split
+from evener.torch.ranks import others
 
 WIDTH, BATCHES, ENDS_IN = 256, 12, 6
 

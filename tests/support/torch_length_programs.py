@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from evener.plan.file import make_layout
 from evener.shares.curves import Cost
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_program_parts import exact, refused, split_by, update, weights
 from tests.support.torch_ranks import example_plan
 

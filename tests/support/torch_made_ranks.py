@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from evener.live import reporter as live
 from evener.live.reporter import read_trainings
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_program_parts import data, network
 
 PAUSE_SECONDS = 0.04

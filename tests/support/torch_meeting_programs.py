@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from evener.balancer.store import runs
 from evener.errors import DeviceError
 from evener.live.journal import RetreatEntry
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.last_words import last_words
 from tests.support.torch_oom_programs import Bomb, Fuse
 

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from evener.errors import RequestError
 from evener.plan.file import make_layout
-from evener.torch_split import Split
+from evener.torch import Split
 from evener.training.noise_scale import NoiseWindow
 from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_program_parts import shard

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from evener.plan.file import make_layout
-from evener.torch_split import Split
-from evener.torch_split.retry import Passes
+from evener.torch import Split
+from evener.torch.step.retry import Passes
 from evener.training import retreat
 from tests.support.torch_ranks import example_plan
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError
 from evener.plan.file import make_layout
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_ranks import example_plan
 
 WIDTH, CLASSES = 5, 3

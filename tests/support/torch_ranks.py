@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from evener.plan.file import Plan, Share, load_plan, make_layout
-from evener.torch_rows.sampler import UnevenBatchSampler
-from evener.torch_split import Split
+from evener.torch import Split
+from evener.torch.rows.sampler import UnevenBatchSampler
 from tests.support.launched_plan import make_plan
 
 STEPS = 14  # of a training that is launched, and goes on after losses

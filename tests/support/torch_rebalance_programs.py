@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 
 from evener.live import reporter as live
 from evener.live.reporter import read_trainings
-from evener.torch_rows.sampler import UnevenBatchSampler
-from evener.torch_split import Split
-from evener.torch_split.own_work import GpuClock, HostClock
+from evener.torch import Split
+from evener.torch.ranks.own_work import GpuClock, HostClock
+from evener.torch.rows.sampler import UnevenBatchSampler
 from evener.training.rebalance import Change
 from tests.support.scripted_shares import script
 from tests.support.torch_program_parts import data, network

@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from evener.plan.file import make_layout
-from evener.torch_rows.sampler import UnevenBatchSampler
-from evener.torch_split import Split
+from evener.torch import Split
+from evener.torch.rows.sampler import UnevenBatchSampler
 from tests.support.torch_ranks import example_plan
 
 STEPS, WIDTH, WORDS, ROWS = 4, 8, 11, 19  # three steps an epoch, whose last batch has 3 rows of 8

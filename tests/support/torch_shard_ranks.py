@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from evener.torch_shards import checkpoint as checkpoint_module
-from evener.torch_shards.unit import choose_units, count_gathered
+from evener.torch.shards import checkpoint as checkpoint_module
+from evener.torch.shards.unit import choose_units, count_gathered
 from tests.support.torch_shard_programs import (
     CASES,
     PARTS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.last_words import last_words
 from tests.support.torch_shard_programs import (
     ROWS,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from evener.devices.discover import discover, open_source
 from evener.live import reporter as live
-from evener.torch_split import Split
+from evener.torch import Split
 from evener.tui.cli.monitor import snapshot_document
 from evener.tui.text.formatting import json_text
 from tests.support import torch_rebalance_programs

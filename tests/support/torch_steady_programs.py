@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.utils.data import TensorDataset
 
-from evener.torch_split import Split
+from evener.torch import Split
 from tests.support.torch_program_parts import CLASSES, WIDTH, data
 from tests.support.torch_rebalance_programs import TurnedClock
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
-from evener.torch_split import Split
+from evener.torch import Split
 from evener.training.noise_scale import NoiseWindow
 from tests.support.torch_noise_programs import data, network
 

@@ -104,7 +104,7 @@ def walk_split(walk: Walk) -> None:
     """
     import torch
 
-    from evener.torch_split import Split
+    from evener.torch import Split
 
     rows = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
     sys.setprofile(walk.see)

@@ -80,7 +80,7 @@ def test_a_script_that_ignores_the_plan_ends_in_its_first_steps(
     assert len(list((tmp_path / "steps").iterdir())) < 10
     said = output + errors
     assert said.count("no process has read the plan") == 1
-    assert "from evener.torch_split import Split" in said
+    assert "from evener.torch import Split" in said
     assert "evener run -- python" in said
     assert "has ended, after" not in said
 
@@ -99,7 +99,7 @@ def test_a_keras_script_that_ignores_the_plan_ends_before_it_trains(tmp_path: Pa
     done = launch(tmp_path, KERAS)
     assert done.returncode == 1
     assert not (tmp_path / "steps/trained").exists()
-    assert "from evener.keras_split import Split" in done.stderr
+    assert "from evener.keras import Split" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_script_without_steps_is_judged_at_its_end(
 @pytest.mark.parametrize(
     ("imported", "line"),
     [
-        ({"torch"}, "evener.torch_split"),
+        ({"torch"}, "evener.torch"),
         ({"torch", "transformers"}, "with_plan"),
         ({"torch", "trl"}, "with_plan"),
         ({"torch", "pytorch_lightning"}, "split.strategy()"),

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from evener.balancer.probes.failures import error_is_memory, one_line
-from evener.keras_split import make_logical_cpus, model_digest
+from evener.keras import make_logical_cpus, model_digest
 from evener.workloads import registry
 from evener.workloads.keras_backend import models
 from evener.workloads.keras_backend import workload as keras_workload

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError, RequestError
-from evener.torch_rows.loader import StepListener
-from evener.torch_rows.sampler import UnevenBatchSampler
+from evener.torch.rows.loader import StepListener
+from evener.torch.rows.sampler import UnevenBatchSampler
 from evener.workloads import registry
 from evener.workloads.datasets import digits
 from evener.workloads.protocol import Place

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from evener.torch_split.own_work import HostClock
+from evener.torch.ranks.own_work import HostClock
 from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data

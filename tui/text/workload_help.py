@@ -43,7 +43,7 @@ def training_data():
 
 
 if __name__ == "__main__":
-    from evener.keras_split import Split
+    from evener.keras import Split
 
     model = Split("plan.toml").build(build)
     model.fit(*training_data(), epochs=2)
@@ -67,7 +67,7 @@ def training_data():
 
 
 if __name__ == "__main__":
-    from evener.torch_split import Split
+    from evener.torch import Split
 
     split = Split("plan.toml")
     loader = split.loader(training_data(), seed=0)

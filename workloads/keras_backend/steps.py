@@ -18,10 +18,10 @@ import keras
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.keras_step import OwnRows, count_rows, join_rows
-from evener.keras_split.rebalancing import ChangingCut
-from evener.keras_split.split import Split
-from evener.keras_split.towers import Towers
+from evener.keras.keras_step import OwnRows, count_rows, join_rows
+from evener.keras.rebalancing import ChangingCut
+from evener.keras.split import Split
+from evener.keras.towers import Towers
 
 from ..protocol import Place
 

@@ -19,11 +19,11 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.compatibility import all_layers, model_digest
-from evener.keras_split.data import ArrayBatches, array_rows, as_it_is
-from evener.keras_split.measuring import build_variables
-from evener.keras_split.split import Split
-from evener.keras_split.tf_devices import make_logical_cpus
+from evener.keras.compatibility import all_layers, model_digest
+from evener.keras.data import ArrayBatches, array_rows, as_it_is
+from evener.keras.measuring import build_variables
+from evener.keras.split import Split
+from evener.keras.tf_devices import make_logical_cpus
 
 from ..protocol import MemoryMeter, Place, Workload
 from .steps import KerasSteps, TrainStep

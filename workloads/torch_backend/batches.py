@@ -21,10 +21,10 @@ from torch.utils.data import Dataset
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import bounds
-from evener.torch_rows.fetch import select
-from evener.torch_rows.loader import Loader, StepListener, check_options, count_rows
-from evener.torch_rows.sampler import LengthSampler, UnevenBatchSampler
-from evener.torch_rows.structure import DealtBatch, each_item, each_tensor
+from evener.torch.rows.fetch import select
+from evener.torch.rows.loader import Loader, StepListener, check_options, count_rows
+from evener.torch.rows.sampler import LengthSampler, UnevenBatchSampler
+from evener.torch.rows.structure import DealtBatch, each_item, each_tensor
 from evener.training.dealing import Dealer
 
 SAMPLED = 256  # lengths that stand for those of all rows

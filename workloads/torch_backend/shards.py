@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from evener.torch_shards.flat import ShardPlace
-from evener.torch_shards.make import cut_model, move
-from evener.torch_shards.unit import choose_units, count_gathered
-from evener.torch_split.wrapped import watch
+from evener.torch.shards.flat import ShardPlace
+from evener.torch.shards.make import cut_model, move
+from evener.torch.shards.unit import choose_units, count_gathered
+from evener.torch.step.wrapped import watch
 
 from ..protocol import Place
 

@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from evener.errors import RequestError
-from evener.torch_rows.loader import Loader
+from evener.torch.rows.loader import Loader
 
 from .. import user_code
 from ..protocol import Place, Workload

@@ -2,7 +2,7 @@
 training.
 
 One device is a plain loop; several are a process each, which exchange gradients as
-`evener.torch_split` does, or one process over which a workload lays its own parts. Batches come
+`evener.torch` does, or one process over which a workload lays its own parts. Batches come
 from host memory each step unless the place says otherwise.
 """
 
@@ -24,16 +24,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import count_passes, gradient_weight, split_passes
-from evener.torch_rows.loader import StepListener
-from evener.torch_rows.sampler import UnevenBatchSampler
-from evener.torch_rows.structure import DealtBatch
-from evener.torch_split.batch import make_parts
-from evener.torch_split.exchange import Exchange
-from evener.torch_split.own_work import GpuClock
-from evener.torch_split.ranks import fetching_threads
-from evener.torch_split.retry import Passes
-from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, wrap_module
-from evener.torch_stores import open_file_store, open_tcp_store
+from evener.torch.ranks.own_work import GpuClock
+from evener.torch.ranks.ranks import fetching_threads
+from evener.torch.rows.loader import StepListener
+from evener.torch.rows.sampler import UnevenBatchSampler
+from evener.torch.rows.structure import DealtBatch
+from evener.torch.step.batch import make_parts
+from evener.torch.step.retry import Passes
+from evener.torch.step.wrapped import Exchanged, check_normalization, model_digest, wrap_module
+from evener.torch.stores import open_file_store, open_tcp_store
+from evener.torch.sums.exchange import Exchange
 from evener.training.dealing import Dealer
 
 from ..protocol import MemoryMeter, Place, Workload

@@ -1,0 +1,367 @@
+"""Checks of models before the first step: what an engine can't train exactly is refused, or warned
+of.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NoReturn
+
+import keras
+import msgspec
+import tensorflow as tf
+
+from ..errors import RequestError
+from ..training.launched import ask_for_processes
+
+
+def model_digest(model: Any) -> str:
+    """16 hexadecimal digits of the model's input shapes and weights' shapes and types; names don't
+    count.
+    """
+    inputs = [str(tuple(each.shape)) for each in getattr(model, "inputs", None) or []]
+    weights = [
+        f"{tuple(weight.shape)}:{weight.dtype}:{weight.trainable}" for weight in model.weights
+    ]
+    return blake2b("\n".join(["keras", *inputs, *weights]).encode(), digest_size=8).hexdigest()
+
+
+TOWERS = "Use engine='towers', which computes the loss on the whole batch."
+NO_PASSES = "Make a plan without passes: evener balance --micro off."
+
+
+class SplitWarning(UserWarning):
+    """The training will run, but something differs from what the plan or the user may expect."""
+
+
+def warn(sentence: str) -> None:
+    """Issue a SplitWarning; Python shows each sentence once."""
+    warnings.warn(sentence, SplitWarning, stacklevel=3)
+
+
+def check_backend() -> None:
+    """Refuse Keras on another backend: the engines' steps are TensorFlow's."""
+    backend = keras.config.backend()
+    if backend != "tensorflow":
+        raise RequestError(
+            f"Keras runs on {backend} here, and a split needs TensorFlow.",
+            ("Set KERAS_BACKEND=tensorflow, or use evener.torch for a training loop in PyTorch."),
+        )
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is not a Keras model, such as the result of a function without a return."""
+    if not isinstance(model, keras.Model):
+        raise RequestError(
+            f"A split takes a Keras model, not {type(model).__name__}.",
+            "Give build() a compiled model, or a function that returns one.",
+        )
+
+
+def check_compiled(model: Any) -> None:
+    """Refuse a model without a loss to train by."""
+    if not model.compiled:
+        raise RequestError(
+            "The model isn't compiled.", "Call model.compile(optimizer, loss) before fit."
+        )
+
+
+def check_step(model: Any) -> None:
+    """Refuse what no engine can split: a model without a loss, with a train_step of its own, with
+    states of rows.
+    """
+    check_compiled(model)
+    if overrides(model, "train_step"):
+        raise RequestError(
+            f"{type(model).__name__} has a train_step of its own, which a split would replace.",
+            "Move its loss to compute_loss, or write a loop that weights the gradients itself.",
+        )
+    for layer in all_layers(model):
+        if getattr(layer, "stateful", False):
+            raise RequestError(
+                f"{layer.name} keeps a state for each row from batch to batch "
+                f"(stateful=True), so no batch can be cut.",
+                "Make it with stateful=False, or train on one device.",
+            )
+
+
+def check_test_step(model: Any, engine: str) -> None:
+    """Refuse a test_step of the user's own where it would take one device's rows for the whole
+    batch.
+    """
+    if overrides(model, "test_step"):
+        raise RequestError(
+            f"{type(model).__name__} has a test_step of its own, which engine={engine!r} "
+            f"would replace.",
+            "Use engine='towers', which runs it whole on the first device.",
+        )
+
+
+def check_towers(model: Any) -> None:
+    """Refuse what towers can't do; warn of what differs from one device."""
+    check_step(model)
+    for layer in list_normalizations(model, synchronized=True)[:1]:
+        refuse_in_one_process(
+            f"{layer.name} synchronizes its statistics, which towers can't.", "synchronized=False"
+        )
+    _warn_local_statistics(model)
+
+
+def check_workers(model: Any) -> None:
+    """Refuse what a process per device can't do: it computes the loss of its own rows only."""
+    check_step(model)
+    if model.steps_per_execution != 1:
+        raise RequestError(
+            f"engine='multiworker' can't run steps_per_execution={model.steps_per_execution}: "
+            f"TensorFlow fails there.",
+            "Compile with steps_per_execution=1, or use engine='towers'.",
+        )
+    if model.run_eagerly:
+        raise RequestError(
+            "engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False."
+        )
+    _warn_local_statistics(model)
+
+
+# before an engine's first step
+CHECKS = {
+    "solo": check_compiled,
+    "towers": check_towers,
+    "multiworker": check_workers,
+}
+
+
+def check_passes(model: Any, rows: int) -> None:
+    """Refuse what is exact only where one loss is computed for a device's whole share; `rows`: of a
+    pass.
+    """
+    check_compiled(model)
+    if model.run_eagerly:
+        raise RequestError(
+            "Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}"
+        )
+    for layer in list_normalizations(model, synchronized=True):
+        raise RequestError(
+            f"{layer.name} synchronizes its statistics, which passes can't.", NO_PASSES
+        )
+    if any(layer.trainable for layer in list_normalizations(model, synchronized=False)):
+        warn(f"Batch normalization sees one pass of {rows} rows, not the whole share.")
+
+
+def check_assigned(weights: Sequence[Any]) -> None:
+    """Refuse a model that assigns its trainable weights when it is called: each device has a copy
+    of them.
+    """
+    if weights:
+        seen = (
+            f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; "
+            f"towers can't keep that."
+        )
+        refuse_in_one_process(seen, "leave that layer out")
+
+
+def refuse_in_one_process(seen: str, other: str) -> NoReturn:
+    """Refuse what needs a process for each device, unless evener launch will start them; `other`
+    goes without.
+    """
+    ask_for_processes(seen)
+    raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
+
+
+def warn_small_data(rows: int, planned: int | None) -> None:
+    """Warn of data that never fill the plan's batch."""
+    if planned is not None and rows < planned:
+        warn(
+            f"The data have {rows} rows, fewer than the plan's global batch of {planned}: "
+            f"each step is smaller than "
+            "those that the plan was measured with."
+        )
+
+
+def warn_inner_metric(state: Any) -> None:
+    """Warn of a metric that the model updates when it is called: it may be given rows, or a mean
+    over them.
+    """
+    metric = state.path.rpartition("/")[0]
+    warn(
+        f"{metric} is updated inside the model, once on each device: give that metric the "
+        f"rows, not their mean."
+    )
+
+
+def warn_loss_metric(state: Any) -> None:
+    """Warn of a metric that a compute_loss updates, of a part of the batch at a time."""
+    metric = state.path.rpartition("/")[0]
+    warn(
+        f"{metric} is updated in compute_loss, which each process or pass calls with its own "
+        f"rows: its figure is a mean of theirs. It is that of all rows if they are its weight: "
+        f"update_state(figure, sample_weight=number of rows)."
+    )
+
+
+def warn_summed_metrics(model: Any) -> None:
+    """Warn of metrics that aren't Keras' own, and may not add up over rows, where outputs can't be
+    put together.
+    """
+    metrics = model._compile_metrics.metrics if model._compile_metrics else []
+    own = [
+        each.name
+        for each in metrics
+        if not (getattr(each, "_fn", None) or type(each)).__module__.startswith("keras.")
+    ]
+    if own:
+        warn(
+            f"The outputs are too large to be sent to every process for {own[0]}: each counts "
+            f"its own rows, and what "
+            "is shown is right only for a metric that adds up over rows, as means and counts do."
+        )
+
+
+def all_layers(model: Any) -> list[Any]:
+    """Every layer of a model, including those of inner models, of wrappers and of the user's own
+    layers.
+    """
+    found: list[Any] = model._flatten_layers(include_self=False)
+    return found
+
+
+def plain_variables(model: Any) -> list[Any]:
+    """The `tf.Variable`s in attributes of a model and its layers, each once; Keras doesn't know
+    them.
+    """
+    every = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
+    return list({id(each): each for each in every if isinstance(each, tf.Variable)}.values())
+
+
+def overrides(model: Any, name: str) -> bool:
+    """True if the model's class has a method of its own in place of Keras'."""
+    return getattr(type(model), name) not in (
+        getattr(keras.Model, name),
+        getattr(keras.Sequential, name),
+    )
+
+
+def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
+    """The layers that normalize over rows: those of each replica, the synchronized ones, or with
+    None all.
+    """
+    found = [
+        each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
+    ]
+    return [each for each in found if synchronized in (None, each.synchronized)]
+
+
+def _warn_local_statistics(model: Any) -> None:
+    local = [layer for layer in list_normalizations(model, synchronized=False) if layer.trainable]
+    if local:
+        warn(
+            f"{local[0].name} takes its statistics from each device's own rows, not from the "
+            f"whole batch; "
+            "synchronized=True with engine='multiworker' uses the whole batch."
+        )
+
+
+# models that were warned of sparse gradients: a step is traced several times, by audits too
+_WARNED_OF_SPARSE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def warn_sparse(model: Any, weights: Sequence[Any]) -> None:
+    """Warn once of weights whose gradient is sparse, as of a table of which rows are taken: Keras
+    clips and squares its rows one by one, and here there is only their sum.
+    """
+    if model in _WARNED_OF_SPARSE:
+        return
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    kind = type(optimizer)
+    clips = any(
+        getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue")
+    )
+    if not kind.__module__.startswith("keras.") or (
+        issubclass(kind, keras.optimizers.SGD) and not clips
+    ):
+        return
+    if weights:
+        _WARNED_OF_SPARSE.add(model)
+        effect = (
+            "it is clipped otherwise"
+            if clips
+            else "rows that a batch takes several times learn at a different rate"
+        )
+        warn(
+            f"{kind.__name__} gets the gradient of {weights[0].path} as one sum in a group or in "
+            f"passes, and row by row on "
+            f"one device: {effect}. engine='towers' without passes does as one device does."
+        )
+
+
+ROWS, SUM, SAME = "rows", "sum", "same"
+COUNTS = (
+    "steps",
+    "labels",
+    "weights",
+)  # units beside rows that a loss may be a mean over, counted in each step
+OTHER = ""  # none of them
+_ALONE = "Leave that out, or train on one device."
+
+
+class PartKinds(msgspec.Struct, frozen=True):
+    """Relations between parts of a batch and the whole; by default every loss is a mean over rows.
+
+    `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of
+    COUNTS, or OTHER. `states` has the same for the changes of states by their place in
+    `model.non_trainable_variables`: ROWS, SUM, SAME; `attributes` for tensors that a call leaves in
+    attributes, and that aren't rows.
+    """
+
+    loss: str = ROWS
+    added: tuple[str, ...] = ()
+    states: dict[int, str] = {}
+    attributes: dict[str, str] = {}
+    seen: str = ""  # a sentence on the loss, where it is OTHER
+    fault: str = ""  # why no engine can put parts together
+
+    def added_kind(self, place: int) -> str:
+        """The way in which an added loss adds up."""
+        return self.added[place] if place < len(self.added) else ROWS
+
+
+def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
+    """Refuse a loss that can't be put together from those of an engine's devices or passes."""
+    who = "A plan with passes" if in_passes else f"engine={engine!r}"
+    if found.loss == OTHER:
+        seen, remedy = found.seen.rstrip("."), f"{TOWERS} {NO_PASSES}" if in_passes else TOWERS
+        raise RequestError(f"{who} can't put this loss together. {seen}.", remedy)
+    if in_passes and found.loss in COUNTS:
+        over = {
+            "steps": "the steps that a mask leaves",
+            "labels": "labels that aren't ignored",
+            "weights": "weights",
+        }
+        raise RequestError(
+            f"A plan with passes can't weight this loss exactly: it is a mean over "
+            f"{over[found.loss]}, not over rows.",
+            NO_PASSES,
+        )
+
+
+def refuse_everywhere(found: PartKinds, model: Any) -> None:
+    """Refuse what no engine computes as one device does."""
+    if found.fault:
+        raise RequestError(found.fault, "Train it on one device.")
+    if OTHER in found.added:
+        raise RequestError(
+            f"A layer of {model.name} adds a loss that is neither a mean nor a sum over rows.",
+            "Compute it in the model's loss, with engine='towers', or train on one device.",
+        )
+    for place, kind in found.states.items():
+        if kind == OTHER:
+            path = model.non_trainable_variables[place].path
+            raise RequestError(
+                f"A call of the model assigns {path}, and what the parts of a batch make of "
+                f"it isn't what the whole "
+                "makes of it.",
+                _ALONE,
+            )

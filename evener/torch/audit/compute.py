@@ -1,0 +1,181 @@
+"""The gradient of a few rows, computed in several ways without leaving a trace.
+
+In the precision of the weights, without autocast. Every row draws the same random numbers wherever
+it is computed, and batch normalization takes its running statistics: by design, statistics of a
+device's own rows differ.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ...training.audit import Sketch
+from .closures import kept_closure
+from .randomness import SEED, EvenRandomness, seed_all, seed_torch
+from .sketch import GradientSums, Signs
+from .state import kept_attributes, kept_state
+
+MOVE = 0.01  # the deviation of what is added to weights that are all alike
+_SIGNS = Signs()
+
+
+class Piece(msgspec.Struct, frozen=True, eq=False):
+    """Some rows that are computed at once: their loss, and its weight in the gradient."""
+
+    loss: Callable[[], Any]
+    weight: Any = 1.0
+
+
+class Bench:
+    """Computes gradients of the models' weights and of `tensors`, by name, within `open`.
+
+    `holders` are other objects that computing a loss changes, such as a trainer, and `function` is
+    code of the program's own that is called. `around` are contexts in which nothing of a step
+    happens, such as the exchange of gradients. `losses_only`: gradients can't be taken, as they are
+    sharded; a sketch is of the loss then. `changed` are the names of buffers that a pass
+    changes, `draws` the random numbers that depend on how many are drawn at once.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[Any],
+        tensors: Mapping[str, Any],
+        holders: Sequence[Any] = (),
+        function: Callable[..., Any] | None = None,
+        around: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+        losses_only: bool = False,
+    ) -> None:
+        self._models = list(models)
+        self._modules = [
+            module for each in self._models for module in each.modules() if module is not None
+        ]
+        self._tensors = tensors
+        self._holders = holders
+        self._function = function
+        self._around = around
+        self._losses_only = losses_only
+        self.changed: set[str] = set()
+        self.draws = 0
+
+    @contextmanager
+    def open(self, moves: bool = False) -> Iterator[Bench]:
+        """A context in which `sketch` leaves no trace.
+
+        `moves`: weights that are all alike, such as a head that begins at zero, are moved a little
+        meanwhile, as they hide what other weights' gradients depend on.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            for each in self._around:
+                stack.enter_context(each())
+            stack.enter_context(kept_state([*self._models, *self._holders]))
+            stack.enter_context(_full_precision())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for model in self._models:
+                stack.enter_context(_bare(model))
+            for module in self._modules:
+                if isinstance(module, _BatchNorm) and module.track_running_stats:
+                    module.training = False
+            if moves:
+                stack.enter_context(_moved(self._tensors.values()))
+            yield self
+
+    def sketch(self, way: Sequence[Piece], disturbance: int = 0) -> Sketch:
+        """The gradient of a way to compute some rows; errors of the program's own code are raised.
+
+        With a `disturbance`, a number, it differs by as much as rounding may make of it.
+        """
+        sums = GradientSums(self._tensors, _SIGNS)
+        for piece in way:
+            seed_all(SEED)
+            randomness = EvenRandomness(disturbance)
+            # each pass begins as the first one did
+            with kept_attributes(*self._modules), kept_closure(self._function):
+                before = self._list_buffers()
+                with randomness, torch.set_grad_enabled(not self._losses_only):
+                    loss = piece.loss()
+                    self._note_changes(before)
+                    if isinstance(loss, torch.Tensor):
+                        sums.add(loss, piece.weight, self._losses_only)
+            self.draws += randomness.shaped
+        return sums.sketch()
+
+    def _list_buffers(self) -> dict[str, tuple[int, int]]:
+        """The identity and version of each buffer; batch normalization's don't change here."""
+        return {
+            name: (id(buffer), buffer._version)
+            for model in self._models
+            for name, buffer in model.named_buffers()
+        }
+
+    def _note_changes(self, before: Mapping[str, tuple[int, int]]) -> None:
+        now = self._list_buffers()
+        self.changed |= {name for name, state in now.items() if before.get(name) != state}
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """No autocast, no TF32."""
+    autocast = torch.amp.autocast_mode.autocast
+    entered = autocast.__enter__, autocast.__exit__
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+            autocast.__enter__ = lambda self: self
+            autocast.__exit__ = lambda *_: None
+            yield
+        finally:
+            autocast.__enter__, autocast.__exit__ = entered
+            torch.backends.cuda.matmul.allow_tf32 = matmul
+            torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@contextmanager
+def _bare(model: Any) -> Iterator[None]:
+    """A model in DistributedDataParallel, called without it: its reduction is the step's."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        yield
+        return
+    before = vars(inner).get("forward")
+    vars(inner)["forward"] = inner.module
+    try:
+        yield
+    finally:
+        del vars(inner)["forward"]
+        if before is not None:
+            vars(inner)["forward"] = before
+
+
+@contextmanager
+def _moved(tensors: Iterable[Any]) -> Iterator[None]:
+    """Weights that are all alike, moved; nothing is copied, as their value is a single number."""
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    seed_torch(SEED)
+    try:
+        for each in tensors:
+            data = each.data
+            if type(data) is not torch.Tensor or not data.is_floating_point() or data.numel() < 2:
+                continue
+            value = data.reshape(-1)[0].clone()
+            if bool((data == value).all()):
+                moved.append((data, value))
+                data.add_(torch.randn_like(data), alpha=MOVE)
+        yield
+    finally:
+        for data, value in moved:
+            data.fill_(value)

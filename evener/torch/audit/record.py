@@ -1,0 +1,529 @@
+"""A record of a batch's way to its loss: the functions that a program calls with tensors, to be
+called again with other rows.
+
+Nothing of the program's own code runs twice, and nothing of it is left behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+import evener
+
+from ..rows.structure import address, tensors_in
+from .nested_values import is_arithmetic, leaves_in, map_nested, nested_tensors
+from .randomness import RandomState
+from .state import kept_state
+
+_SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
+_READS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__float__,
+    torch.Tensor.__array__,
+}
+# that make tensors of Python's numbers, whose rows are then no batch's
+_MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
+# the part of a loss by which it may differ when it is computed again
+_AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}
+HALF_AGAIN = 3e-2
+# whose lines are no program's
+_LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, evener.__file__))
+NOT_THIS_BATCH = "its loss isn't computed from the batch that its loader gave last"
+AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers of a record count its rows
+
+
+class RowNumber(int):
+    """A number that the program asked a tensor for: as many rows as the batch has, times `each`."""
+
+    each = 1
+
+    def __mul__(self, other: Any) -> Any:
+        product = int(self) * other
+        if not isinstance(other, int):
+            return product
+        made = RowNumber(product)
+        made.each = self.each * int(other)
+        return made
+
+    __rmul__ = __mul__
+
+
+class GeneratorState(msgspec.Struct, frozen=True, eq=False):
+    """A random generator, and its state at some moment."""
+
+    generator: torch.Generator
+    state: torch.Tensor
+
+    def restore(self) -> None:
+        """Put the generator into that state."""
+        self.generator.set_state(self.state)
+
+
+class WrittenCall(msgspec.Struct, frozen=True, eq=False):
+    """A function that was called with tensors, what it returned, and whether under autocast.
+
+    `draw` is the generator of the program's own that it drew from, and `place` the program's line.
+    """
+
+    function: Callable[..., Any]
+    arguments: Any
+    keywords: Any
+    result: Any
+    autocast: tuple[str, Any] | None
+    draw: GeneratorState | None = None
+    place: str = ""
+    from_model: bool = False  # a whole model
+    gradients: bool = True  # were enabled
+
+
+class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
+    """Writes down a batch's way to its losses; `after` is called after each backward pass, with the
+    loss that it began with.
+
+    `rows` are the batch's, unless its first tensor says so. The record goes on until `close`.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[Any],
+        batch: Any,
+        after: Callable[[Recorder, torch.Tensor], None],
+        rows: int = 0,
+    ) -> None:
+        super().__init__()
+        self.models = [each for each in models if each.training]
+        self.batch = [each for each in tensors_in(batch) if each.ndim]
+        self.rows = rows or (len(self.batch[0]) if self.batch else 0)
+        self.losses = 0  # from which a backward pass began
+        # numbers that weights and gradients are used with after the backward pass
+        self.uses: tuple[float, ...] = ()
+        self.by_hand = False  # the caller of backward ends it itself, by `end_backward`
+        self.steps = False  # an optimizer, of which nothing is noted
+        # its models exchange gradients, as far as was seen until it was closed
+        self.exchanges = False
+        self.random = RandomState()
+        self._after = after
+        self._tape: list[WrittenCall] = []
+        self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
+        self._from_model: set[int] = set()  # tensors that a model's output led to
+        # the entry before which a figure was first read: only entries after it can depend on it
+        self._first_read: int | None = None
+        self._inside = self._busy = False
+        self._handles = [each.register_forward_pre_hook(self._enter) for each in self.models]
+        self._handles += [
+            each.register_forward_hook(self._leave, with_kwargs=True) for each in self.models
+        ]
+        self.__enter__()
+
+    def close(self) -> None:
+        """Write down no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._tape, self.batch = [], [], []
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+
+    # ------------------------------------------------------------------ writing down
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        given = keywords or {}
+        if self._inside or self._busy or not self._handles:
+            return function(*arguments, **given)
+        if function is torch.Tensor.backward:
+            result = function(*arguments, **given)
+            if not self.by_hand:
+                self.end_backward(arguments[0])
+            return result
+        if self.losses and not self.steps:
+            self._note_use(function, (arguments, given))
+        draw = _find_draw(given)
+        result = function(*arguments, **given)
+        if function in _SIZES:
+            return self._mark(arguments[0], result)
+        self._write(function, arguments, given, result, draw=draw)
+        return result
+
+    def end_backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a loss is over."""
+        self.losses += 1
+        self._busy = True
+        try:
+            self._after(self, loss)
+        finally:
+            self._busy = False
+
+    def _enter(self, model: Any, *_: Any) -> None:
+        self._inside = True
+        self.exchanges |= torch.is_grad_enabled() and getattr(
+            model, "require_backward_grad_sync", True
+        )
+
+    def _leave(self, model: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        self._inside = False
+        if not self._busy:
+            inner = getattr(model, "module", model)
+            self._write(inner, arguments, keywords, result, from_model=True)
+
+    def _write(
+        self,
+        function: Any,
+        arguments: Any,
+        keywords: Any,
+        result: Any,
+        from_model: bool = False,
+        draw: GeneratorState | None = None,
+    ) -> None:
+        given = {id(each) for each in nested_tensors((arguments, keywords))}
+        gradients = torch.is_grad_enabled()
+        led = (from_model and gradients) or bool(given & self._from_model)
+        if function in _READS and led and self._first_read is None:
+            self._first_read = len(self._tape)
+        made = list(nested_tensors(result))
+        if not made:
+            return
+        device = made[0].device.type
+        cast = None
+        if torch.is_autocast_enabled(device):
+            cast = (device, torch.get_autocast_dtype(device))
+        for each in made:
+            self._made.setdefault(id(each), []).append(len(self._tape))
+            if led:
+                self._from_model.add(id(each))
+        place = _find_place() if is_arithmetic(function) else ""
+        entry = WrittenCall(
+            function, arguments, keywords, result, cast, draw, place, from_model, gradients
+        )
+        self._tape.append(entry)
+
+    def _mark(self, tensor: Any, result: Any) -> Any:
+        """The size as it was asked for; the number of rows of what comes from the batch as one that
+        is followed.
+        """
+        known = id(tensor) in self._made or any(each is tensor for each in self.batch)
+        sizes = list(result) if isinstance(result, torch.Size) else [result]
+        if not known or tensor.ndim == 0 or tensor.shape[0] != self.rows or sizes[0] != self.rows:
+            return result
+        return (
+            torch.Size([RowNumber(sizes[0]), *sizes[1:]])
+            if isinstance(result, torch.Size)
+            else RowNumber(result)
+        )
+
+    def _note_use(self, function: Any, given: Any) -> None:
+        """Note the numbers that weights or gradients are used with, as in an average of the weights
+        of all steps.
+        """
+        every = leaves_in(given) if is_arithmetic(function) else []
+        numbers = [
+            float(each)
+            for each in every
+            if isinstance(each, int | float) and not isinstance(each, bool)
+        ]
+        if numbers and (
+            places := {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}
+        ):
+            own = (
+                each
+                for model in self.models
+                for weight in model.parameters()
+                for each in (weight, weight.grad)
+            )
+            if any(each is not None and address(each) in places for each in own):
+                self.uses += tuple(numbers)
+
+    # ------------------------------------------------------------------ reading it
+
+    def trace(self, loss: torch.Tensor) -> LossRecord | str:
+        """What led to a loss; or why that isn't known, as a part of a sentence."""
+        needed = self._find_needed(loss)
+        if isinstance(needed, str):
+            return needed
+        numbers = [each for place in needed for each in self._find_numbers(self._tape[place])]
+        read = any(self._may_use_read(place) for place in needed)
+        entries = [self._tape[place] for place in needed]
+        return LossRecord(
+            self.models, self.batch, self.rows, entries, loss, self.random, numbers, read
+        )
+
+    def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
+        """What led to the loss, in its order; or why that isn't known."""
+        places: set[int] = set()
+        queue: list[tuple[Any, int]] = [(loss, len(self._tape))]  # and the entry that takes it
+        known = {id(each) for each in self.batch}
+        reached = False
+        while queue:
+            tensor, taken = queue.pop()
+            reached |= id(tensor) in known
+            makers = self._made.get(id(tensor), ())
+            if not makers and id(tensor) not in known:
+                rows = tensor.ndim and len(tensor) == self.rows
+                if tensor.grad_fn is not None or (rows and self._is_after_read(taken)):
+                    return "its loss is computed in a way that can't be followed"
+            for place in makers:
+                if place not in places:
+                    places.add(place)
+                    entry = self._tape[place]
+                    given = nested_tensors((entry.arguments, entry.keywords))
+                    queue += [(each, place) for each in given]
+        if id(loss) not in self._from_model:
+            return "its loss isn't computed from the output of a wrapped model"
+        if not reached:  # the loop fetches its batches ahead of their turn
+            return NOT_THIS_BATCH
+        if any(self._is_made_of_rows(self._tape[place]) for place in places):
+            return "its loss is computed with rows that aren't tensors of its batch"
+        return sorted(places)
+
+    def _is_made_of_rows(self, entry: WrittenCall) -> bool:
+        """True if the call makes a tensor with a line for each row, of numbers of Python's."""
+        if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
+            return False
+        return any(
+            each.ndim and len(each) == self.rows > 1 for each in nested_tensors(entry.result)
+        )
+
+    def _is_after_read(self, place: int) -> bool:
+        """True if a figure had been read from what a model computed, before this entry."""
+        return self._first_read is not None and place >= self._first_read
+
+    def _may_use_read(self, place: int) -> bool:
+        """True if a number of this call may be made of a figure that was read."""
+        entry = self._tape[place]
+        given = leaves_in(entry.arguments)
+        if is_arithmetic(entry.function):
+            given += leaves_in(entry.keywords)
+        return self._is_after_read(place) and any(isinstance(each, float) for each in given)
+
+    def _find_numbers(self, entry: WrittenCall) -> list[Number]:
+        """The numbers that a call multiplies, divides or adds to what comes from a model."""
+        arguments = leaves_in((entry.arguments, entry.keywords))
+        if not is_arithmetic(entry.function) or not any(
+            id(each) in self._from_model for each in arguments
+        ):
+            return []
+        constant = [
+            each
+            for each in arguments
+            if isinstance(each, torch.Tensor) and id(each) not in self._made
+        ]
+        plain = [
+            each
+            for each in arguments
+            if isinstance(each, int | float) and not isinstance(each, RowNumber)
+        ]
+        figures = [*map(float, plain)]
+        figures += [float(each.detach()) for each in constant if each.numel() == 1]
+        return [Number(each, entry.place) for each in figures]
+
+
+class Number(msgspec.Struct, frozen=True):
+    """A number that a loss is computed with, and the program's line where it is."""
+
+    value: float
+    place: str
+
+
+class LossRecord:
+    """The calls that led to a loss, which can be made again with other rows of the same kind.
+
+    `numbers` are those that the loss is computed with, beside the batch and the models; `reads`:
+    some of them may be made of figures that the program has read from the batch's own tensors.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        batch: Sequence[torch.Tensor],
+        rows: int,
+        entries: Sequence[WrittenCall],
+        loss: torch.Tensor,
+        random: RandomState,
+        numbers: Sequence[Number],
+        reads: bool,
+    ) -> None:
+        self.models = [getattr(each, "module", each) for each in models]
+        self.batch, self.rows = list(batch), rows
+        self.numbers, self.reads = list(numbers), reads
+        self._entries, self._loss, self._random = entries, loss, random
+
+    def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
+        """The loss of other rows. `counts` says which numbers of the record are taken to count its
+        rows: those that a tensor said, also those that are as many, or also their multiples.
+
+        ValueError for a batch of another structure.
+        """
+        given = [each for each in tensors_in(batch) if each.ndim]
+        if len(given) != len(self.batch):
+            raise ValueError(f"the batch has {len(self.batch)} tensors, these rows {len(given)}")
+        pairs = zip(self.batch, given, strict=True)
+        known: dict[int, Any] = {id(own): each.to(own.device, copy=True) for own, each in pairs}
+        number = partial(_scale, counts, self.rows, rows)
+        made: torch.Tensor = _replay(self._entries, known, rows, number, id(self._loss))
+        return made
+
+    def may_count_rows(self) -> bool:
+        """True if a factor or divisor of the loss is a multiple of its rows: the program may have
+        asked for len().
+        """
+        return any(
+            _scale(MULTIPLES, self.rows, 2 * self.rows, each.value) != each.value
+            for each in self.numbers
+        )
+
+    def has_other_rows(self) -> bool:
+        """True if tensors with a line for each row are in it that come from elsewhere."""
+        known = {id(each) for each in self.batch}
+        for model in self.models:
+            known |= {id(each) for each in (*model.parameters(), *model.buffers())}
+        for entry in self._entries:
+            given = nested_tensors((entry.arguments, entry.keywords))
+            if any(id(each) not in known and self._has_rows(each) for each in given):
+                return True
+            known |= {id(each) for each in nested_tensors(entry.result)}
+        return False
+
+    def _has_rows(self, tensor: torch.Tensor) -> bool:
+        return bool(tensor.ndim) and len(tensor) == self.rows
+
+    def find_change(self) -> str:
+        """Why the loss of the same rows is another when it is computed again; empty if it isn't."""
+        kinds = {
+            each.dtype
+            for entry in self._entries
+            for each in nested_tensors(entry.result)
+            if each.is_floating_point()
+        }
+        near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
+        with kept_state([torch.nn.ModuleList(self.models)]):
+            again = self._compute_again()
+        first = float(self._loss.detach().double().sum())
+        if abs(again - first) <= near * max(abs(first), 1e-30):
+            return ""
+        return (
+            f"its loss of the same rows is another when it is computed again: {first:.6g}, "
+            f"then {again:.6g}"
+        )
+
+    def _compute_again(self) -> float:
+        """The loss of the same rows, with the same random numbers."""
+        for enabled in (False, True):  # a loss of gradients, such as a gradient penalty, needs some
+            self._random.restore()
+            try:
+                with torch.set_grad_enabled(enabled):
+                    made = self.compute(self.batch, self.rows)
+                    return float(made.detach().double().sum())
+            except RuntimeError as error:
+                if enabled or "grad" not in str(error):
+                    raise
+        raise AssertionError
+
+
+def _find_place() -> str:
+    """The line of the program that calls now."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_LIBRARIES, "<")) and "site-packages" not in name:
+            return f"{name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _scale(counts: int, was: int, now: int, number: Any) -> Any:
+    """A number of a record of `was` rows, as it is for `now` rows if it counts them."""
+    plain = isinstance(number, int | float) and not isinstance(number, bool)
+    if counts == AS_WRITTEN or not plain or not number or was < 2:
+        return number
+    for times, scaled in (
+        (number / was, number * now / was),
+        (1 / number / was, number * was / now),
+    ):
+        whole = abs(times - round(times)) < 1e-9 * abs(times) and round(times) >= 1
+        if whole and (counts == MULTIPLES or round(times) == 1):
+            exact = isinstance(number, int) and scaled == int(scaled)
+            return int(scaled) if exact else scaled
+    return number
+
+
+def _find_draw(keywords: Any) -> GeneratorState | None:
+    """The generator that a call is about to draw from, if the program gives one of its own."""
+    generator = keywords.get("generator")
+    if not isinstance(generator, torch.Generator):
+        return None
+    return GeneratorState(generator, generator.get_state())
+
+
+def _replay(
+    entries: Sequence[WrittenCall],
+    known: dict[int, Any],
+    rows: int,
+    number: Callable[[Any], Any],
+    wanted: int,
+) -> Any:
+    """The wanted tensor as these functions make it of other rows."""
+    draws = [each.draw for each in entries if each.draw is not None]
+    now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
+    try:
+        _replay_entries(entries, known, rows, number)
+    finally:
+        for each in now:
+            each.restore()
+    return known[wanted]
+
+
+def _replay_entries(
+    entries: Sequence[WrittenCall], known: dict[int, Any], rows: int, number: Callable[[Any], Any]
+) -> None:
+    """Call these functions again, and add what they make of other rows to `known`."""
+    for entry in entries:
+        if entry.draw is not None:
+            entry.draw.restore()
+        counted = _same if entry.from_model else number
+        now = partial(_now, known, rows, counted, set(map(id, nested_tensors(entry.result))))
+        under = (
+            nullcontext()
+            if entry.autocast is None
+            else torch.autocast(entry.autocast[0], entry.autocast[1])
+        )
+        enabled = torch.is_grad_enabled() and entry.gradients
+        with under, torch.set_grad_enabled(enabled):
+            made = entry.function(
+                *map_nested(now, entry.arguments), **map_nested(now, entry.keywords)
+            )
+        known.update(
+            (id(was), each)
+            for was, each in zip(nested_tensors(entry.result), nested_tensors(made), strict=True)
+        )
+
+
+def _same(number: Any) -> Any:
+    return number
+
+
+def _now(
+    known: dict[int, Any],
+    rows: int,
+    number: Callable[[Any], Any],
+    changed: set[int],
+    each: Any,
+) -> Any:
+    """The value that stands for one of the batch's; what the program has changed in place stays as
+    it is.
+    """
+    if isinstance(each, RowNumber):
+        return each.each * rows
+    if id(each) in known or not isinstance(each, torch.Tensor):
+        return known[id(each)] if id(each) in known else number(each)
+    return each.clone() if id(each) in changed else each

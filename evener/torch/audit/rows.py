@@ -1,0 +1,234 @@
+"""A few rows of the batch at hand, as one batch and as the parts of two devices."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import torch
+
+from ...errors import RequestError
+from ..rows.structure import cut_rows, tensors_in
+from .randomness import SEED, seed_all
+from .state import kept_state
+
+ROWS, CANDIDATES = 8, 32  # that are computed, and those that they are chosen from
+_IGNORED = -100
+
+
+class FewRows(msgspec.Struct, frozen=True, eq=False):
+    """A few rows as one batch (`whole`), and in parts as two devices have them, each collated by
+    itself.
+
+    `cut` are the parts as cut from the whole batch, padded as it is; None where it can't be cut.
+    `even` are parts of equal size, as the program's own launcher has them.
+    """
+
+    whole: Any
+    parts: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    cut: tuple[Any, ...] | None
+    even: tuple[Any, ...]
+    even_sizes: tuple[int, ...]
+    even_cut: tuple[Any, ...] | None = None  # those as cut from the whole batch
+
+    @property
+    def rows(self) -> int:
+        """The rows of the whole batch."""
+        return sum(self.sizes)
+
+
+def fetch_rows(
+    dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
+) -> FewRows | None:
+    """Some of these rows of a data set, chosen to differ in class and length; None for fewer than
+    two.
+    """
+
+    def collated(items: Sequence[Any], seed: int = SEED) -> Any:
+        seed_all(seed)
+        return collate(list(items))
+
+    with kept_state():
+        seed_all(SEED)
+        twin = copy_dataset(dataset)
+        items = [twin[number] for number in numbers[:CANDIDATES]]
+        if len(items) < 2:
+            return None
+        chosen = _choose(items, [_sign_item(each, collated) for each in items])
+        whole = collated(chosen)
+        first, half = _first(len(chosen)), len(chosen) // 2
+        sizes = (first, len(chosen) - first)
+        cut = _cut(whole, first, len(chosen))
+        halves = (collated(chosen[:half]), collated(chosen[half:]))
+        made = FewRows(
+            whole,
+            (collated(chosen[:first]), collated(chosen[first:])),
+            sizes,
+            cut,
+            halves,
+            (half, len(chosen) - half),
+            _cut(whole, half, len(chosen)),
+        )
+        if cut is None or _are_equal(whole, collated(chosen, SEED + 1)):
+            return made
+        # a collator that masks at random makes other parts than it cuts
+        even = _cut(whole, half, len(chosen)) or halves
+        return msgspec.structs.replace(made, parts=cut, even=even)
+
+
+def copy_dataset(dataset: Any) -> Any:
+    """A copy of a data set, and of those in it, so that what they note down or draw isn't the
+    program's own.
+    """
+    if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
+        return dataset
+    try:
+        twin = copy.copy(dataset)
+    except Exception:  # of the program's own code
+        return dataset
+    for name, value in list(getattr(twin, "__dict__", {}).items()):
+        if name == "dataset":
+            setattr(twin, name, copy_dataset(value))
+        elif name == "datasets" and isinstance(value, list | tuple):
+            setattr(twin, name, [copy_dataset(each) for each in value])
+        elif isinstance(value, torch.Generator):
+            setattr(twin, name, value.clone_state())
+        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+            setattr(twin, name, copy.deepcopy(value))
+    return twin
+
+
+def cut_few(batch: Any, rows: int, in_order: bool = False) -> FewRows | None:
+    """Some rows of a collated batch; None where it has fewer than two, or can't be cut.
+
+    Of 32 rows those that differ most are taken, in an order that makes parts differ, or `in_order`,
+    as the batch has them.
+    """
+    if rows < 2:
+        return None
+    try:
+        whole = _pick(batch, rows, in_order)
+        count = min(rows, ROWS) // 2 * 2
+        first, half = _first(count), count // 2
+        parts = _cut(whole, first, count)
+        even = _cut(whole, half, count)
+    except RequestError:
+        return None
+    if parts is None or even is None:
+        return None
+    return FewRows(whole, parts, (first, count - first), parts, even, (half, count - half))
+
+
+def _first(rows: int) -> int:
+    """The rows of the first part."""
+    return max(1, rows * 3 // 8)
+
+
+def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]]) -> list[Any]:
+    """ROWS of the items, from all over their order by class and length; the others are dropped."""
+    places = spread_places(signs)
+    return [items[place] for place in places]
+
+
+def spread_places(signs: Sequence[tuple[float, ...]]) -> list[int]:
+    """The places of up to ROWS rows: the first of them, if they differ; else from all of them.
+
+    They are sorted by what tells rows apart, so that parts of them differ too.
+    """
+    first = signs[:ROWS]
+    differ = len(first[0]) > 0 and all(len(set(values)) > 1 for values in zip(*first, strict=True))
+    chosen = first if differ or not signs[0] else signs
+    ranked = sorted(range(len(chosen)), key=lambda place: (chosen[place], place))
+    count = min(ROWS, len(chosen))
+    count -= count % 2  # so that halves are equal
+    return [ranked[place * len(ranked) // count] for place in range(count)]
+
+
+def _pick(batch: Any, rows: int, in_order: bool) -> Any:
+    """ROWS of a collated batch, in the order of `spread_places` where all of it is tensors."""
+    tensors = [each for each in tensors_in(batch) if each.ndim]
+    if not tensors or any(len(each) != rows for each in tensors):
+        return cut_rows(batch, 0, min(ROWS, rows) // 2 * 2, rows)
+    few = min(CANDIDATES, rows)
+    signs = list(zip(*(_sign_rows(each[:few]) for each in tensors), strict=True))
+    places = spread_places(signs)
+    if in_order:
+        places.sort()
+    picked = [cut_rows(batch, place, place + 1, rows) for place in places]
+    return _join(picked)
+
+
+def _join(rows: Sequence[Any]) -> Any:
+    """One batch of these rows, each of which is a batch of one."""
+    first = rows[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(rows)) if first.ndim else first
+    if isinstance(first, tuple | list) and not isinstance(first, torch.Size):
+        if first and not any(
+            isinstance(each, torch.Tensor | tuple | list | dict) for each in first
+        ):
+            return type(first)(item for each in rows for item in each)
+        items = [_join([each[place] for each in rows]) for place in range(len(first))]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if hasattr(first, "keys"):
+        made = first.copy()
+        for key in first.keys():  # noqa: SIM118 - mappings of libraries iterate otherwise
+            made[key] = _join([each[key] for each in rows])
+        return made
+    return first
+
+
+def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
+    """Two parts of a collated batch; None for one that has no row for each sample."""
+    try:
+        return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
+    except RequestError:
+        return None
+
+
+def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
+    """The class and length of a row; nothing if it can't be collated alone, as in pairs."""
+    try:
+        return tuple(_sign(each) for each in tensors_in(collated([item])))
+    except Exception:
+        return ()
+
+
+def _sign_rows(tensor: torch.Tensor) -> list[float]:
+    return [_sign(each) for each in tensor]
+
+
+def _sign(row: torch.Tensor) -> float:
+    """A number that tells rows apart: of a class itself, else how many values say something."""
+    exact = not row.is_floating_point() and not row.is_complex()
+    if row.numel() == 1 and exact:
+        return float(row)
+    if exact:
+        return float(((row != _IGNORED) & (row != 0)).sum())
+    return float(torch.isfinite(row).sum())
+
+
+def digest_rows(batch: Any) -> int:
+    """A digest of the numbers in a batch."""
+    found = 0
+    for each in tensors_in(batch):
+        if not each.is_sparse:
+            plain = torch.view_as_real(each) if each.is_complex() else each
+            values = plain.detach().to("cpu", torch.float64).numpy().tobytes()
+            found = crc32(values, found)
+    return found
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    first, second = tensors_in(one), tensors_in(other)
+    if len(first) != len(second):
+        return False
+    return all(
+        a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        for a, b in zip(first, second, strict=True)
+    )

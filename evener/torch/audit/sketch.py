@@ -1,0 +1,172 @@
+"""A sketch of a loss's gradient: a few random sums of each tensor's, taken as the gradient comes.
+
+Gradients are taken by torch.autograd.grad, which runs none of the hooks by which gradients are
+accumulated: those of the step stay as they are, and no exchange between ranks hears of it. A hook
+on each tensor makes the sums and gives nothing on, so a gradient is freed as soon as it was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from ...training.audit import LOSS, PROJECTIONS, Sketch
+from .randomness import SEED
+
+WIDTH = 4096  # of the lines into which a gradient is cut
+BLOCK = 1 << 24  # values that are converted at once
+
+
+class Signs:
+    """Random signs: that of a value is the product of its line's and its column's.
+
+    Sums with such signs have the gradient's norm as standard deviation, as sums with a sign of its
+    own for each value have, and take one product of a matrix with a few columns.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
+        """Signs of `count` lines (which = 0) or columns (1), as (count, PROJECTIONS)."""
+        length = 1 << max(12, (count - 1).bit_length())
+        key = which, length, like.device, like.dtype
+        if key not in self._pools:
+            # by NumPy, as PyTorch's draws are other ones while rows are computed
+            drawn = numpy.random.default_rng(SEED + which).integers(0, 2, (length, PROJECTIONS))
+            self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like)
+        return self._pools[key][:count]
+
+
+def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
+    """PROJECTIONS random sums of a gradient, as float64."""
+    if gradient.is_sparse:
+        return _project_sparse(gradient.coalesce(), signs)
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    flat = gradient.detach().reshape(-1)
+    total = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)
+    width = min(WIDTH, max(1, flat.numel()))
+    whole = flat.numel() // width
+    lines = max(1, BLOCK // width)
+    for first in range(0, whole, lines):
+        count = min(lines, whole - first)
+        block = _widen(flat[first * width : (first + count) * width].view(count, width))
+        sums = block @ signs.take(width, 1, block)
+        total += (sums * signs.take(whole, 0, block)[first : first + count]).sum(0)
+    rest = _widen(flat[whole * width :])
+    if rest.numel():
+        total += signs.take(width, 1, rest)[: rest.numel()].T @ rest
+    return total
+
+
+def _widen(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
+    """Sums of the lines that are there, each with its own sign."""
+    lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
+    for index, size in zip(gradient.indices(), gradient.shape, strict=False):
+        lines = lines * size + index
+    values = _widen(gradient.values().reshape(len(lines), -1))
+    most = int(lines.max()) + 1 if len(lines) else 1
+    sums = values @ signs.take(values.shape[1], 1, values)
+    return (sums * signs.take(most, 0, values)[lines]).sum(0).double()
+
+
+class GradientSums:
+    """The random sums of the gradients of these tensors, over as many losses as are added."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], signs: Signs) -> None:
+        self._tensors = tensors
+        self._signs = signs
+        self._sums: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, torch.dtype] = {}  # of what is no tensor's gradient
+        self._loss = 0.0
+
+    def add(
+        self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0, loss_only: bool = False
+    ) -> None:
+        """Add the gradient of a loss, times its weight; with `loss_only`, the loss itself."""
+        scaled = loss * weight
+        value = scaled.detach().double().sum()
+        self._loss += float(value)
+        if loss_only:
+            before = self._sums.get(LOSS, torch.zeros_like(value).expand(PROJECTIONS))
+            self._sums[LOSS] = before + value
+            self._kinds[LOSS] = loss.dtype
+            return
+        trained = {name: each for name, each in self._tensors.items() if each.requires_grad}
+        if not scaled.requires_grad or not trained:
+            return
+        with ExitStack() as stack:
+            for name, each in trained.items():
+                stack.enter_context(_only_hook(each, partial(self._take, name)))
+            torch.autograd.grad(scaled.sum(), list(trained.values()), allow_unused=True)
+
+    def _take(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            sums = project(gradient, self._signs)
+            before = self._sums.get(name)
+            self._sums[name] = sums if before is None else before + sums
+            if gradient.is_sparse:
+                return torch.sparse_coo_tensor(size=gradient.shape).to(gradient)
+            return gradient.new_zeros(()).expand(gradient.shape)
+
+    def sketch(self) -> Sketch:
+        """The sums so far, on the host."""
+        made = Sketch(loss=self._loss)
+        names = sorted(self._sums)
+        for device in {self._sums[name].device for name in names}:
+            own = [name for name in names if self._sums[name].device == device]
+            lines = torch.stack([self._sums[name] for name in own]).tolist()
+            for name, line in zip(own, lines, strict=True):
+                kind = self._kinds[name] if name in self._kinds else self._tensors[name].dtype
+                made.add(name, str(kind).removeprefix("torch."), line)
+        return made
+
+
+@contextmanager
+def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which a tensor's gradient goes to `function`, and to no hook of the step's."""
+    own = dict(tensor._backward_hooks or {})
+    if own:
+        tensor._backward_hooks.clear()
+    handle = tensor.register_hook(function)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if own:
+            tensor._backward_hooks.update(own)
+
+
+def _plain(name: str) -> str:
+    """A weight's name in the model itself, without what wrappers put before it."""
+    for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
+        name = name.removeprefix(wrapper)
+    return name
+
+
+def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
+    """The tensors that are trained: of the models by their names, and other ones by a number."""
+    found: dict[str, Any] = {}
+    known: set[int] = set()
+    several = list(models)
+    for place, model in enumerate(several):
+        for name, each in model.named_parameters():
+            if each.requires_grad and id(each) not in known:
+                known.add(id(each))
+                plain = _plain(name)
+                found[f"{plain} of model {place + 1}" if len(several) > 1 else plain] = each
+    for place, each in enumerate(others):
+        if each.requires_grad and each.is_leaf and id(each) not in known:
+            known.add(id(each))
+            found[f"tensor {place} of an optimizer, of shape {tuple(each.shape)}"] = each
+    return found

@@ -1,0 +1,113 @@
+"""The audit of one step: the gradient of a few rows both ways, and why they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from ...training.audit import (
+    REPEATS,
+    GradientDifference,
+    Sketch,
+    compare,
+    find_cause,
+)
+from .compute import Bench, Piece
+
+Way = Sequence[Piece]
+NEAR = 1e-5  # of two losses that are the same but for rounding
+
+
+class AuditChange(msgspec.Struct, frozen=True, eq=False):
+    """The way that trains with one thing changed, and the reference with the same thing changed, if
+    that is another.
+    """
+
+    trained: Way
+    reference: Way | None = None
+
+
+class Ways(msgspec.Struct, frozen=True, eq=False):
+    """The ways to compute a few rows: as they should be, as they are trained, and, by the cause of
+    a difference, as they are trained with one thing changed.
+    """
+
+    reference: Way
+    trained: Way
+    changes: Mapping[str, AuditChange] = {}
+    sizes: tuple[int, ...] = ()  # the rows of the parts
+    digest: int = 0  # of all that is in the rows
+
+
+class Audited(msgspec.Struct, frozen=True):
+    """The result of an audit: a difference with its cause, or none.
+
+    `repeatable` is false where the same rows, computed the same way, gave another gradient, and
+    `finite` where the reference isn't a number: nothing can be said then. `sketch` is that of the
+    reference, and `changed` the buffers that a pass changes.
+    """
+
+    difference: GradientDifference | None
+    cause: str
+    rows: int
+    sizes: tuple[int, ...]
+    repeatable: bool
+    finite: bool
+    sketch: Sketch
+    changed: tuple[str, ...]
+
+
+def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
+    """Compute a few rows both ways; `moves` as in `Bench.open`."""
+    with bench.open(moves):
+        reference = bench.sketch(ways.reference)
+        trained = bench.sketch(ways.trained)
+        found = partial(_result, bench, ways, reference)
+        if compare(reference, trained) is None:
+            return found(None)
+        again = bench.sketch(ways.reference)
+        if compare(reference, again) is not None:
+            return found(None, repeatable=False)
+        repeats = [bench.sketch(ways.reference, number + 1) for number in range(REPEATS)]
+        difference = compare(reference, trained, repeats)
+        if difference is None:
+            return found(None)
+        answers = {
+            name: partial(_is_right, bench, reference, change, repeats)
+            for name, change in ways.changes.items()
+        }
+        if bench.draws and "collation" in answers and answers["collation"]():
+            return found(None)  # longer rows draw other random numbers, which explains it
+        cause = find_cause(answers)
+        if cause == "rows" and _are_near(*difference.losses):
+            cause = "weight"
+        return found(difference, cause)
+
+
+def _result(
+    bench: Bench,
+    ways: Ways,
+    reference: Sketch,
+    difference: GradientDifference | None,
+    cause: str = "",
+    repeatable: bool = True,
+) -> Audited:
+    changed = tuple(sorted(bench.changed))
+    finite = all(math.isfinite(reference.size(name)) for name in reference.sums)
+    return Audited(
+        difference, cause, ways.digest, ways.sizes, repeatable, finite, reference, changed
+    )
+
+
+def _is_right(
+    bench: Bench, reference: Sketch, change: AuditChange, repeats: Sequence[Sketch]
+) -> bool:
+    wanted = reference if change.reference is None else bench.sketch(change.reference)
+    return compare(wanted, bench.sketch(change.trained), repeats) is None
+
+
+def _are_near(one: float, other: float) -> bool:
+    return abs(one - other) <= NEAR * max(abs(one), abs(other))

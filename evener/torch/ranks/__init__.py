@@ -1,0 +1,3 @@
+"""The ranks of a training: where each one is, what it measures, and how it learns that another has
+ended.
+"""

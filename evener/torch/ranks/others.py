@@ -1,0 +1,332 @@
+"""The other ranks' ends: what a rank that ends leaves in the group's store, and how one that waits
+for it hears of it.
+
+NCCL waits for minutes for a rank that has ended, and says nothing. A thread of each rank on a GPU
+looks at the store once a second, so a step costs nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread, main_thread
+from typing import Any
+from weakref import WeakMethod
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ...training.retreat import say
+from ..sums.collectives import count_exchanges
+
+LOOK_SECONDS = 1.0
+# for what the other ranks have to say, and until a rank that doesn't go on is stuck
+WAIT_SECONDS = 3.0
+_LOST_SIGNS = (
+    "gloo/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+)  # of lost ranks
+_LEAVING = {
+    dist.destroy_process_group.__code__,
+    dist.distributed_c10d._abort_process_group.__code__,
+}
+_left: list[Any] = []  # process groups, until the interpreter ends
+
+
+class LastNote(msgspec.Struct, frozen=True):
+    """The note that a rank leaves as it ends."""
+
+    words: str | None = None  # its error; empty for an end without one, None where it left nothing
+    batches: int = 0  # that it had begun
+    exchanges: dict[str, int] = {}  # that it had begun, by process group
+
+    def describe(self, rank: int) -> str:
+        """A sentence on the end of the `rank` that left this note, for one that waits for it."""
+        end = "ended", self.words
+        if self.words is None:
+            end = "doesn't answer", "it was killed, ended early, or its machine is gone"
+        elif not self.words:
+            why = (
+                "it has called sys.exit(), or its loop was shorter. Every rank has to take every "
+                "batch"
+            )
+            end = f"ended in its batch {self.batches}", why
+        return f"rank {rank} {end[0]}, and this rank can't go on without it: {end[1]}."
+
+
+class Others:
+    """The other ranks of the default process group; `now` gives the batches that this rank has
+    begun, and its doing.
+    """
+
+    newest: Others | None = None
+
+    def __init__(self, device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
+        self.group, self._device, self._now = dist.group.WORLD, device, now
+        self.on_gpu = device.type == "cuda" and "nccl" in dist.get_backend_config()
+        self._rank, self._ranks = (
+            dist.get_rank(),
+            set(range(dist.get_world_size())) - {dist.get_rank()},
+        )
+        self._store = (
+            dist.distributed_c10d._get_default_store().clone()
+        )  # in which nobody else waits
+        self._number: int = (
+            0 if Others.newest is None else Others.newest._number + 1
+        )  # alike on all ranks
+        self._place = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
+        self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._place}")
+        self.notes: dict[int, LastNote] = {}  # of the others that have ended
+        self._words: str | None = None  # that this rank has left
+        self._over = Event()
+        self._computing: list[Thread] = []
+        self._thread = Thread(target=self._watch, name="evener-others", daemon=True)
+        if self.on_gpu:
+            self._thread.start()
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"evener/{self._number}/{name}/{rank}"
+
+    def note(self, words: str) -> None:
+        """Note this rank's end, once."""
+        if self._words is None:
+            self._words = words
+            note = LastNote(words, self._now()[0], count_exchanges())
+            with suppress(
+                RuntimeError, ValueError
+            ):  # of a store that has gone with the process that it was in
+                self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
+
+    def leave(self) -> None:
+        """Note this rank's end once its GPU is done, and wait for the others to come to theirs, for
+        a while.
+        """
+        if self._over.is_set():
+            return
+        computed = self._compute()
+        while computed.is_alive() and not (self._words and self.notes):
+            self._look_soon()
+        self.note("")
+        end = time.monotonic() + WAIT_SECONDS * (
+            self.on_gpu or not self._words
+        )  # gloo says itself that a rank left
+        while len(self.notes) < len(self._ranks) and time.monotonic() < end:
+            self._look_soon()
+        self._over.set()
+
+    def _look_soon(self) -> None:
+        time.sleep(0.05)
+        self._look()
+
+    def _look(self) -> None:
+        """Read the notes of ranks that have ended since the last look."""
+        try:
+            for each in self._ranks - self.notes.keys():
+                gone, key = self._is_gone(each), self._key("ended", each)
+                if self._store.check([key]):
+                    self.notes[each] = msgspec.json.decode(self._store.get(key), type=LastNote)
+                elif gone:
+                    self.notes[each] = LastNote()
+        except RuntimeError:  # the store went with rank 0
+            self.notes.setdefault(0, LastNote("it was killed, or its output says why"))
+
+    def _is_gone(self, rank: int) -> bool:
+        """True if the rank's process is of this machine, and has ended."""
+        key = self._key("process", rank)
+        process, _, place = (
+            self._store.get(key).decode() if self._store.check([key]) else ""
+        ).partition(" ")
+        if place != self._place:
+            return False
+        try:
+            return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    def explain(self) -> str:
+        """A sentence on why this rank has lost the others; waits for what they have to say."""
+        self._words, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
+        with suppress(RuntimeError):
+            self._store.set(self._key("lost", self._rank), "")
+            while silent and not self.notes and time.monotonic() < end:
+                self._look_soon()
+                silent = {
+                    each for each in silent if not self._store.check([self._key("lost", each)])
+                }
+        if self.notes or silent:
+            return self._describe() if self.notes else LastNote().describe(min(silent))
+        return "all ranks answer, but have lost their connections: the network between them failed."
+
+    def _describe(self) -> str:
+        """A sentence on the rank whose end comes first: one with an error, else one without, else
+        one that is gone.
+        """
+        rank = min(
+            self.notes,
+            key=lambda rank: (not self.notes[rank].words, self.notes[rank].words is None, rank),
+        )
+        return self.notes[rank].describe(rank)
+
+    def _compute(self) -> Thread:
+        """A thread that lives until the GPU has computed what it was given; any call may have to
+        wait for that.
+        """
+        stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
+        thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
+        self._computing.append(thread)
+        thread.start()
+        return thread
+
+    def join_threads(self) -> None:
+        """Wait for threads that the group's end has freed: one in torch as Python ends would abort
+        the process.
+        """
+        for thread in (self._thread, *self._computing):
+            if thread.is_alive():
+                thread.join(WAIT_SECONDS)
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_SECONDS) and dist.group.WORLD in (None, self.group):
+            leaves = is_leaving()
+            if leaves:
+                self.note(describe_error(find_error()))
+            self._look()
+            if self.notes and self._is_stuck(leaves):
+                self._end()
+
+    def _is_stuck(self, leaves: bool) -> bool:
+        """True if this rank waits for one that has ended, and still does after a while.
+
+        In a call that leaves a group NCCL waits for all ranks.
+        """
+        notes = list(self.notes.values())
+        computed = self._compute() if any(note.words != "" for note in notes) else None
+        if self._over.wait(WAIT_SECONDS):
+            return False
+        own = count_exchanges()
+        waits = any(
+            own.get(name, 0) > count for note in notes for name, count in note.exchanges.items()
+        )
+        return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
+
+    def _end(self) -> None:
+        """End this process, with the error that its own thread is stuck in, if there is one."""
+        error = find_error()
+        if isinstance(error, Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+        if self._words != "lost":  # else that has said it
+            say(f"evener: {self._describe()}")
+        os._exit(1)
+
+
+def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
+    """Hear of the ends of this process group's other ranks from now on, and let them hear of this
+    one's.
+    """
+    newest = Others.newest
+    if newest is None:
+        atexit.register(leave_group)
+        os.register_at_fork(after_in_child=lambda: setattr(Others, "newest", None))
+    elif newest.group is dist.group.WORLD:
+        newest._now = now
+        return
+    else:
+        newest._over.set()
+    Others.newest = Others(device, now)
+
+
+def leave_group() -> None:
+    """Leave the process group, if there still is one, together with the other ranks.
+
+    Its last reference isn't a model's: DistributedDataParallel that is dropped right after would
+    wait for gloo's thread, which may wait for the interpreter's lock to drop its last tensors.
+    """
+    others = Others.newest
+    if others is not None:
+        others.leave()
+    if dist.is_initialized():
+        _left.append(dist.group.WORLD)
+        if others is not None and others.on_gpu and others.group is dist.group.WORLD:
+            # destroying it waits for ranks that never come
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+    if others is not None:
+        others.join_threads()
+
+
+def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
+    """Let an error that ends the program be followed by what the person can do, or by the rank that
+    it came from.
+
+    The last training of a process has the say, if it is still there.
+    """
+    hook = sys.excepthook
+    shown = hook.args[0] if isinstance(hook, partial) and hook.func is _explain else hook
+    sys.excepthook = partial(_explain, shown, advise)
+
+
+def _explain(
+    shown: Callable[..., None],
+    advise: WeakMethod[Callable[[BaseException], str]],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: Any,
+) -> None:
+    shown(kind, error, trace)
+    advice = advise()
+    if advice is not None and (words := advice(error)):
+        say(f"evener: {words}")
+    others = Others.newest
+    if isinstance(error, Exception) and others is not None:
+        if any(map(_is_lost, _chain(error))):
+            say(f"evener: {others.explain()}")
+        else:
+            others.note(describe_error(error))
+
+
+def describe_error(error: BaseException | None) -> str:
+    """An error in a line; empty for none, and for sys.exit()."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}".rstrip(": .") if isinstance(error, Exception) else ""
+
+
+def find_error() -> BaseException | None:
+    """The error that the program's own thread is handling."""
+    found: Any = sys._current_exceptions().get(main_thread().ident or 0)
+    error: BaseException | None = (
+        found[1] if isinstance(found, tuple) else found
+    )  # Python 3.11 has it in a tuple
+    return error
+
+
+def is_leaving() -> bool:
+    """True if the program's own thread is in a call that leaves the default process group."""
+    frame = sys._current_frames().get(main_thread().ident or 0)
+    while frame is not None and frame.f_code not in _LEAVING:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("group") in (None, dist.group.WORLD)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_lost(error: BaseException) -> bool:
+    """True if the error is that of a rank which other ranks have left."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)
+    )

@@ -1,0 +1,513 @@
+"""The rows of a data set that each rank computes: unequal slices of one global order, each row once
+per epoch.
+
+Every rank draws the same order and takes its own slice of each global batch, so nothing is
+exchanged. A rank that has no row in a short last batch gets one to keep step with; that row has
+weight 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice, repeat
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from ...errors import RequestError
+from ...shares.whole_rows import apportion, check_rank_shares
+from ...training.dealing import Deal, Dealer
+from .structure import DealtBatch
+
+Order = Iterable[int] | Callable[[int], Sequence[int]]
+
+
+class RowOrder:
+    """The rows of each epoch in the order that the user's `order` gives, drawn anew from `seed` and
+    the epoch.
+
+    RequestError if it gives something else than as many rows of 0 to `rows` - 1 in each epoch.
+    """
+
+    def __init__(self, order: Order, rows: int, seed: int) -> None:
+        self._order, self._rows, self._seed = order, rows, seed
+        self._epoch = 0
+        self._drawn = self._draw(0)
+        self._digest: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    def draw(self, epoch: int) -> torch.Tensor:
+        """The epoch's rows, (rows,) of int64."""
+        if epoch != self._epoch:
+            drawn = self._draw(epoch)
+            if len(drawn) != len(self._drawn):
+                raise RequestError(
+                    f"The order has {len(drawn)} rows in epoch {epoch} and {len(self._drawn)} "
+                    f"in epoch {self._epoch}.",
+                    "Give one with as many rows in every epoch.",
+                )
+            self._epoch, self._drawn, self._digest = epoch, drawn, None
+        return self._drawn
+
+    def digest(self, epoch: int) -> int:
+        """A digest that tells one epoch's order from another."""
+        drawn = self.draw(epoch)
+        if self._digest is None:
+            self._digest = crc32(drawn.numpy().tobytes())
+        return self._digest
+
+    def _draw(self, epoch: int) -> torch.Tensor:
+        order: Any = self._order
+        seed = mix_seed(self._seed, epoch)
+        with torch.random.fork_rng(devices=[]):  # the loop's own random numbers stay as they were
+            torch.default_generator.manual_seed(seed)
+            if isinstance(getattr(order, "generator", None), torch.Generator):
+                order.generator.manual_seed(seed)
+            if callable(order):
+                rows = order(epoch)
+            else:
+                if hasattr(order, "set_epoch"):
+                    order.set_epoch(epoch)
+                rows = list(order)
+        drawn = _whole_numbers(rows)
+        if drawn is None or not len(drawn) or drawn.min() < 0 or drawn.max() >= self._rows:
+            raise RequestError(
+                f"order={type(order).__name__} doesn't give row numbers from 0 to "
+                f"{self._rows - 1}.",
+                (
+                    "Give a sampler, a list of row numbers, or a function of the epoch that "
+                    "returns one; no batch sampler."
+                ),
+            )
+        return drawn
+
+
+def _whole_numbers(given: Any) -> torch.Tensor | None:
+    """A copy of numbers as int64 of one dimension; None if they aren't whole numbers in a row."""
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        return None
+    return found.to("cpu", torch.int64, copy=True)
+
+
+def mix_seed(seed: int, epoch: int) -> int:
+    """A seed for the random numbers of one epoch."""
+    return (seed * 1_000_003 + epoch) % (1 << 63)
+
+
+LOOPS = 4  # that may run over one sampler at the same time and change shares
+_STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
+
+
+class ShareSchedule:
+    """The shares that a loop began with at row `position` of its epoch, and those that it changed
+    to.
+    """
+
+    def __init__(self, shares: tuple[int, ...], position: int) -> None:
+        self.begun = position  # the row after the loop's newest batch
+        self._changes = [(position, shares)]
+
+    def at(self, first: int) -> tuple[int, ...]:
+        """The shares of the batch that begins with the epoch's row `first`."""
+        return next(
+            (own for start, own in reversed(self._changes) if first >= start), self._changes[0][1]
+        )
+
+    def change(self, rows: int, shares: tuple[int, ...]) -> None:
+        """Take these shares from the batch on that begins `rows` rows after the end of the newest
+        one.
+        """
+        self._changes.append((self.begun + rows, shares))
+
+
+class UnevenBatchSampler:
+    """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; a batch is never
+    empty.
+
+    `shares` are the samples of every rank in a full global batch, until `change_shares`. An `order`
+    takes the place of `shuffle`. With `join_tail`, a last batch that hasn't a row for each rank is
+    part of the batch before it. RequestError for a share, length or rank that's none.
+    """
+
+    is_dealt = False  # True if rows are dealt by their length, in passes
+
+    def __init__(
+        self,
+        length: int,
+        shares: Sequence[int],
+        rank: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        order: RowOrder | None = None,
+        join_tail: bool = False,
+    ) -> None:
+        length = length if order is None else len(order)
+        check_rank_shares(shares, rank)
+        if length < 1:
+            raise RequestError(f"The data set has {length} rows.", "Give one with 1 row or more.")
+        if drop_last and length < sum(shares):
+            raise RequestError(
+                f"With drop_last, {length} rows don't fill a batch of {sum(shares)}.",
+                "Give a smaller global batch, or drop_last=False.",
+            )
+        self.length = length
+        self.shares = tuple(shares)  # of loops that begin now
+        self.rank = rank
+        self.shuffle, self.seed, self.order = shuffle, seed, order
+        self.drop_last, self.join_tail = drop_last, join_tail
+        self.epoch = 0
+        self.position = 0  # rows of this epoch that were computed before
+        self.changes = False  # True if shares may change
+        self._schedules = deque([ShareSchedule(self.shares, 0)], maxlen=LOOPS)
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a full step, over all ranks."""
+        return sum(self.shares)
+
+    def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
+        """Take these shares; in loops that run, from the batch on that comes `ahead` batches after
+        the next one.
+        """
+        self.shares = shares
+        for schedule in self._schedules:
+            schedule.change(ahead * self.global_batch, shares)
+
+    def warn_of_short_batches(self, planned: int) -> None:
+        """Warn of ranks without a row in the last step, and of steps that are all smaller than the
+        plan's batch.
+        """
+        if self.length < planned:
+            warnings.warn(
+                f"The data set has {self.length} rows, fewer than the plan's global batch of "
+                f"{planned}: each step is"
+                " smaller than those that the plan was measured with.",
+                stacklevel=3,
+            )
+        last = self.sizes(len(self) - 1)
+        if min(last) == 0:
+            warnings.warn(
+                f"An epoch's last batch has {sum(last)} rows for {len(last)} ranks. The other "
+                f"ranks get a row that"
+                " gradients don't count; in a metric, cut it off by split.rows, or use "
+                "split.gather or drop_last=True.",
+                stacklevel=3,
+            )
+
+    @property
+    def schedule(self) -> ShareSchedule:
+        """The shares of the newest loop, by row."""
+        return self._schedules[-1]
+
+    def sample_rows(self, first: int, more: int) -> list[int]:
+        """The next `first` rows of all ranks, and up to `more` from the whole epoch: the same on
+        every rank.
+        """
+        order, most = self._draw(self.epoch), min(more, self.length)
+        spread = [self.length * place // most for place in range(most)]
+        rows = order[self.position : self.position + first].tolist() + order[spread].tolist()
+        return list(dict.fromkeys(rows))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start `epoch` from its first row, in its own order."""
+        self.epoch = epoch
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return self._steps(self.length)
+
+    @property
+    def steps_left(self) -> int:
+        """Steps from the position to the end of the epoch."""
+        return self._steps(self.length - self.position)
+
+    def _steps(self, rows: int) -> int:
+        whole, rest = divmod(rows, self.global_batch)
+        return whole if self.drop_last or not rest or (whole and self._joins(rest)) else whole + 1
+
+    def _joins(self, rest: int) -> bool:
+        return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
+
+    def sizes(self, step: int) -> tuple[int, ...]:
+        """The rows of each rank in a step, counted from the position; 0 for one that only keeps
+        step.
+        """
+        return self.sizes_at(self.position + step * self.global_batch)
+
+    def take(self, step: int) -> tuple[int, ...]:
+        """The rows of each rank in a step that a trainer begins now, counted from the position."""
+        self.schedule.begun = self.position + (step + 1) * self.global_batch
+        return self.sizes(step)
+
+    def sizes_at(
+        self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
+    ) -> tuple[int, ...]:
+        """The rows of each rank in the step that begins with row `first` of `epoch`, in a loop with
+        this schedule.
+
+        Without these, in this epoch and the newest loop.
+        """
+        rows, full = self.length - first, self.global_batch
+        shares = (schedule or self.schedule).at(first)
+        if rows >= full and not (rows < 2 * full and self._joins(rows - full)):
+            return shares
+        return apportion(rows, shares)
+
+    def rows_at(self, step: int) -> list[int]:
+        """This rank's row numbers in a step of the newest loop, counted from the position."""
+        first = self.position + step * self.global_batch
+        return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
+
+    def rows_of_all(self, step: int) -> list[int]:
+        """The row numbers of all ranks in a step of the newest loop, counted from the position."""
+        first = self.position + step * self.global_batch
+        return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
+
+    def rows_of_odd_tail(self) -> object:
+        """Rows of the epoch's last step if they weigh the ranks differently than the other steps'
+        do; else None.
+        """
+        if self.changes or self.is_dealt:
+            return object()  # equal to no other: each step may weigh them differently
+        last = self.sizes(max(0, self.steps_left - 1))
+        total, rows = self.global_batch, sum(last)
+        return (
+            None
+            if all(n * total == share * rows for n, share in zip(last, self.shares, strict=True))
+            else rows
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (rows.tolist() for rows in self.batches())
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """This rank's rows of each step as int64 tensors (rows,), from the current position on, by
+        a new schedule.
+        """
+        schedule = ShareSchedule(self.shares, self.position)
+        self._schedules.append(schedule)
+        order, steps = self._draw(self.epoch), range(self.steps_left)
+        return (
+            self._slice(order, self.position + step * self.global_batch, schedule) for step in steps
+        )
+
+    def _slice(self, order: torch.Tensor, first: int, schedule: ShareSchedule) -> torch.Tensor:
+        sizes = self.sizes_at(first, schedule=schedule)
+        start, rows = first + sum(sizes[: self.rank]), sizes[self.rank]
+        return order[start : start + rows] if rows else order[first : first + 1]
+
+    def _draw(self, epoch: int) -> torch.Tensor:
+        if self.order is not None:
+            return self.order.draw(epoch)
+        if not self.shuffle:
+            return torch.arange(self.length)
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+        return torch.randperm(self.length, generator=generator)
+
+    def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """The batch of each step from what is fetched for this sampler."""
+        return fetched
+
+    def loop_context(self) -> AbstractContextManager[None]:
+        """What a loop over these batches sets in the process for as long as it goes on: nothing."""
+        return nullcontext()
+
+    def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
+        """The tokens of this rank's rows in a batch, without and with padding; 0 where rows have no
+        lengths.
+        """
+        return (0, 0)
+
+    def digest(self, epoch: int) -> int | None:
+        """A digest that tells the user's own order of an epoch from another; None without one."""
+        return None if self.order is None else self.order.digest(epoch)
+
+    def state_dict(self, steps: int = 0) -> dict[str, Any]:
+        """The position of the training `steps` steps on; the same on every rank."""
+        position = min(self.length, self.position + steps * self.global_batch)
+        values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
+        return dict(zip(_STATE_KEYS, values, strict=True))
+
+    def _describe_order(self, epoch: int) -> bool | str:
+        return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, also with other shares or ranks; RequestError if the order
+        of rows differs.
+        """
+        if missing := [key for key in _STATE_KEYS if key not in state]:
+            raise RequestError(
+                f"The state of the loader has no {missing[0]!r}.",
+                "Give what its state_dict() returned.",
+            )
+        order = self._describe_order(int(state["epoch"]))
+        own = {"length": self.length, "shuffle": order, "seed": self.seed}
+        for key, value in own.items():
+            if state[key] != value:
+                raise RequestError(
+                    f"The state was taken with {key} {state[key]!r}, but this loader has "
+                    f"{value!r}.",
+                    (
+                        "Rows would be missed or seen twice: make the loader as it was, or start "
+                        "the epoch anew."
+                    ),
+                )
+        self.epoch, self.position = (
+            int(state["epoch"]),
+            min(max(0, int(state["position"])), self.length),
+        )
+
+
+class _CudnnAttention:
+    """The switch of cuDNN's attention, which PyTorch has once for the whole process."""
+
+    def __init__(self) -> None:
+        self._loops = 0  # that need it off
+        self._before = True
+
+    @contextmanager
+    def turned_off(self) -> Iterator[None]:
+        """Turn it off; the last loop that ends sets it as it was before the first one began."""
+        if not self._loops:
+            self._before = torch.backends.cuda.cudnn_sdp_enabled()
+        self._loops += 1
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            self._loops -= 1
+            if not self._loops:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+_cudnn_attention = _CudnnAttention()
+
+
+_KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
+
+
+class LengthSampler(UnevenBatchSampler):
+    """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the
+    data.
+
+    Global batches and their order are those without lengths, so a state can be loaded under other
+    shares. While a loop takes its batches, cuDNN's attention is off in this process: it makes a
+    plan for each new shape, about 100 ms a pass on an H200, and nearly every pass has one.
+    RequestError for lengths that aren't the data's, and for a row that no rank can hold.
+    """
+
+    is_dealt = True
+
+    def __init__(
+        self,
+        rows: int,
+        shares: Sequence[int],
+        rank: int,
+        *,
+        lengths: Any,
+        dealer: Dealer,
+        **options: Any,
+    ) -> None:
+        super().__init__(rows, shares, rank, **options)
+        found = _whole_numbers(lengths)
+        if found is None:
+            raise RequestError(
+                f"lengths={type(lengths).__name__} isn't a list of whole numbers.",
+                "Give the tokens of each row, in order.",
+            )
+        self._lengths, self._dealer, tokens = found, dealer, found.tolist()
+        dealer.check(tokens, rows)
+        longest = sorted(tokens)[-self.global_batch :]
+        # else a loop without parts would train until the first batch comes that has passes
+        self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(
+            longest
+        ).in_passes
+        self._orders: dict[int, torch.Tensor] = {}  # of rows, by epoch
+        self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
+
+    def deal_at(self, first: int, epoch: int) -> Deal:
+        """The deal of the global batch that begins with the epoch's row `first`."""
+        found = self._deals.get((epoch, first))
+        if found is None:
+            rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
+            found = self._deals[epoch, first] = self._dealer.deal(self._lengths[rows].tolist())
+            for old in list(self._deals)[:-_KEPT]:
+                self._deals.pop(old, None)
+        return found
+
+    def sizes_at(
+        self, first: int, epoch: int | None = None, schedule: Any = None
+    ) -> tuple[int, ...]:
+        """The rows of each rank in the batch that begins with row `first`; 0 for a rank that only
+        keeps step.
+        """
+        return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
+
+    def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
+        """The rows that count in each of this rank's passes of the batch that begins with row
+        `first`.
+        """
+        return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
+
+    def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
+        """The tokens of this rank's rows in the batch that begins with row `first`, without and
+        with padding.
+        """
+        deal = self.deal_at(first, epoch)
+        return deal.tokens[self.rank], deal.padded[self.rank]
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """The rows of each pass, from the current epoch and position."""
+        return chain.from_iterable(self.steps())
+
+    def steps(self) -> Iterator[list[torch.Tensor]]:
+        """The rows of each batch, as a list of its passes, from the current epoch and position."""
+        return map(self._passes, self._firsts(), repeat(self.epoch))
+
+    def _firsts(self) -> range:
+        """The first rows of the batches that are left of this epoch."""
+        return range(self.position, self.length, self.global_batch)[: self.steps_left]
+
+    def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
+        rows = self._draw(epoch)[first : first + self.global_batch]
+        passes = self.deal_at(first, epoch).passes[self.rank]
+        if not passes:  # the shortest row, to keep step with
+            return [rows[self._lengths[rows].argmin()].reshape(1)]
+        return [rows[torch.tensor(places)] for places in passes]
+
+    def loop_context(self) -> AbstractContextManager[None]:
+        """The loop does without cuDNN's attention."""
+        return _cudnn_attention.turned_off()
+
+    def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any
+        rank.
+        """
+        rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
+        return (
+            (DealtBatch(list(islice(fetched, len(own))), own) for own in rows)
+            if self._in_passes
+            else fetched
+        )
+
+    def digest(self, epoch: int) -> int:
+        """A digest of the lengths, and of the user's own order of an epoch if there is one."""
+        return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
+
+    def _draw(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            self._orders = {epoch: super()._draw(epoch), **dict(list(self._orders.items())[:1])}
+        return self._orders[epoch]

@@ -1,0 +1,440 @@
+"""Checkpoints of a sharded model: whole tensors, a unit at a time, that any shares, any ranks or
+plain PyTorch load.
+
+A folder has safetensors files, and an index that transformers reads too. The index is replaced in
+one step, once all files that it names are on the disk: whatever ends a process before that leaves
+the old checkpoint whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import RequestError
+from ...system.files import write_atomically
+from ..messages import tell_all
+from ..sums.collectives import own_collectives
+from .flat import Flat
+from .make import find
+from .sharded import Sharded
+
+INDEX = "model.safetensors.index.json"  # as transformers calls it
+WHOLE = "model.safetensors"  # a model in one file
+_FILE = re.compile(r"(model|optimizer)-[0-9a-f]{8}-\d{5}\.safetensors")
+
+_FOREIGN: dict[str, Any] = {
+    "groups": [],
+    "names": [],
+    "optimizer": {},
+    "counters": {},
+    "extra": None,
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def find_sharded(model: Any) -> Sharded:
+    """The shards of a model; RequestError where it has none."""
+    found = getattr(model, "exchange", None)
+    if not isinstance(found, Sharded):
+        raise RequestError(
+            "The model isn't sharded.", "Use torch.save(model.state_dict(), ...) on one rank."
+        )
+    return found
+
+
+# ---------------------------------------------------------------------- whole tensors
+
+
+def model_state(model: Any) -> Tensors:
+    """On rank 0 the model's whole parameters and buffers by name, as `state_dict` has them, in
+    memory of the host.
+    """
+    sharded, state = find_sharded(model), Tensors()
+    for flat in _flats(sharded):
+        for name, tensor in _whole(flat, flat.shard).items():
+            slot = next(each for each in flat.slots if each.names[0] == name)
+            state |= dict.fromkeys(slot.names, tensor)
+    return {**state, **_buffers(model)} if sharded.place.rank == 0 else {}
+
+
+def optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """On rank 0 the optimizer's whole state, as its `state_dict` has it for the whole model."""
+    sharded = find(optimizer)
+    if sharded is None:
+        raise RequestError(
+            "The optimizer has no sharded model's parameters.", "Use its own state_dict."
+        )
+    numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
+    counters = {name: torch.tensor(value) for name, value in _counters(sharded, optimizer).items()}
+    state: dict[int, Any] = {}
+    for tensors in (counters, *_states(sharded, optimizer)):
+        for name, tensor in tensors.items():
+            parameter, _, kind = name.rpartition("/")
+            state.setdefault(numbers[parameter], {})[kind] = tensor
+    return (
+        {"state": state, "param_groups": _number(_groups(optimizer))}
+        if sharded.place.rank == 0
+        else {}
+    )
+
+
+def _flats(sharded: Sharded) -> Iterator[Flat]:
+    for unit in [sharded.root, *sharded.units]:
+        yield from unit.flats
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
+    """The parameters of a flat by name, in memory of the host; on rank 0 alone."""
+    whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
+    for work in flat.collect(whole, shard):
+        work.wait()
+    if flat.rank:
+        return {}
+    own = whole.cpu()
+    return {
+        each.names[0]: own[each.start : each.start + each.numel].view(each.shape).clone()
+        for each in flat.slots
+    }
+
+
+def _buffers(model: Any) -> Tensors:
+    return {
+        f"{path}.{name}".lstrip("."): buffer.detach().cpu().clone()
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
+    """The optimizer's whole state, a flat and a kind at a time, as "parameter/kind"; counters are
+    left out.
+    """
+    for flat in _flats(sharded):
+        slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
+        kinds = (
+            kind
+            for slot in slots
+            for kind, value in optimizer.state[slot.piece].items()
+            if _is_shard(value)
+        )
+        for kind in dict.fromkeys(kinds):
+            values = {slot: optimizer.state[slot.piece].get(kind) for slot in slots}
+            values = {slot: value for slot, value in values.items() if _is_shard(value)}
+            dtype = next(iter(values.values())).dtype
+            shard = torch.zeros(flat.stop - flat.start, dtype=dtype, device=flat.shard.device)
+            for slot, value in values.items():
+                low, high = flat.range_of(slot)
+                shard[low:high].copy_(value)
+            names = {slot.names[0] for slot in values}
+            yield {
+                f"{name}/{kind}": tensor
+                for name, tensor in _whole(flat, shard).items()
+                if name in names
+            }
+
+
+def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
+    """What the optimizer counts for each parameter, which is the same on all ranks, as
+    "parameter/kind".
+    """
+    return {
+        f"{slot.names[0]}/{kind}": float(value)
+        for slot in sharded.slots
+        for kind, value in optimizer.state.get(slot.piece, {}).items()
+        if value is not None and not _is_shard(value)
+    }
+
+
+def _is_shard(value: Any) -> bool:
+    return bool(torch.is_tensor(value) and value.ndim == 1)
+
+
+def _names(sharded: Sharded, optimizer: Any) -> list[str]:
+    """The names of the optimizer's parameters, in its order."""
+    names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
+    return [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The optimizer's groups, with numbers in place of tensors, and of parameters their number."""
+    return [
+        {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
+        | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with their parameters numbered, as an optimizer's `state_dict` has them."""
+    numbers = count()
+    return [{**each, "params": list(islice(numbers, each["params"]))} for each in groups]
+
+
+# ---------------------------------------------------------------------- a folder
+
+
+def save(
+    folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
+) -> None:
+    """Write the model, and the optimizer's state, to a folder on rank 0; `extra` is anything that
+    JSON holds.
+
+    RequestError on every rank if it can't be written; what was there before is whole then.
+    """
+    sharded = find_sharded(model)
+    writer = _Writer(Path(folder), sharded.place.rank == 0)
+    writer.run(writer.open)
+    for flat in _flats(sharded):
+        writer.write("model", _whole(flat, flat.shard))
+    writer.write("model", _buffers(model))
+    for state in _states(sharded, optimizer) if optimizer is not None else ():
+        writer.write("optimizer", state)
+    rest: dict[str, Any] = {"groups": [], "names": [], "counters": {}, "extra": extra}
+    if optimizer is not None:
+        rest["groups"], rest["names"] = _groups(optimizer), _names(sharded, optimizer)
+        rest["counters"] = _counters(sharded, optimizer)
+    writer.run(lambda: writer.close(rest))
+    _agree(writer.fault, "Free some space, or name another folder: the old checkpoint is whole.")
+
+
+class _Writer:
+    """Writes files that no index names yet, and at last the index; what fails is kept for
+    `fault`.
+    """
+
+    def __init__(self, folder: Path, writes: bool) -> None:
+        self._folder, self._writes, self._token = folder, writes, secrets.token_hex(4)
+        self._maps: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}
+        self._files = self._size = 0
+        self.fault = ""
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Do it on the rank that writes, unless something failed before: the others wait for this
+        rank.
+        """
+        if not self._writes or self.fault:
+            return
+        try:
+            action()
+        except Exception as error:
+            self.fault = (
+                f"The checkpoint {self._folder} can't be written: {str(error).rstrip('.')}."
+            )
+            self._remove(lambda name: self._token in name)
+
+    def open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if (self._folder / WHOLE).exists():
+            raise RequestError(
+                f"{WHOLE} is there, which transformers would read instead", "Name another folder."
+            )
+        _safetensors()
+
+    def write(self, kind: str, tensors: Tensors) -> None:
+        """Write a file of these tensors."""
+        if tensors:
+            self.run(lambda: self._write(kind, tensors))
+
+    def _write(self, kind: str, tensors: Tensors) -> None:
+        self._files += 1
+        path = self._folder / f"{kind}-{self._token}-{self._files:05}.safetensors"
+        _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+        self._maps[kind] |= dict.fromkeys(tensors, path.name)
+        self._size += sum(each.numel() * each.element_size() for each in tensors.values())
+
+    def close(self, rest: dict[str, Any]) -> None:
+        """Replace the index, and remove the files of the checkpoint before."""
+        own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
+        index = {
+            "metadata": {"total_size": self._size, "evener": own},
+            "weight_map": self._maps["model"],
+        }
+        write_atomically(self._folder / INDEX, json.dumps(index, indent=1).encode())
+        self._remove(lambda name: self._token not in name)
+
+    def _remove(self, chosen: Callable[[str], bool]) -> None:
+        for path in self._folder.glob("*.safetensors"):
+            if _FILE.fullmatch(path.name) and chosen(path.name):
+                path.unlink(missing_ok=True)
+
+
+def _safetensors() -> Any:
+    try:
+        import_module("safetensors.torch")
+        return import_module("safetensors")
+    except ImportError:
+        raise RequestError(
+            "Checkpoints need safetensors.", "Install it: pip install safetensors."
+        ) from None
+
+
+Value = TypeVar("Value")
+
+
+def _from_first(own: Value) -> Value:
+    """The value that rank 0 has."""
+    with own_collectives():
+        return tell_all(own)
+
+
+def _agree(fault: str, remedy: str) -> None:
+    """RequestError on every rank if rank 0 has found a fault."""
+    if found := _from_first(fault):
+        raise RequestError(found, remedy)
+
+
+def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
+    """Load what `save` wrote, under any shares; returns its `extra`. Rank 0 reads, a unit at a
+    time.
+
+    RequestError on every rank if it isn't there, or of another model.
+    """
+    sharded = find_sharded(model)
+    reader = _Reader(Path(folder), sharded.place.rank == 0)
+    own = reader.open(sharded, model, optimizer)
+    with torch.no_grad():
+        for flat in _flats(sharded):
+            flat.shard.copy_(reader.read(flat, "", flat.shard.dtype))
+        reader.read_buffers(model)
+    state = {} if optimizer is None else _read_optimizer(reader, sharded, optimizer, own)
+    _agree(reader.fault, "Load another checkpoint: the model has a part of this one.")
+    if optimizer is not None:
+        optimizer.load_state_dict(state)
+        sharded.held.note_state(optimizer)
+    return own["extra"]
+
+
+def _read_optimizer(
+    reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]
+) -> dict[str, Any]:
+    """This rank's shard of the optimizer's state."""
+    numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
+    state: dict[int, Any] = {}
+    for name, value in own["counters"].items():
+        parameter, _, kind = name.rpartition("/")
+        state.setdefault(numbers[parameter], {})[kind] = torch.tensor(value)
+    for flat in _flats(sharded):
+        named = {f"{slot.names[0]}/" for slot in flat.slots}
+        kinds = dict.fromkeys(
+            name.rpartition("/")[2]
+            for name in own["optimizer"]
+            if f"{name.rpartition('/')[0]}/" in named
+        )
+        for kind in kinds:
+            shard = reader.read(flat, f"/{kind}", flat.shard.dtype)
+            for slot in flat.slots:
+                if f"{slot.names[0]}/{kind}" in own["optimizer"]:
+                    low, high = flat.range_of(slot)
+                    state.setdefault(numbers[slot.names[0]], {})[kind] = shard[low:high].clone()
+    return {"state": state, "param_groups": _number(own["groups"])}
+
+
+class _Reader:
+    """Reads tensors by name on rank 0, and gives each rank its part."""
+
+    def __init__(self, folder: Path, reads: bool) -> None:
+        self._folder, self._reads = folder, reads
+        self._maps: dict[str, str] = {}
+        self.fault = ""
+
+    def open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
+        """Read the index, and check that it is of this model; returns what evener wrote in it."""
+        fault, own = "", dict[str, Any]()
+        if self._reads:
+            try:
+                own = self._open(sharded, model, optimizer)
+            except Exception as error:
+                fault = f"The checkpoint {self._folder} can't be loaded: {str(error).rstrip('.')}."
+        _agree(fault, "Name a folder that split.save has written for this model.")
+        return _from_first(own)
+
+    def _open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
+        index = json.loads((self._folder / INDEX).read_bytes())
+        own: dict[str, Any] = index["metadata"].get("evener", _FOREIGN)
+        self._maps = {**index["weight_map"], **own["optimizer"]}
+        shapes = {name: buffer.shape for name, buffer in _buffers(model).items()}
+        for slot in sharded.slots:
+            shapes[self._find(slot.names)] = slot.shape
+        for name, shape in shapes.items():
+            found = self._slice(name).get_shape()
+            if tuple(found) != tuple(shape):
+                raise RequestError(
+                    f"{name} is {tuple(found)} there, and {tuple(shape)} here.",
+                    "Load it where it fits.",
+                )
+        if optimizer is not None:
+            for name in own["optimizer"]:
+                self._slice(name).get_shape()
+            missing = set(_names(sharded, optimizer)) ^ set(own["names"])
+            if missing or len(own["groups"]) != len(optimizer.param_groups):
+                raise RequestError(
+                    "its optimizer has other parameters or groups", "Make the same optimizer."
+                )
+        return own
+
+    def _find(self, names: Sequence[str]) -> str:
+        found = next((name for name in names if name in self._maps), None)
+        if found is None:
+            raise RequestError(f"it has no {names[0]}", "Load it where it fits.")
+        return found
+
+    def _slice(self, name: str) -> Any:
+        self._find((name,))
+        return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
+
+    def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
+        """This rank's shard of a flat's parameters, or of this kind of state of them; zeros for
+        those without.
+        """
+        whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
+        for slot in flat.slots if self._reads else ():
+            name = next((name + kind for name in slot.names if name + kind in self._maps), None)
+            if name is not None:
+                found = self._get(name)
+                if found is not None:
+                    whole[slot.start : slot.start + slot.numel].copy_(found.reshape(-1))
+        with own_collectives():
+            dist.broadcast(whole, 0)
+        return whole[flat.start : flat.stop]
+
+    def read_buffers(self, model: Any) -> None:
+        """Fill the model's buffers."""
+        names = [name for name in _buffers(model) if name in self._maps]
+        for name in _from_first(names):
+            buffer = model.get_buffer(name)
+            found = self._get(name) if self._reads else None
+            values = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+            values.copy_(buffer if found is None else found)
+            with own_collectives():
+                dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
+            buffer.copy_(values)
+
+    def _get(self, name: str) -> Any:
+        """A tensor of the checkpoint; None where it can't be read, which is kept for `fault`: other
+        ranks wait.
+        """
+        try:
+            with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:
+                return opened.get_tensor(name)
+        except Exception as error:
+            self.fault = (
+                self.fault
+                or f"The checkpoint {self._folder} can't be read: {str(error).rstrip('.')}."
+            )
+            return None

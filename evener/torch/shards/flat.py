@@ -1,0 +1,305 @@
+"""Parameters of one type, one after the other: whole while they are used, else each rank's part of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ...shares.whole_rows import apportion, bounds
+from ..sums.collectives import own_collectives
+
+
+class ShardPlace(msgspec.Struct, frozen=True):
+    """A rank among those that share a model: the part of the state that each holds, and this rank's
+    device.
+
+    A rank that is measured `alone` gathers copies of its own shard in place of the others', and
+    sums with nobody.
+    """
+
+    rank: int
+    parts: tuple[float, ...]
+    device: Any
+    alone: bool = False
+
+    @property
+    def on_nccl(self) -> bool:
+        """True where NCCL moves this device's tensors."""
+        name: str = dist.group.WORLD._get_backend(self.device).name()
+        return name == "nccl"
+
+
+def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """The ranges of a flat that ranks hold, by their parts; each holds an element, for which the
+    flat may be longer.
+    """
+    ranks = len(parts)
+    return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
+
+
+class Slot:
+    """A parameter: its names in the model, one in each place, its whole tensor in a flat, and this
+    rank's piece.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.shape = tensor, tensor.shape  # as it was made, until it is cut
+        self.names: list[str] = []
+        self.owners: list[tuple[Any, str]] = []  # the modules that have it, and its name in each
+        self.units: set[str] = set()
+        self.start = 0  # in the flat
+        # a Parameter of one dimension, which the optimizer trains; it may be empty
+        self.piece: Any = None
+        self.whole: Any = None  # a Parameter without memory unless its unit is gathered
+        self.view: Any = None  # the gradient's piece
+        self.fired = False  # a gradient came since the last sum
+        self.kept = -1  # the version of the piece's gradient, while others wait for their sum
+        # there is a sum in this backward pass; there was a gradient before it
+        self.received = self.before = False
+
+    @property
+    def numel(self) -> int:
+        """The elements of the whole parameter."""
+        return int(self.shape.numel())
+
+    def is_kept(self) -> bool:
+        """True unless the piece's gradient was cleared or replaced since a pass kept its own."""
+        gradient = self.piece.grad
+        return gradient is not None and gradient._version == self.kept
+
+    def point_to(self, parameter: Any) -> None:
+        """Make this the parameter of its modules."""
+        for module, name in self.owners:
+            if isinstance(module, torch.nn.RNNBase):
+                setattr(module, name, parameter)  # which keeps a list of them
+            else:
+                module._parameters[name] = parameter
+
+
+class Flat:
+    """The parameters of one type in a unit; the ledger `held` counts their bytes."""
+
+    def __init__(self, place: ShardPlace, slots: Sequence[Slot], dtype: Any, held: Any) -> None:
+        first = slots[0].tensor
+        self.slots, self.trainable, self.held, self._place = slots, first.requires_grad, held, place
+        self.elements = 0
+        for slot in slots:
+            slot.start = self.elements
+            self.elements += slot.numel
+        self.cuts = cut(self.elements, place.parts)
+        self.rank = place.rank
+        self.start, self.stop = self.cuts[place.rank]
+        length = self.cuts[-1][1]
+        filled = torch.zeros(length, dtype=first.dtype, device=place.device)
+        if first.device.type != "meta":
+            self._copy_whole(filled)
+        self.shard = filled[self.start : self.stop].clone()
+        self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
+        self.whole = filled if self.dtype == first.dtype else filled.to(self.dtype)
+        self._grads: torch.Tensor | None = None  # of all its parameters, for this rank's rows
+        self._grad_shard: torch.Tensor | None = None
+        self._work: list[Any] = []
+        for slot in slots:
+            low, high = self.range_of(slot)
+            whole = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
+            slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
+            slot.piece = torch.nn.Parameter(self.shard[low:high], requires_grad=self.trainable)
+            slot.point_to(slot.piece)
+            slot.tensor = None
+        held.add("shards", _size(self.shard))
+        self.whole.untyped_storage().resize_(0)
+
+    def _copy_whole(self, filled: torch.Tensor) -> None:
+        with torch.no_grad():
+            for slot in self.slots:
+                filled[slot.start : slot.start + slot.numel].copy_(slot.tensor.detach().reshape(-1))
+        if self._place.alone:
+            return
+        with own_collectives():
+            dist.broadcast(filled, 0)
+
+    def range_of(self, slot: Slot) -> tuple[int, int]:
+        """The range of this rank's shard that is of a parameter."""
+        low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
+        return (low - self.start, high - self.start) if low < high else (0, 0)
+
+    # ------------------------------------------------------------------ whole parameters
+
+    def gather(self) -> list[Any]:
+        """Begin to gather the whole parameters; returns what has to be waited for."""
+        self.whole.untyped_storage().resize_(_size(self.whole))
+        self.held.add("gathered", _size(self.whole))
+        # autograd gets again what it saved in the forward pass: .data counts its own versions, also
+        # those of copies
+        # that gloo makes on a GPU while one waits for it
+        with torch.no_grad():
+            return self.collect(self.whole.data, self.shard)
+
+    def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
+        """Begin to fill `whole` with the ranks' shards; returns what has to be waited for."""
+        if self._place.alone:
+            for start in range(0, len(whole), len(shard)):
+                whole[start : start + len(shard)].copy_(shard[: len(whole) - start])
+            return []
+        own = whole[self.start : self.stop]
+        own.copy_(shard)
+        with own_collectives():
+            if not self._place.on_nccl:
+                return [
+                    dist.broadcast(whole[a:b], i, async_op=True)
+                    for i, (a, b) in enumerate(self.cuts)
+                    if a < b
+                ]
+            if self._is_even():
+                return [dist.all_gather_into_tensor(whole, own, async_op=True)]
+            return [dist.all_gather([whole[a:b] for a, b in self.cuts], own, async_op=True)]
+
+    def _is_even(self) -> bool:
+        return len({stop - start for start, stop in self.cuts}) == 1
+
+    def free(self) -> None:
+        """Drop the whole parameters."""
+        self.held.add("gathered", -_size(self.whole))
+        self.whole.untyped_storage().resize_(0)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _open(self) -> torch.Tensor:
+        """The gradients of all its parameters so far; a sum of those of an earlier use of the unit
+        is over then.
+        """
+        self.receive()
+        if self._grads is None:
+            self._grads = torch.zeros(
+                self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device
+            )
+            self.held.add("gathered", _size(self._grads))
+        return self._grads
+
+    def take(self, slot: Slot, weight: float) -> None:
+        """Take the gradient that a backward pass left at a whole parameter, times `weight`."""
+        gradients = self._open()
+        gradient, slot.whole.grad = slot.whole.grad, None
+        if weight:  # else it may be infinite
+            with torch.no_grad():
+                gradients[slot.start : slot.start + slot.numel].add_(
+                    gradient.reshape(-1), alpha=weight
+                )
+        slot.fired = True
+
+    def keep(self) -> None:
+        """Keep what was taken for a later sum; pieces have a gradient meanwhile, which shows
+        whether it is cleared.
+        """
+        taken = [slot for slot in self.slots if slot.fired]
+        for slot in taken:
+            if slot.piece.grad is None:
+                self._make_views()
+                slot.piece.grad = slot.view.zero_()
+        for slot in taken:  # views of one tensor have one version
+            slot.kept = slot.piece.grad._version
+
+    def send(self, weight: float) -> None:
+        """Begin to sum the gradients over the ranks, this rank's times `weight`; each rank gets
+        those of its shard.
+        """
+        gradients = self._open()
+        with torch.no_grad(), own_collectives():
+            if weight == 0.0:
+                gradients.zero_()  # keeps infinities out
+            elif weight != 1.0:
+                gradients.mul_(weight)
+            parts = [gradients[a:b] for a, b in self.cuts]
+            if self._place.alone:
+                self._work = [_ALONE]
+            elif not self._place.on_nccl:
+                self._work = [
+                    dist.reduce(part, i, async_op=True) for i, part in enumerate(parts) if len(part)
+                ]
+            elif self._is_even():
+                self._work = [
+                    dist.reduce_scatter_tensor(parts[self._place.rank], gradients, async_op=True)
+                ]
+            else:
+                self._work = [dist.reduce_scatter(parts[self._place.rank], parts, async_op=True)]
+
+    def receive(self) -> None:
+        """Wait for the sum, if one is under way, and add it to what this rank has."""
+        if not self._work:
+            return
+        for work in self._work:
+            work.wait()
+        assert self._grads is not None
+        with torch.no_grad():
+            self._add(self._grads[self.start : self.stop])
+        self.held.add("gathered", -_size(self._grads))
+        self._work, self._grads = [], None
+
+    def _make_views(self) -> torch.Tensor:
+        """The gradient's shard, with the slots' views of it."""
+        if self._grad_shard is None:
+            self._grad_shard = torch.zeros_like(self.shard)
+            self.held.add("gradients", _size(self._grad_shard))
+            for slot in self.slots:
+                low, high = self.range_of(slot)
+                slot.view = self._grad_shard[low:high]
+        return self._grad_shard
+
+    def _add(self, summed: torch.Tensor) -> None:
+        shard = self._make_views()
+        fresh = [
+            slot for slot in self.slots if not slot.received and slot.piece.grad is not slot.view
+        ]
+        if len(fresh) == len(self.slots) and all(slot.piece.grad is None for slot in fresh):
+            shard.copy_(summed)
+        else:
+            for slot in fresh:
+                slot.view.zero_() if slot.piece.grad is None else slot.view.copy_(slot.piece.grad)
+            shard.add_(summed)
+        for slot in self.slots:
+            if not slot.received:
+                slot.received, slot.before, slot.piece.grad = (
+                    True,
+                    slot.piece.grad is not None,
+                    None,
+                )
+
+    def forget(self) -> None:
+        """Drop the gradients of a backward pass that didn't end, and those accumulated before
+        it.
+        """
+        for work in self._work:
+            work.wait()
+        if self._grads is not None:
+            self.held.add("gathered", -_size(self._grads))
+        self._work, self._grads = [], None
+        for slot in self.slots:
+            slot.received = slot.before = slot.fired = False
+            slot.piece.grad = None
+
+    def settle(self, used: Sequence[bool]) -> None:
+        """Give each piece its gradient after a backward pass, but for parameters that no rank
+        used.
+        """
+        for slot, is_used in zip(self.slots, used, strict=True):
+            if not slot.received:
+                continue
+            if slot.piece.grad is not None:  # of a loss of the parameters themselves
+                slot.view.add_(slot.piece.grad)
+            if is_used or slot.before or slot.piece.grad is not None:
+                slot.piece.grad = slot.view
+            slot.received = slot.before = slot.fired = False
+
+
+_ALONE = SimpleNamespace(wait=lambda: None)  # the sum of one rank
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())

@@ -1,0 +1,339 @@
+"""A model becomes sharded: its checks, its shares of state, and what needs its gradients as a
+whole.
+
+That are clipping, loss scaling and optimizers. An optimizer trains this rank's pieces: what one
+process does if each element's step depends on it alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial, reduce
+from inspect import unwrap
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import optim
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...errors import RequestError
+from ...shares.whole_rows import check_ratios
+from ..planned import PlannedTraining
+from ..ranks.ranks import return_memory
+from ..step.wrapped import (
+    Exchanged,
+    check_exchange,
+    check_model,
+    check_normalization,
+    find_wrapper,
+    is_sharded,
+    model_digest,
+)
+from ..sums.collectives import is_equal_everywhere, own_collectives
+from ..sums.exchange import EXCHANGES
+from .flat import ShardPlace
+from .sharded import Sharded
+from .unit import choose_units, count_gathered
+
+_MEET = "meet in each unit of a sharded model"
+ELEMENTWISE = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+_all: weakref.WeakSet[Sharded] = weakref.WeakSet()
+_replaced: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # parameters that pieces have taken the place of
+_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def shard(
+    training: PlannedTraining,
+    model: Any,
+    level: str,
+    units: Any,
+    state: Sequence[float] | None,
+    dtype: Any,
+) -> Any:
+    """The model, sharded over the ranks of a training; as `Split.shard`."""
+    if level not in ("all", "state") or (level == "state" and units is not None):
+        raise RequestError(
+            f"shard={level!r} with units={units!r} isn't a way to shard.",
+            "Write 'all' or 'state'; units go with 'all'.",
+        )
+    check_model(model, training.plan, training.strict)
+    if training.world == 1:
+        return training.wrap(model)
+    _check(training, model)
+    chosen = choose_units(model, units) if level == "all" else {}
+    parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype))
+    place = ShardPlace(training.rank, parts, training.device)
+    if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
+        raise RequestError(
+            "The ranks shard different models.", "Make the same model on every rank."
+        )
+    training.weights.adopt(
+        model, cut_model(model, chosen, place, dtype, level == "state"), training.device
+    )
+    training.passes.final = (
+        f"ranks {_MEET}",
+        "Make a plan with smaller passes: evener balance --micro.",
+    )
+    training.passes.advice = (
+        f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this "
+        f"rank a smaller part by state=."
+    )
+    training.timer.has_own_work = False
+    return model
+
+
+def cut_model(
+    model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None, keeps: bool = False
+) -> Sharded:
+    """Cut a model over the ranks of `place`: from now on its parameters are this rank's pieces."""
+    if place.device.type == "cpu":
+        return_memory()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(place.device)
+    replaced = list(model.parameters())
+    sharded = Sharded(model, units, place, dtype, keeps)
+    look_after(sharded, replaced)
+    EXCHANGES.add(sharded)
+    model.exchange, model.require_backward_grad_sync = sharded, True
+    if keeps:
+        model.no_sync = partial(Exchanged.no_sync, model)
+    model.register_state_dict_pre_hook(_refuse)
+    model.register_load_state_dict_pre_hook(_refuse)
+    return sharded
+
+
+def _check(training: PlannedTraining, model: Any) -> None:
+    """RequestError for what can't be combined with shards."""
+    check_normalization(model, training.weights.weigh, training.world)
+    check_exchange(model)
+    if find_wrapper(model) is not None or is_sharded(model) or hasattr(model, "_orig_mod"):
+        raise RequestError(
+            "The model is wrapped or compiled already.",
+            "Give split.shard the model itself, as it was made.",
+        )
+    wanted = {"rebalance": training.rebalancing, "noise": training.noise}
+    for name in filter(wanted.get, wanted):
+        why = (
+            "gradients are summed a unit at a time, in each pass"
+            if name == "noise"
+            else f"ranks {_MEET}"
+        )
+        raise RequestError(f"split.shard has no {name}: {why}.", f"Leave {name} out.")
+
+
+def _parts(
+    training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
+) -> tuple[float, ...]:
+    """The part of the state that each rank holds: as said, as planned, or as memory is left beside
+    gathered units.
+    """
+    planned = tuple(share.state for share in training.ranks.shares)
+    parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
+    check_ratios(parts)
+    if len(parts) != training.world or not all(parts):
+        raise RequestError(
+            f"state= has {len(parts)} parts for {training.world} ranks.",
+            "Give each rank a part above 0.",
+        )
+    return parts
+
+
+def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
+    """The bytes of each GPU that are left to state; equal parts on CPUs, whose memory ranks
+    share.
+    """
+    own = 1.0
+    if training.device.type == "cuda":
+        allowed = torch.cuda.get_per_process_memory_fraction(training.device)
+        own = max(1.0, allowed * torch.cuda.mem_get_info(training.device)[1] - beside)
+    every = [
+        torch.zeros(1, dtype=torch.float64, device=training.device) for _ in range(training.world)
+    ]
+    with own_collectives():
+        dist.all_gather(every, torch.tensor([own], dtype=torch.float64, device=training.device))
+    return tuple(map(float, every))
+
+
+def _refuse(*_: Any) -> None:
+    raise RequestError(
+        "A sharded model's parameters are pieces of its own.",
+        "Use split.model_state(model), split.save and split.load.",
+    )
+
+
+def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:
+    """Have clipping, loss scaling and optimizers do right by this model, whose parameters were
+    `replaced`.
+    """
+    _all.add(sharded)
+    _replaced.update((each, True) for each in replaced)
+    _patch()
+
+
+@cache
+def _patch() -> None:
+    norm, unscale = clip_grad._get_total_norm, torch.amp.GradScaler._unscale_grads_
+
+    def total_norm(tensors: Any, norm_type: float = 2.0, *options: Any, **named: Any) -> Any:
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return sum_norms(norm, listed, float(norm_type), *options, **named)
+
+    def unscale_on_all(scaler: Any, optimizer: Any, *arguments: Any) -> Any:
+        found = unscale(scaler, optimizer, *arguments)
+        if find(optimizer) is not None:  # a rank sees overflows in its shard alone
+            for each in found.values():
+                _reduce(each, dist.ReduceOp.MAX)
+        return found
+
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
+    torch.amp.GradScaler._unscale_grads_ = unscale_on_all
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def sum_norms(
+    norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
+) -> Any:
+    """The norm of gradients, by torch's function `norm` for those of one process; of shards over
+    all ranks.
+    """
+    shards = {
+        id(each.grad) for sharded in _all for each in sharded.parameters if each.grad is not None
+    }
+    own = [each for each in tensors if id(each) in shards]
+    if not own:
+        return norm(tensors, kind, *options, **named)
+    strict = options[0] if options else named.pop("error_if_nonfinite", False)
+    if kind == 0:
+        raise RequestError(
+            "norm_type=0 counts tensors, and ranks have pieces of them.", "Clip by another norm."
+        )
+    parts = [each for each in own if each.numel()]
+    total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
+    total = total.to(reduce(torch.promote_types, {each.dtype for each in own}))
+    rest = [each for each in tensors if id(each) not in shards]
+    if rest:
+        total = norm([total, *rest], kind)
+    if strict and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The norm of the gradients is {float(total)}, so they can't be clipped."
+        )
+    return total
+
+
+def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
+    """The norm over all ranks in float64, as powers of half precision overflow; None is a rank
+    without elements.
+    """
+    if kind in (float("inf"), float("-inf")):
+        total = (
+            torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
+            if own is None
+            else own.double()
+        )
+        _reduce(total, dist.ReduceOp.MAX if kind > 0 else dist.ReduceOp.MIN)
+        return total
+    total = (
+        torch.zeros((), dtype=torch.float64, device=device) if own is None else own.double() ** kind
+    )
+    _reduce(total, dist.ReduceOp.SUM)
+    return total ** (1 / kind)
+
+
+def _reduce(tensor: torch.Tensor, operation: Any) -> None:
+    if not dist.is_initialized():
+        return  # a rank that is measured alone
+    with own_collectives():
+        dist.all_reduce(tensor, operation)
+
+
+def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
+    """Have an optimizer that has not stepped train a model's pieces in place of the parameters
+    `replaced` by them.
+    """
+    if optimizer.state:
+        raise RequestError(
+            f"{type(optimizer).__name__} has state before its first step, of the whole model.",
+            "Use AdamW or SGD.",
+        )
+    now = dict(zip(map(id, replaced), model.parameters(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(id(each), each) for each in group["params"]]
+
+
+def find(optimizer: Any) -> Sharded | None:
+    """The sharded model whose pieces an optimizer trains, or None."""
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
+
+
+def _before_step(optimizer: Any, _: Any, __: Any) -> None:
+    sharded = find(optimizer)
+    if sharded is not None and sharded.waits:
+        raise RequestError(
+            "Gradients weren't summed before the optimizer's step: the last backward pass was "
+            "under no_sync.",
+            (
+                "Leave the last backward pass before each step out of no_sync, also at the end of "
+                "an epoch."
+            ),
+        )
+    if optimizer not in _looked_at:
+        _look_at(optimizer, sharded)
+
+
+def _look_at(optimizer: Any, sharded: Sharded | None) -> None:
+    """RequestError before its first step if it can't train a sharded model's pieces."""
+    if any(each in _replaced for group in optimizer.param_groups for each in group["params"]):
+        raise RequestError(
+            "The optimizer has the model's parameters from before split.shard, which are no "
+            "longer trained.",
+            "Make the optimizer after split.shard.",
+        )
+    if sharded is not None:
+        if unwrap(type(optimizer).step) not in {unwrap(kind.step) for kind in ELEMENTWISE}:
+            raise RequestError(
+                f"{type(optimizer).__name__} looks at whole parameters, and a sharded model's "
+                f"ranks have pieces.",
+                (
+                    "Use AdamW, SGD or another of torch.optim whose steps are taken element by "
+                    "element."
+                ),
+            )
+        optimizer.register_state_dict_pre_hook(_refuse_state)
+    _looked_at.add(optimizer)
+
+
+def _after_step(optimizer: Any, _: Any, __: Any) -> None:
+    sharded = find(optimizer)
+    if sharded is not None and not sharded.held.now["state"]:
+        sharded.held.note_state(optimizer)
+
+
+def _refuse_state(_: Any) -> None:
+    raise RequestError(
+        "An optimizer's state is of this rank's shard.", "Use split.optimizer_state or split.save."
+    )

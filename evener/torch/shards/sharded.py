@@ -1,0 +1,385 @@
+"""A sharded model's passes: units are gathered one ahead, freed after, and their gradients summed
+to their owners.
+
+A backward pass through the model's outputs sums, also where it is one of several before the
+optimizer's step: what a rank holds of a gradient is its shard. All ranks compute the same units in
+the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ...errors import RequestError
+from ..rows.structure import each_tensor, tensors_in
+from ..sums.collectives import own_collectives, spread
+from .flat import ShardPlace, Slot
+from .unit import Ledger, Unit, find_parameters
+
+_SIMPLE = (
+    type(None),
+    Number,
+    str,
+    bytes,
+    type,
+    torch.dtype,
+    torch.device,
+)  # outputs without tensors
+
+
+class Sharded:
+    """The units of `model` on the ranks of `place`, in the part of an Exchange that weighs and sums
+    gradients.
+
+    `dtype` is that of the whole parameters, where it isn't the shards'. A model that `keeps` them,
+    and gradients, whole through all passes of a batch has no units, and sums once: in the backward
+    pass that isn't under no_sync.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        units: Mapping[str, Any],
+        place: ShardPlace,
+        dtype: Any = None,
+        keeps: bool = False,
+    ) -> None:
+        self.held, self.place = Ledger(), place
+        parameters = find_parameters(model, units)
+        modules = {"": model, **units}
+        made = [
+            Unit(name, modules[name], own, place, dtype, self.held)
+            for name, own in parameters.items()
+        ]
+        self.root, self.units = made[0], made[1:]
+        self.slots = [slot for unit in made for slot in unit.slots]
+        self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
+        self.weight, self.ran, self.noise, self.alone = 1.0, False, None, False
+        self.begun: Callable[[Any, Any], None] = lambda *_: None
+        self.done: Callable[[], None] = lambda: None
+        self._dtype = dtype
+        self.keeps = keeps
+        self._sums = True  # the backward pass of the last forward pass ends with a sum
+        self.waits = False  # gradients of passes wait for their sum
+        self._follows: dict[
+            Unit, Unit
+        ] = {}  # the unit that was computed next in the last forward pass
+        self._precedes: dict[Unit, Unit] = {}
+        self._last: Unit | None = None  # that was computed in this forward pass
+        self._final: Unit | None = None  # of the last forward pass: the first of the backward pass
+        self._task: int | None = None  # the backward pass that is under way
+        self._batch: Any = None  # of the last forward pass
+        self._passing: Any = None  # of the backward pass
+        self._sending: Unit | None = None
+        self._flags: Any = None  # which parameters any rank used, on its way
+        self._hook()
+        self._spread_buffers()
+
+    def _hook(self) -> None:
+        own = weakref.proxy(self)
+        for unit in [self.root, *self.units]:
+            hooks = UnitHooks(own, unit)
+            unit.module.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
+            unit.module.register_forward_hook(hooks.after)
+            for flat in unit.trained:
+                for slot in flat.slots:
+                    slot.whole.register_post_accumulate_grad_hook(hooks.take(flat, slot))
+
+    def has_any(self, parameters: set[int]) -> bool:
+        """RequestError if another exchange would have these parameters."""
+        if not parameters.isdisjoint(map(id, self.parameters)):
+            raise RequestError(
+                "The model is sharded, and its gradients are summed already.",
+                "Leave split.wrap out.",
+            )
+        return False
+
+    def weigh(self, weight: float) -> None:
+        """Set the weight of gradients that come from now on."""
+        self.weight = weight
+
+    def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
+        """Backward passes through these outputs of the model are of this batch; `sync`: they end
+        with a sum.
+        """
+        self._batch, self._sums = batch, sync or not self.keeps
+
+        def begin(_: Any) -> None:
+            self.arm(batch)
+            self.begin_backward(self.root)
+
+        for each in outputs:
+            if each.requires_grad:
+                each.register_hook(begin)
+
+    # ------------------------------------------------------------------ a forward pass
+
+    def begin_forward(self, unit: Unit) -> None:
+        """Gather a unit that computes now, and begin to gather the one that should be next."""
+        if _in_backward():  # computed again, for activation checkpointing
+            unit.gather()
+            return
+        if unit is self.root:
+            self._start()
+        unit.gather()
+        if unit is not self.root:
+            if self._last is not None:
+                self._follows[self._last], self._precedes[unit] = unit, self._last
+            self._last = unit
+        following = self._follows.get(unit)
+        if following is not None:
+            following.begin_gather()
+
+    def _start(self) -> None:
+        if self._task is not None:  # the last backward pass ended with an error
+            self.waits = False
+            for unit in [self.root, *self.units]:
+                unit.forget()
+        self._check_kept(lambda slot: slot.is_kept())
+        self._task = self._passing = self._sending = self._flags = None
+        for unit in [self.root, *self.units]:
+            unit.check_unchanged()
+            if not self.waits:
+                unit.free()  # a step may have moved its weights
+        self._last = self.root
+
+    def end_forward(self, unit: Unit, outputs: Any) -> None:
+        """Free a unit that has computed, unless the backward pass begins with it."""
+        if _in_backward():
+            self._follow_outputs(unit, outputs)
+            return
+        trains = torch.is_grad_enabled() and self._follow_outputs(unit, outputs)
+        if unit is self.root:
+            self._final = self._last
+            for each in self.units:
+                if each is not self._final:  # begun too early, as the order has changed
+                    each.free()
+        if not trains or unit not in (self.root, self._final):
+            unit.free()
+        unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
+
+    def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
+        """Have the backward pass gather the unit; False where there won't be one."""
+        seen = list(_look_into(outputs))
+        watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
+        hiding = next(
+            (type(each).__name__ for each in seen if not isinstance(each, torch.Tensor)), None
+        )
+        if hiding is not None and not watched:
+            raise RequestError(
+                f"{unit.name or 'The model'} returns a {hiding}, whose tensors can't be seen.",
+                "Return tensors, tuples, dicts or a dataclass.",
+            )
+        for each in watched if unit is not self.root else ():  # whose outputs are watched
+            each.register_hook(lambda _: self.begin_backward(unit))
+        return bool(watched)
+
+    def cast(self, unit: Unit, inputs: Any) -> Any:
+        """The inputs of the model in the type of its whole parameters."""
+        if self._dtype is None or unit is not self.root:
+            return inputs
+        return each_tensor(
+            lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, inputs
+        )
+
+    # ------------------------------------------------------------------ a backward pass
+
+    def arm(self, batch: Any) -> None:
+        """A backward pass through an output begins, or goes on with this batch."""
+        if torch.is_grad_enabled():
+            raise RequestError(
+                "A sharded model has no gradients of gradients (create_graph=True).",
+                "Leave create_graph out.",
+            )
+        begins = self._task is None
+        if begins:
+            self._check_kept(lambda slot: slot.piece.grad is not None)
+            if self.root.gathered:
+                self.root.gather()  # it may be hidden
+            self._task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self.begun(batch, batch if begins else self._passing)
+        self._passing = batch
+
+    def begin_backward(self, unit: Unit) -> None:
+        """Gather a unit whose gradients are computed now, and begin to gather the one that should
+        be next.
+        """
+        if self._task is None:
+            self.arm(self._batch)
+        unit.unsent = True
+        unit.gather()
+        before = self._precedes.get(unit)
+        if before is not None and before is not self.root:
+            before.begin_gather()
+
+    def end_backward(self, unit: Unit) -> None:
+        """All gradients of a unit are there: they are summed, and it is freed."""
+        if unit.unsent:
+            if self._sending is not None:
+                self._sending.receive()
+            unit.send(1.0 if self.keeps else self.weight)
+            self._sending = unit
+        unit.free()
+
+    def accumulated(self, unit: Unit) -> None:
+        """A gradient of a unit was taken."""
+        unit.unsent = True
+        if self._task is None:
+            self.arm(self._batch)
+
+    def _end(self) -> None:
+        """The backward pass is over."""
+        if not self._sums:
+            self._keep()
+            return
+        self.waits = False
+        for unit in [*self.units, self.root]:
+            self.end_backward(unit)
+        if self._sending is not None:
+            self._sending.receive()
+        self._sending = self._task = self._passing = None
+        self._settle()
+        self.ran = True
+        self.done()
+
+    def _keep(self) -> None:
+        """Keep the gradients of a pass for the sum of a later one, and the whole parameters for
+        that pass.
+        """
+        self.waits, self._task, self._passing = True, None, None
+        self.root.hide()
+        for flat in self.root.trained:
+            flat.keep()
+
+    def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
+        """RequestError if gradients that wait for their sum were cleared."""
+        if self.waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
+            raise RequestError(
+                "Gradients were cleared between the passes, or the batches, of a sum.",
+                "Call zero_grad() after the optimizer's step alone.",
+            )
+
+    def _settle(self) -> None:
+        """Give parameters their gradients, but for those that no rank used."""
+        trained = [flat for unit in [self.root, *self.units] for flat in unit.trained]
+        fired = [slot.fired for flat in trained for slot in flat.slots]
+        if not self.place.alone:
+            flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
+            with own_collectives():
+                self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
+            self._spread_buffers()
+        if not all(fired) and not self.place.alone:
+            self._flags[0].wait()
+            fired = flags.tolist()
+        used = iter(fired)
+        for flat in trained:
+            flat.settle([bool(next(used)) for _ in flat.slots])
+
+    def _spread_buffers(self) -> None:
+        """Copy the first rank's buffers to every rank; the model may have other ones than
+        before.
+        """
+        if not self.place.alone:
+            with own_collectives():
+                spread(list(self.root.module.buffers()))
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        raise RequestError(
+            "A sharded model can't be copied.",
+            "Copy it before split.shard, or use split.model_state.",
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise RequestError(
+            "A sharded model can't be saved as a whole.", "Use split.save, or split.model_state."
+        )
+
+
+class UnitHooks:
+    """The hooks of a unit's module and parameters."""
+
+    def __init__(self, sharded: Any, unit: Unit) -> None:
+        self._sharded, self._unit = sharded, unit
+
+    def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
+        """Gather before the forward pass, and mark where the unit's backward pass ends."""
+        if torch.compiler.is_compiling():
+            raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
+        unit, sharded = self._unit, self._sharded
+        sharded.begin_forward(unit)
+        arguments, keywords = sharded.cast(unit, (arguments, keywords))
+        tensors = [each for each in tensors_in((arguments, keywords)) if each.requires_grad]
+        if not tensors or not torch.is_grad_enabled() or unit is sharded.root:
+            return arguments, keywords
+        marked = dict(zip(map(id, tensors), _End.apply(sharded, unit, *tensors), strict=True))
+        return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
+
+    def after(self, _: Any, __: Any, outputs: Any) -> None:
+        """Note that the unit's forward pass has ended."""
+        self._sharded.end_forward(self._unit, outputs)
+
+    def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
+        """The hook of a whole parameter, whose gradient is there."""
+
+        def hook(_: Any) -> None:
+            sharded = self._sharded
+            sharded.accumulated(self._unit)
+            flat.take(slot, sharded.weight if sharded.keeps else 1.0)
+
+        return hook
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        raise RequestError(
+            "A sharded model can't be copied.",
+            "Copy it before split.shard, or use split.model_state.",
+        )
+
+
+class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
+    """Gives the inputs of a unit on, and says when their gradients are computed: the unit's own are
+    there before.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sharded: Any, unit: Unit, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.sharded, ctx.unit = sharded, unit
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        ctx.sharded.end_backward(ctx.unit)
+        return (None, None, *gradients)
+
+
+def _look_into(outputs: Any) -> Iterator[Any]:
+    """The tensors in outputs, and the objects that may hide some."""
+    fields = getattr(outputs, "__dataclass_fields__", None)
+    if isinstance(outputs, _SIMPLE):
+        return
+    if isinstance(outputs, Mapping):
+        items: Iterable[Any] = outputs.values()
+    elif isinstance(outputs, tuple | list):
+        items = outputs
+    elif isinstance(outputs, SimpleNamespace):
+        items = vars(outputs).values()
+    elif fields is not None:
+        items = [getattr(outputs, name, None) for name in fields]
+    else:
+        yield outputs
+        return
+    for each in items:
+        yield from _look_into(each)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,282 @@
+"""Units: modules whose parameters are gathered before they compute and freed after; which, and the
+bytes of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module, ModuleDict, ModuleList
+
+from ...errors import RequestError
+from .flat import Flat, ShardPlace, Slot
+
+PARTS = 8  # of a model without repeated blocks: a unit is about this part of it
+
+
+def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
+    """The units of a model by name, none inside another: those of the classes or modules in
+    `wanted`.
+
+    By default the blocks of its outermost ModuleLists and layers beside them that are as large,
+    such as embeddings; or else modules of up to an eighth of it.
+    """
+    if wanted is None:
+        return _choose_blocks(model)
+    given: Sequence[Any] = wanted if isinstance(wanted, Sequence) else (wanted,)
+    kinds = [each for item in given for each in (item.children() if _lists(item) else (item,))]
+    classes = tuple(each for each in kinds if isinstance(each, type))
+    modules = {id(each) for each in kinds if isinstance(each, Module)}
+    found = dict(_find("", model, lambda each: isinstance(each, classes) or id(each) in modules))
+    if not found:
+        raise RequestError(
+            "None of the model's modules is one of units=.",
+            "Give classes of its blocks, or the blocks themselves.",
+        )
+    return found
+
+
+def _find(
+    name: str,
+    module: Any,
+    takes: Callable[[Any], bool],
+    enters: Callable[[Any], bool] = lambda _: True,
+) -> Iterator[tuple[str, Any]]:
+    """The outermost modules in a module that are to be taken, by name; it looks into the others
+    that may be entered.
+    """
+    for each, child in module.named_children():
+        if takes(child):
+            yield f"{name}{each}", child
+        elif enters(child):
+            yield from _find(f"{name}{each}.", child, takes, enters)
+
+
+def _choose_blocks(model: Any) -> dict[str, Any]:
+    """The blocks of a model and its layers that are as large, or modules of up to an eighth of
+    it.
+    """
+
+    def is_called(module: Any) -> bool:
+        return not _lists(module) and _count(module) > 0
+
+    lists = _find("", model, _repeats)
+    blocks = {
+        own: block
+        for name, each in lists
+        for own, block in _find(f"{name}.", each, is_called, _lists)
+    }
+    if blocks:
+        least = min(map(_count, blocks.values()))
+        layers = _find(
+            "",
+            model,
+            lambda each: not any(each.children()) and _count(each) >= least,
+            lambda each: not _repeats(each),
+        )
+        return {**blocks, **dict(layers)}
+    most = _count(model) / PARTS
+
+    def opens(module: Any) -> bool:
+        return _lists(module) or (_count(module) > most and any(module.children()))
+
+    return dict(_find("", model, lambda each: not opens(each) and _count(each) > 0, opens))
+
+
+def _lists(module: Any) -> bool:
+    return isinstance(module, ModuleList | ModuleDict)  # which aren't called themselves
+
+
+def _repeats(module: Any) -> bool:
+    kinds = [type(child) for child in module.children() if _count(child)]
+    return isinstance(module, ModuleList) and len(kinds) > 1 and len(set(kinds)) < len(kinds)
+
+
+def _count(module: Any) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
+def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
+    """The parameters of each unit by its name; "" has those of no unit, or of several."""
+    found: dict[int, Slot] = {}
+    for path, module, unit in _walk(
+        "", model, "", {id(each): name for name, each in units.items()}
+    ):
+        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            each = found.setdefault(id(tensor), Slot(tensor))
+            each.names.append(f"{path}.{name}".lstrip("."))
+            if (module, name) not in each.owners:
+                each.owners.append((module, name))
+            each.units.add(unit)
+            _check_kind(each.names[0], tensor)
+    sorted_: dict[str, list[Slot]] = {"": [], **{name: [] for name in units}}
+    for each in found.values():
+        sorted_[next(iter(each.units)) if len(each.units) == 1 else ""].append(each)
+    return sorted_
+
+
+def _walk(
+    path: str, module: Any, unit: str, units: Mapping[int, str]
+) -> Iterator[tuple[str, Any, str]]:
+    """Modules, each in all its places, with the unit that each place is in."""
+    unit = units.get(id(module), unit)
+    yield path, module, unit
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(f"{path}.{name}".lstrip("."), child, unit, units)
+
+
+def _check_kind(name: str, tensor: Any) -> None:
+    if type(tensor) is not torch.nn.Parameter:
+        raise RequestError(
+            f"The parameter {name} is a {type(tensor).__name__}, which can't be cut into shards.",
+            "Shard a model of plain parameters: neither quantized, nor lazy, nor sharded already.",
+        )
+
+
+class Unit:
+    """A module with its flats, one for each type of parameter, trained or frozen; `name` is "" for
+    the model itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        parameters: Sequence[Slot],
+        place: ShardPlace,
+        dtype: Any,
+        held: Any,
+    ):
+        self.name, self.module = name, module
+        kinds: dict[Any, list[Slot]] = {}
+        for each in parameters:
+            kinds.setdefault((each.tensor.dtype, each.tensor.requires_grad), []).append(each)
+        self.flats = [Flat(place, each, dtype, held) for each in kinds.values()]
+        self.slots = [slot for flat in self.flats for slot in flat.slots]
+        self.trained = [flat for flat in self.flats if flat.trainable]
+        self.gathered = False
+        self.hidden = False  # gathered, while the modules have the pieces
+        self.unsent = False  # there may be gradients that weren't summed
+        self._work: list[Any] | None = None  # of a gather that is under way
+
+    def begin_gather(self) -> None:
+        """Begin to gather the whole parameters, unless they are there."""
+        if not self.gathered and self._work is None:
+            self._work = [work for flat in self.flats for work in flat.gather()]
+
+    def gather(self) -> None:
+        """Have the modules compute with whole parameters."""
+        if self.gathered and not self.hidden:
+            return
+        self.begin_gather()
+        for work in self._work or ():
+            work.wait()
+        self._work, self.gathered, self.hidden = None, True, False
+        for slot in self.slots:
+            slot.point_to(slot.whole)
+
+    def hide(self) -> None:
+        """Keep the whole parameters for the backward pass, while the model's parameters are this
+        rank's pieces.
+        """
+        if self.gathered:
+            self.hidden = True
+            for slot in self.slots:
+                slot.point_to(slot.piece)
+
+    def free(self) -> None:
+        """Drop the whole parameters; the modules have this rank's pieces."""
+        if self._work is not None:
+            self.gather()
+        if not self.gathered:
+            return
+        self.gathered = self.hidden = False
+        for slot in self.slots:
+            slot.point_to(slot.piece)
+        for flat in self.flats:
+            flat.free()
+
+    def send(self, weight: float) -> None:
+        """Begin to sum the gradients."""
+        self.unsent = False
+        for flat in self.trained:
+            flat.send(weight)
+
+    def receive(self) -> None:
+        """Wait for the sum."""
+        for flat in self.trained:
+            flat.receive()
+
+    def forget(self) -> None:
+        """Drop the gradients of a backward pass that didn't end, and those accumulated before
+        it.
+        """
+        self.unsent = False
+        for flat in self.trained:
+            flat.forget()
+
+    def check_unchanged(self) -> None:
+        """RequestError if a parameter was frozen, unfrozen or converted since the model was
+        sharded.
+        """
+        for flat in self.flats:
+            for slot in flat.slots:
+                if (
+                    slot.piece.requires_grad != flat.trainable
+                    or slot.piece.dtype != flat.shard.dtype
+                ):
+                    raise RequestError(
+                        f"The parameter {slot.names[0]} was frozen, unfrozen or converted "
+                        f"after split.shard.",
+                        "Do that before split.shard.",
+                    )
+
+
+def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
+    """The most bytes that a rank holds beside its part of the state and activations.
+
+    The model's own parameters, two units, and the gradients of all these before their sum.
+    """
+    sizes = []
+    for own in find_parameters(model, units).values():
+        tensors = [each.tensor for each in own]
+        whole = sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
+        sizes.append(
+            whole
+            + sum(each.numel() * each.element_size() for each in tensors if each.requires_grad)
+        )
+    return int(sizes[0] + sum(sorted(sizes[1:])[-2:]))
+
+
+class Ledger:
+    """Bytes of `shards`, `gathered` units with their gradients before the sum, and `gradients`
+    after it; `peak` of all.
+
+    The optimizer's state comes with its first step, and stays.
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.peak = 0
+
+    def add(self, kind: str, size: int) -> None:
+        """Count bytes that come, or go where `size` is negative."""
+        self.now[kind] += size
+        self.most[kind] = max(self.most[kind], self.now[kind])
+        self.peak = max(self.peak, self.now.total())
+
+    def note_state(self, optimizer: Any) -> None:
+        """Count the state of an optimizer of the model's pieces, but for its counters of steps."""
+        tensors = [
+            each
+            for state in optimizer.state.values()
+            for each in state.values()
+            if torch.is_tensor(each)
+        ]
+        size = sum(each.numel() * each.element_size() for each in tensors if each.ndim)
+        self.add("state", size - self.now["state"])

@@ -1,0 +1,316 @@
+"""Checks of a loop of one's own: what the loss of a part is a mean over, and an optimizer's
+gradients and memory.
+
+Before an optimizer's step gradients are those of the whole batch, and memory has room for it.
+
+LBFGS also goes by the loss that its closure returns: ranks get that of the whole batch, and so take
+the same steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...errors import DeviceError, RequestError
+from ...training.loss_check import LossMeaning
+from ...training.retreat import say
+from ..loss.check import REMEDY, CheckBatch, Count, LossCheck, find_together, make_check_batch
+from ..loss.measure import LossMeasure
+from ..rows.structure import cut_rows, each_tensor, tensors_in
+from ..sums.collectives import average, refuse_meeting
+from ..sums.exchange import EXCHANGES, Exchange
+from .batch import BatchTracker, OfPart, Part
+from .retry import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
+from .weights import BatchWeights, WholeBatchLoss
+
+
+def check_part_loss(
+    loss: OfPart,
+    loader: Any,
+    count: OfPart | None,
+    models: Iterable[Any],
+    device: torch.device,
+) -> LossMeaning | None:
+    """The meaning of a part's loss: a mean over rows, or over what `count` counts; None if it
+    couldn't be checked.
+
+    None also for a loss that is the whole batch's by split.loss or split.gather. RequestError on
+    every rank if it is no such mean on any; every rank calls it. `loader` has a data set, a sampler
+    of shares and a collate function.
+    """
+    wrapped = list(models)
+    if not wrapped:
+        raise RequestError(
+            "split.check knows of no wrapped model.", "Write model = split.wrap(model) before it."
+        )
+
+    def find() -> LossMeaning | None:
+        batch = make_check_batch(loader.dataset, loader.batch_sampler, loader.collate_fn)
+        if batch is None:
+            return None
+        check = LossCheck(
+            LossMeasure(torch.nn.ModuleList(wrapped)), batch, _counts(count, device), _REMEDY
+        )
+        meaning = check.find_meaning(lambda each: loss(_to_part(each, device)))
+        wanted = _COUNTED if count else "rows"
+        if wanted not in meaning.mean_over:
+            raise RequestError(
+                f"The loss is a mean over rows, not over {wanted}.", "Leave count= out."
+            )
+        return meaning
+
+    with suppress(WholeBatchLoss), ExitStack() as stack:
+        for model in wrapped:
+            if hasattr(model, "no_sync"):
+                stack.enter_context(model.no_sync())
+        return find_together(find, LossMeaning)
+    return None
+
+
+def check_rows(
+    loss: OfPart,
+    weights: BatchWeights,
+    models: Iterable[Any],
+    device: torch.device,
+    part: Part,
+    most: int,
+) -> None:
+    """RequestError on this rank unless the loss of up to `most` rows of `part` is that of parts of
+    them together.
+    """
+    rows = min(most, part.rows)
+    first = max(1, rows * 3 // 8)
+    whole = each_tensor(lambda tensor: tensor.to(device), cut_rows(part.batch, 0, rows, part.rows))
+    parts = cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
+    batch = CheckBatch(whole, parts, (first, rows - first))
+    with weights.checking():
+        check = LossCheck(
+            LossMeasure(torch.nn.ModuleList(models)), batch, _counts(part.count, device)
+        )
+        wanted = {_COUNTED if part.count else "rows"}
+        check.find_meaning(refuse_meeting(lambda each: loss(_to_part(each, device))), wanted)
+
+
+_COUNTED = "what count= counts"
+_REMEDY = (
+    f"For a mean over tokens or class weights, give count=, of what it is a mean over. {REMEDY}"
+)
+
+
+def _to_part(batch: Any, device: torch.device) -> Part:
+    rows = next((len(each) for each in tensors_in(batch) if each.ndim), 1)
+    return Part(
+        each_tensor(lambda tensor: tensor.to(device), batch), rows, 1.0, lambda scaled: scaled
+    )
+
+
+def _counts(count: OfPart | None, device: torch.device) -> Count:
+    return lambda batch: {} if count is None else {_COUNTED: float(count(_to_part(batch, device)))}
+
+
+class OptimizerCheck:
+    """Looks at each optimizer of the process before its first step, and again when it has other
+    parameters.
+    """
+
+    def __init__(self) -> None:
+        # once for a batch, where accelerate steps them once for each process
+        self.steps_schedules = True
+        self._watched: set[type] = set()
+        self._known: weakref.WeakKeyDictionary[Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )  # by their parameters
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
+        if SHORT:
+            spare_memory(optimizer)
+        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+        if closure is None:  # else its backward passes follow
+            check_summed(optimizer)
+        found = hash(
+            tuple(id(each) for group in optimizer.param_groups for each in group["params"])
+        )
+        known, by_loss = self._known.get(optimizer) == found, isinstance(optimizer, LBFGS)
+        if (known and not by_loss) or (trainer := _find_trainer()) is None:
+            return None
+        if closure is None:
+            return self._look(optimizer, found, trainer)
+
+        def checked() -> Any:
+            loss = closure()
+            if not known:
+                self._look(optimizer, found, trainer)
+            device = optimizer.param_groups[0]["params"][0].device
+            return average(loss, trainer.sizes, device, trainer.timer) if by_loss else loss
+
+        if len(arguments) > 1:
+            return (arguments[0], checked, *arguments[2:]), keywords
+        return arguments, {**keywords, "closure": checked}
+
+    def _look(self, optimizer: Any, found: int, trainer: Any) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        trained = [each for each in parameters if each.grad is not None]
+        if trained:
+            trainer.check_trained(trained)
+            check_memory(optimizer, trained)
+            self._known[optimizer] = found
+            self._watch_schedules()
+
+    def _watch_schedules(self) -> None:
+        """accelerate steps a schedule once for each process, as if each had a whole batch: here
+        once for a batch.
+        """
+        kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
+        if kind is None or kind in self._watched or not self.steps_schedules:
+            return
+        self._watched.add(kind)
+        step = kind.step
+
+        def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
+            if any(getattr(each, "optimizer", each) in self._known for each in schedule.optimizers):
+                # accelerate's word for a batch that all processes share
+                schedule.split_batches = True
+            step(schedule, *arguments, **keywords)
+
+        kind.step = step_once
+
+
+OPTIMIZER_CHECK = OptimizerCheck()
+
+
+def _find_trainer() -> Any:
+    """The BatchWeights of the batch that is trained on; None where nothing is weighted, or an
+    adapter weighs losses.
+    """
+    found = BatchTracker.newest()
+    if (
+        found is None
+        or found.shares.world == 1
+        or found.weigh == "trainer"
+        or not found.is_training()
+    ):
+        return None
+    return found
+
+
+_STATE_TENSORS = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "RMSprop": 1,
+}  # as large as a parameter
+
+
+def check_memory(optimizer: Any, trained: list[Any]) -> None:
+    """DeviceError if memory has no room for the optimizer's state: its first step would end with
+    some weights moved.
+    """
+    if optimizer.state:
+        return
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    tensors = _STATE_TENSORS.get(type(optimizer).__name__, 0) or int(momentum)
+    if not _memory_holds(trained, tensors):
+        size = tensors * sum(each.numel() * each.element_size() for each in trained) / 2**30
+        raise DeviceError(
+            f"There is no room for the {size:.1f} GiB of {type(optimizer).__name__}'s state, "
+            f"which its first step"
+            f" makes: {describe_memory(trained[0].device)}. No weight was changed.",
+            "Take smaller passes (evener balance --micro), or an optimizer with less state.",
+        )
+    spare_memory(optimizer, tensors)
+
+
+def spare_memory(optimizer: Any, tensors: int = 0) -> None:
+    """Have a step update one parameter after the other where temporaries of all at once find no
+    room.
+
+    `tensors` as large as the parameters are made by the step too. A step that ran out of memory
+    would leave some moved.
+    """
+    for group in optimizer.param_groups:
+        trained = [each for each in group["params"] if each.grad is not None]
+        at_once = group.get("foreach", False)
+        if at_once is None:  # as PyTorch decides
+            at_once = all(each.is_cuda for each in trained)
+        if (
+            trained
+            and at_once
+            and not group.get("fused")
+            and not _memory_holds(trained, tensors + 1)
+        ):
+            group["foreach"] = False
+            say(
+                f"evener: memory is short, so {type(optimizer).__name__} updates one "
+                f"parameter after the other."
+            )
+
+
+def _memory_holds(parameters: list[Any], tensors: int) -> bool:
+    """True if memory has room for as many tensors as large as each parameter."""
+    for last in (False, True):
+        held: list[torch.Tensor] = []
+        try:
+            held += (torch.empty_like(each) for each in parameters for _ in range(tensors))
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            held.clear()
+            drop_frames(error)
+        if not last:
+            free_memory(parameters[0].device)
+    return False
+
+
+_applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = (
+    weakref.WeakKeyDictionary()
+)  # sums at the last step
+
+
+def check_summed(optimizer: Any) -> None:
+    """RequestError if a step would apply gradients of this rank's rows alone."""
+    exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.alone]
+    before = _applied.get(optimizer)
+    _applied[optimizer] = {id(each): each.sums for each in exchanges}
+    if not any(each.waits for each in exchanges):
+        return
+    applied = {
+        id(each)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.grad is not None
+    }
+    exchanges = [each for each in exchanges if each.has_any(applied)]
+    if any(each.unsummed for each in exchanges):
+        raise RequestError(
+            "The optimizer is about to apply gradients that weren't summed over the ranks: "
+            "their backward pass was"
+            " under no_sync, or isn't the batch's last.",
+            (
+                "Leave the last backward pass before each optimizer step out of no_sync, also at "
+                "the end of an epoch."
+            ),
+        )
+    new = before is None or any(each.sums > before.get(id(each), 0) for each in exchanges)
+    if not new and any(each.waits for each in exchanges):
+        raise RequestError(
+            "The optimizer is about to apply gradients of a wrapped model that weren't summed "
+            "over the ranks: they came"
+            " by torch.autograd.grad or torch.func, or from a loss that isn't computed from "
+            "what the model returns.",
+            (
+                "Call backward() on a loss of what the model returns, and return auxiliary losses "
+                "with it."
+            ),
+        )

@@ -1,0 +1,427 @@
+"""The gradient weights of the batch that each forward pass computes, from the loader's step to the
+backward pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ...errors import RequestError
+from ...shares.whole_rows import count_passes, gradient_weight
+from ..ranks.own_work import StepTimer
+from ..ranks.ranks import RankShares
+from ..rows.loader import Epoch
+from ..rows.structure import tensors_in
+from ..sums.exchange import Exchange, exchanged_parameters
+from ..sums.noise import RankNoise, refuse_noise
+from .batch import BatchTracker, TakenBatch
+from .loose import LOOSE
+from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, watch
+
+
+class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
+    """A loss that is checked asks the split for what makes it the whole batch's."""
+
+
+Weigh = Literal["gradients", "loss", "trainer"]
+NUMBERS = 4  # of batches that ranks tell apart: their sum over 64 ranks is exact in bfloat16
+
+
+class BatchWeights(BatchTracker):
+    """The rows and weight of one rank in the batch that it computes, by the `shares` in force.
+
+    `weigh` says who applies the weight: the sum of gradients; `scale`, to a loss; or a trainer's
+    adapter. `timer` is marked when a step's last gradient is there.
+    """
+
+    def __init__(
+        self, shares: RankShares, weigh: Weigh, timer: StepTimer, noise: RankNoise | None
+    ) -> None:
+        super().__init__()
+        self.shares, self.weigh = shares, weigh
+        # whose forward passes are looked at, in the order in which they were wrapped
+        self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._checking = False
+        self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
+        self._looked = False  # for tensors that no module has
+        self.is_loops = False  # the loss of the newest batch: the split has no part in it so far
+        self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._alone: weakref.WeakKeyDictionary[Any, Exchange] = (
+            weakref.WeakKeyDictionary()
+        )  # where no others train
+        self.noise = noise  # of the one model that is trained
+        self.in_pass = False  # of a trainer's, where shares take several
+        self.equal_passes = False  # ranks meet in each pass of a sharded model
+        self.computes_at_once = False  # a model was trained on a whole batch, not by parts
+        self.lengths_vary = False  # batches aren't padded to one length
+        self._shape: tuple[int, ...] | None = None  # of a row of the newest batch
+        self._rank = shares.rank
+        self.timer = timer
+        # the backward pass in which a scaled loss was seen last
+        self._scaled_pass: int | None = None
+
+    def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
+        """Take the next batch of a loader; before the first one that is trained on, look at what
+        optimizers hold.
+        """
+        super().take(origin, sizes, data)
+        if origin.training:
+            self.look_for_tensors()
+
+    def look_for_tensors(self) -> None:
+        """Sum what optimizers train and no module has, by the weights of this training."""
+        if self.shares.world == 1:
+            return
+        LOOSE.device, LOOSE.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
+        if not self._looked:
+            self._looked = True
+            LOOSE.look()
+
+    def weigh_tensors(self) -> float | None:
+        """The weight of gradients that come without a forward pass of a wrapped model; None where
+        nothing is trained.
+        """
+        if self._checking:
+            return None
+        if self.by_loss:
+            return 1.0 / self.shares.world
+        return self.weight if self.is_training() else None
+
+    @property
+    def by_loss(self) -> bool:
+        """True if losses are weighted, and gradients are to be their mean over the ranks."""
+        return self.weigh != "gradients"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of all ranks in the current batch; after an epoch, in its last; before the
+        first, in a full one.
+        """
+        batch = self.current or self.last
+        return self.shares.batches if batch is None else batch.sizes
+
+    @property
+    def weight(self) -> float:
+        """This rank's part of the current batch, 0 to 1."""
+        return gradient_weight(self.sizes, self._rank)
+
+    def note_lengths(self, batch: Any) -> None:
+        """Note whether the rows of this batch have another shape than those of the last one."""
+        shape = next((tuple(each.shape[1:]) for each in tensors_in(batch) if each.ndim), None)
+        if shape is None or self.lengths_vary:
+            return
+        self.lengths_vary = self._shape not in (None, shape)
+        self._shape = shape
+
+    def take_on(self, model: Any) -> list[Exchange]:
+        """Sum the gradients of a trainer's model from now on: its exchange, or none where another
+        library sums them.
+        """
+        if self.shares.world == 1:
+            return [self._exchange_alone(model)]
+        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+        if not isinstance(wrapper, DistributedDataParallel):
+            if self.noise is not None:
+                raise refuse_noise("FSDP or another library")
+            return []
+        exchange = take_over(wrapper, by_loss=True)
+        self.attach(model, exchange)
+        watch(model, None, lambda *_: None)
+        return [] if exchange is None else [exchange]
+
+    def adopt(self, model: Any, sharded: Any, device: torch.device) -> None:
+        """Weigh what a sharded model sums."""
+        sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
+        if self.by_loss:
+            sharded.weigh(1.0 / self.shares.world)
+        self.equal_passes = True
+        self.follow(model, device)
+
+    def attach(self, model: Any, exchange: Exchange | None) -> None:
+        """Weigh what the exchange of a wrapped model sums; where losses are weighted, it takes
+        their mean.
+        """
+        self.models[model] = None
+        if exchange is None:
+            self.timer.has_own_work = False  # nothing says when its gradients are ready
+            if self.noise is not None:
+                raise refuse_noise(
+                    "DistributedDataParallel's communication hook or mixed_precision"
+                )
+            return
+        self._sample(exchange)
+        exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
+        exchange.ready, exchange.sent = self.timer.note_gradients, self.timer.note_sent
+        exchange.done = self.timer.note_backward
+        if self.by_loss:
+            exchange.weigh(1.0 / self.shares.world)
+        self._exchanges.add(exchange)
+
+    def _sample(self, exchange: Exchange) -> None:
+        """Take the noise scale of this model's gradients, if it is wanted; the model may have been
+        wrapped before.
+        """
+        if self.noise is None:
+            return
+        own = set(map(id, exchange.parameters))
+        for other in self._exchanges:
+            if other.noise is not None and own.isdisjoint(map(id, other.parameters)):
+                raise RequestError(
+                    "Two models are trained, and a noise scale is of one.",
+                    "Leave noise out, or wrap one model.",
+                )
+            other.noise = None
+        exchange.noise = self.noise
+
+    def _exchange_alone(self, model: Any) -> Exchange:
+        if model not in self._alone:
+            self._alone[model] = Exchange(model, alone=True)
+        return self._alone[model]
+
+    def follow(self, model: Any, device: torch.device) -> None:
+        """Look at each of its forward passes."""
+        self.models[model] = None
+        watch(model, device, self.forward)
+
+    def _begin_backward(
+        self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
+    ) -> None:
+        """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in
+        the same pass.
+        """
+        if isinstance(batch, RequestError):
+            raise batch
+        if batch is None:
+            return
+        exchange.number = (
+            batch.origin.batches[-1].number % NUMBERS
+        )  # of the newest, which doesn't depend on addresses
+        if exchange.noise is not None:
+            exchange.noise.note(batch)
+        if self.weigh == "loss" and self._scaled_pass != torch._C._current_graph_task_id():
+            raise _scale_forgotten()
+        if self.by_loss:
+            return
+        if before is not batch and before is not None and not before.mixes_with(batch):
+            raise RequestError(
+                "One backward pass mixes two batches that weigh differently, in this step or "
+                "at the end of an epoch.",
+                "Call backward() for each batch by itself, or use drop_last=True in each "
+                "split.loader, and no"
+                " rebalance=True.",
+            )
+        exchange.weigh(gradient_weight(batch.sizes, self._rank))
+
+    def open_parts(self, batch: Any) -> TakenBatch:
+        """Begin the passes of this batch."""
+        self.refuse_in_parts("parts")
+        if self.weigh == "trainer":
+            raise RequestError(
+                "split.parts is for a loop of your own: Lightning's strategy takes the passes "
+                "itself.",
+                "Compute all of the batch in training_step.",
+            )
+        self.is_loops = False
+        self.in_parts = self._identify(batch, True)
+        return self.in_parts
+
+    def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
+        """The models that exchange the batch's gradients: those given, else all that are
+        wrapped.
+        """
+        models, dealt = list(self.models if given is None else given), batch.origin.dealt
+        if self.shares.world == 1 or not (self.shares.in_passes or dealt):
+            return models
+        if any(map(is_sharded, models)) and (dealt or len(set(self._count_passes(batch))) > 1):
+            raise RequestError(
+                "FSDP gathers weights in each pass, and the ranks have different numbers of "
+                "passes in this batch.",
+                "Use DistributedDataParallel, or a plan without passes (evener balance "
+                "--micro off) and no lengths; if"
+                " only the last batch is short, drop_last=True.",
+            )
+        for model in models if dealt else ():
+            check_passes(model)
+        if not models:
+            raise RequestError(
+                "split.parts knows of no wrapped model, so each pass would exchange gradients.",
+                "Write model = split.wrap(model) before, or split.parts(batch, models=[model]).",
+            )
+        return models
+
+    def list_exchanges(self) -> list[Exchange]:
+        """The exchanges of the wrapped models; made on first use if only one device trains."""
+        if self.shares.world > 1:
+            return list(self._exchanges)
+        return list(map(self._exchange_alone, self.models))
+
+    def _count_passes(self, batch: TakenBatch) -> list[int]:
+        """The passes that each rank needs of this batch, whose rows aren't dealt."""
+        return [
+            max(1, count_passes(*each))
+            for each in zip(batch.sizes, self.shares.micros, strict=True)
+        ]
+
+    def count_equal_passes(self, batch: TakenBatch) -> int:
+        """The passes that all ranks take of a sharded model's batch: the most that one needs; 0 for
+        other models.
+        """
+        if not self.equal_passes:
+            return 0
+        if batch.origin.dealt:
+            raise RequestError(
+                "Ranks meet in each unit of a sharded model, and rows dealt by length take "
+                "unequal numbers of passes.",
+                "Leave lengths out.",
+            )
+        return max(self._count_passes(batch))
+
+    def refuse_in_parts(self, name: str) -> None:
+        """RequestError while parts are computed: the ranks have different numbers of passes, and
+        would wait forever.
+
+        WholeBatchLoss where a loss that is checked needs no check.
+        """
+        self.is_loops &= name not in ("loss", "gather")
+        if self._checking and name in ("loss", "gather"):
+            raise WholeBatchLoss
+        if self.in_parts is not None or self.in_pass:
+            raise RequestError(
+                f"split.{name} can't be called inside split.parts, or training_step where "
+                f"shares take several passes:"
+                " it is of a whole batch, and ranks wait for each other in it.",
+                "Call it after the last part; part.backward(loss) weighs a loss, count= (of "
+                "split.parts or"
+                " split.strategy) a mean that isn't over rows.",
+            )
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """A context in which models compute without a step."""
+        self._checking = True
+        try:
+            yield
+        finally:
+            self._checking = False
+
+    def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
+        """The batch that a wrapped model computes now, whose sizes its gradients count by; or why
+        none can be.
+        """
+        if self._checking:
+            return None
+        if not torch.is_grad_enabled():
+            if self.current is not None:
+                self.current.used = True
+            return None
+        if self.in_parts is None and model.training:
+            self.computes_at_once = True
+            if self.shares.in_passes:
+                raise self._parts_missing()
+        if self.shares.world == 1:
+            return None
+        check_not_inside_ddp()
+        try:
+            return self.in_parts or self._identify(inputs, model.training)
+        except RequestError as error:
+            if model.training:
+                raise
+            # a model that only predicts has no backward pass to be refused; a traceback would keep
+            # the model alive
+            return error.with_traceback(None)
+
+    def _identify(self, inputs: Any, training: bool) -> TakenBatch:
+        batch = self.find(inputs, training)
+        if batch is None:
+            raise RequestError(
+                "The model computes gradients, but no batch of split.loader is in hand to "
+                "weigh them by.",
+                (
+                    "Take batches from split.loader(...), or say split.begin(rows of each rank) "
+                    "before."
+                ),
+            )
+        return batch
+
+    def scale(self, loss: Any) -> Any:
+        """The mean loss of this rank's rows, weighted so that the mean over ranks is the mean over
+        the batch.
+        """
+        if self.current is not None and not self.current.used:
+            self.find((), training=True)  # refuses if several are in use
+        scaled = loss * (self.shares.world * self.weight)
+        if getattr(scaled, "requires_grad", False):
+            scaled.register_hook(self._note_scaled)
+        return scaled
+
+    def check_trained(self, parameters: list[Any]) -> None:
+        """RequestError if an optimizer is about to apply gradients that nothing weighted."""
+        exchanged = exchanged_parameters()
+        unknown = [each for each in parameters if id(each) not in exchanged]
+        unknown = LOOSE.check(unknown) if unknown else []
+        if self.by_loss:
+            if self._scaled_pass is None:
+                raise _scale_forgotten()
+            return
+        trained = [each for each in parameters if id(each) in exchanged]
+        missing = len(unknown)
+        if missing and not trained:
+            raise RequestError(
+                "The optimizer trains a model whose gradients aren't weighted: the ranks "
+                "would learn something else.",
+                "Write model = split.wrap(model) (after accelerate, "
+                "split.wrap(accelerator.prepare(model)); of a copy,"
+                " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') "
+                "and split.scale(loss); in"
+                " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
+            )
+        if missing:
+            raise RequestError(
+                f"Of {len(trained) + missing} parameters that the optimizer trains, {missing} "
+                f"weren't in the model when"
+                " split.wrap was called, so their gradients aren't exchanged.",
+                (
+                    "If they are another module's, such as a head that the loss has, wrap that "
+                    "too: head = split.wrap(head). Add and unfreeze layers before split.wrap, or "
+                    "wrap again: model = split.wrap(model.module)."
+                ),
+            )
+        if not all(exchanged[id(each)] for each in trained):
+            raise RequestError(
+                "The gradients were never exchanged with the other ranks.",
+                (
+                    "Call split.wrap's model, not model.module, end windows without no_sync, and "
+                    "step after backward()."
+                ),
+            )
+
+    def _parts_missing(self) -> RequestError:
+        rows = self.shares.batches
+        passes = list(map(count_passes, rows, self.shares.micros))
+        rank = passes.index(max(passes))
+        return RequestError(
+            f"The plan has rank {rank} compute its {rows[rank]} rows in {passes[rank]} "
+            f"passes, but this loop"
+            " computes a batch at once.",
+            "Write for part in split.parts(batch): and part.backward(loss), or make a plan "
+            "with evener balance --micro"
+            " off.",
+        )
+
+    def _note_scaled(self, gradient: Any) -> None:
+        self._scaled_pass = torch._C._current_graph_task_id()
+
+
+def _scale_forgotten() -> RequestError:
+    return RequestError(
+        "With weigh='loss' a loss was not scaled, so its gradients would be the plain mean "
+        "over ranks.",
+        "Write split.scale(loss).backward().",
+    )

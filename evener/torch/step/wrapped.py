@@ -1,0 +1,420 @@
+"""A model under a plan: its checks, and its wrapper, whose gradients an Exchange sums."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...errors import RequestError
+from ...plan.check import check_fit
+from ...plan.file import Plan
+from ..rows.structure import each_tensor, tensors_in
+from ..sums.exchange import Exchange
+
+
+def model_digest(model: Any) -> str:
+    """16 hexadecimal digits of the shapes and types of a module's parameters and buffers; names
+    don't count.
+    """
+    parameters = [
+        f"{tuple(each.shape)}:{each.dtype}:{each.requires_grad}" for each in model.parameters()
+    ]
+    buffers = [f"{tuple(each.shape)}:{each.dtype}" for each in model.buffers()]
+    return blake2b("\n".join(["torch", *parameters, *buffers]).encode(), digest_size=8).hexdigest()
+
+
+def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
+    """Warn, or raise PlanError with `strict`, if the plan was measured with another model."""
+    if plan is not None:
+        for difference in check_fit(
+            plan, devices=None, world=None, workload_digest=model_digest(model), strict=strict
+        ):
+            warnings.warn(difference, stacklevel=3)
+
+
+_OTHER = {
+    "module",
+    "mixed_precision",
+    "device_mesh",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+}
+_OPTIONS = (
+    signature(DistributedDataParallel).parameters.keys() - _OTHER
+)  # most make no difference here
+
+
+class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
+    """A model whose gradients are summed over the ranks; `module` is the model itself.
+
+    A copy of it has no exchange.
+    """
+
+    exchange: Exchange | None = None
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True
+        self.train(module.training)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """The output of the wrapped model."""
+        return self.module(*inputs, **options)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose forward passes leave their gradients for a later sum."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "exchange": None}
+
+
+def take_on(
+    model: Any,
+    device: torch.device,
+    forward: Callable[[Any, Any], Any],
+    options: dict[str, Any],
+    by_loss: bool,
+) -> tuple[Any, Exchange | None]:
+    """The model, wrapped if it isn't, and the exchange that sums its gradients; `forward` as in
+    `watch`.
+
+    A model in DistributedDataParallel stays itself, and without an exchange where `take_over` finds
+    none.
+    """
+    found = find_wrapper(model)
+    if isinstance(found, Exchanged) and found.exchange is None:  # a copy
+        model, found = found.module, None
+    if found is None:
+        made = wrap_module(model, device, options, forward)
+        return made, made.exchange
+    watch(model, device, forward)
+    return model, getattr(found, "exchange", None) or take_over(found, by_loss)
+
+
+def wrap_module(
+    module: Any,
+    device: torch.device,
+    options: dict[str, Any] | None = None,
+    forward: Callable[[Any, Any], Any] = lambda *_: None,
+) -> Exchanged:
+    """The module on its device, with an exchange; RequestError for an option that an exchange
+    doesn't have.
+    """
+    given = options or {}
+    if unknown := sorted(set(given) - _OPTIONS):
+        raise RequestError(
+            f"split.wrap has no option {unknown[0]!r}.",
+            (
+                "Leave it out, or wrap the model yourself: "
+                "split.wrap(DistributedDataParallel(model, ...))."
+            ),
+        )
+    made = Exchanged(module.to(device))
+    watch(made, device, forward)
+    watch_frozen(module)
+    most, buffers = given.get("bucket_cap_mb"), given.get("broadcast_buffers", True)
+    size = None if most is None else int(most * 2**20)
+    made.exchange = Exchange(
+        made.module, given.get("process_group"), bucket_bytes=size, broadcast_buffers=buffers
+    )
+    return made
+
+
+class TakenOver(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
+    """A DistributedDataParallel whose gradients an Exchange sums; it calls its module with the
+    module's hooks.
+    """
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """The output of the wrapped model."""
+        return self.module(*inputs, **options)
+
+
+def take_over(model: Any, by_loss: bool) -> Exchange | None:
+    """An exchange in place of a DistributedDataParallel's own, whose sums can't be weighted or
+    taken up again.
+
+    The model stays what it is, and its `no_sync` and `module` go on to work. A communication hook,
+    mixed_precision and sparse gradients need its own sums: None where losses are weighted
+    (`by_loss`), else RequestError.
+    """
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    if model._comm_hooks or model.mixed_precision is not None or (by_loss and sparse):
+        if by_loss:
+            return None
+        raise RequestError(
+            "The model's DistributedDataParallel has a communication hook or mixed_precision "
+            "of its own, by which"
+            " gradients can't be weighted.",
+            "Use Split(..., weigh='loss') and split.scale(loss) beside it.",
+        )
+    group = None if model.process_group is dist.group.WORLD else model.process_group
+    size = None if getattr(model, "bucket_bytes_cap_default", False) else model.bucket_bytes_cap
+    watch_frozen(model)
+    made = Exchange(
+        model.module, group, bucket_bytes=size, broadcast_buffers=model.broadcast_buffers
+    )
+    model.reducer = model.logger = None
+    model.__class__ = TakenOver
+    model.exchange = made
+    return made
+
+
+def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]) -> None:
+    """Call `forward` with the model and its inputs before each forward pass, and tell its exchange
+    of the outputs.
+
+    What it returns is the batch that the exchange hears of. Inputs are moved to `device`, if there
+    is one.
+    """
+    hook = _hooks.get(model)
+    if hook is None:
+        hook = _hooks[model] = _ForwardHook()
+        model.register_forward_pre_hook(hook.before, with_kwargs=True)
+        model.register_forward_hook(hook.after)
+    hook.device, hook.forward = device, forward
+
+
+class _ForwardHook:
+    """Looks at a wrapped model's forward passes; a copy of the model has one that doesn't."""
+
+    def __init__(self) -> None:
+        self.forward: Callable[[Any, Any], Any] | None = None
+        self.device: torch.device | None = None
+        self._batch: Any = None  # of the forward pass that runs
+
+    def before(self, model: Any, arguments: Any, keywords: Any) -> Any:
+        if self.forward is None:
+            return None
+        self._batch = self.forward(model, (arguments, keywords))
+        device = self.device
+        if device is None or device.type == "cpu" or getattr(model, "exchange", None) is None:
+            return None
+        return each_tensor(
+            lambda tensor: tensor.to(device, non_blocking=True), (arguments, keywords)
+        )
+
+    def after(self, model: Any, _: Any, outputs: Any) -> Any:
+        inner = getattr(model, "_orig_mod", model)
+        exchange = getattr(inner, "exchange", None)
+        if self.forward is None or exchange is None or not torch.is_grad_enabled():
+            return None
+        tensors = tensors_in(outputs)
+        leaves = any(
+            each.is_leaf and each.requires_grad for each in tensors
+        )  # a parameter, which would keep the hook
+        if leaves:
+            outputs = each_tensor(lambda tensor: tensor.view_as(tensor), outputs)
+            tensors = tensors_in(outputs)
+        exchange.watch(tensors, inner.require_backward_grad_sync, self._batch)
+        return outputs if leaves else None
+
+    for each in (before, after):
+        vars(each)["_torchdynamo_disable"] = True  # torch.compile leaves it as it is
+    del each
+
+    def __reduce__(self) -> Any:
+        return (type(self), ())
+
+
+_hooks: weakref.WeakKeyDictionary[Any, _ForwardHook] = weakref.WeakKeyDictionary()
+
+
+_ENGINES = {
+    "DeepSpeedEngine": "DeepSpeed",
+    "MegatronEngine": "Megatron-LM",
+    "FullyShardedDataParallel": "FSDP1",
+}
+_frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handle
+
+
+def find_wrapper(model: Any) -> Any:
+    """The DistributedDataParallel or Exchanged that `model` is, compiled or not, or None.
+
+    RequestError if one lies deeper in it.
+    """
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(inner, DistributedDataParallel | Exchanged):
+        return inner
+    if any(isinstance(module, DistributedDataParallel | Exchanged) for module in model.modules()):
+        raise RequestError(
+            "A part of the model is in DistributedDataParallel or split.wrap already, and "
+            "gradients would be exchanged"
+            " twice.",
+            (
+                "Call split.wrap on the whole model before anything else wraps it, or on that "
+                "part alone."
+            ),
+        )
+    return None
+
+
+def is_sharded(model: Any) -> bool:
+    """True if FSDP2 shards the model's parameters."""
+    return "FSDPModule" in _class_names(model)
+
+
+def has_own_work(model: Any, rebalances: bool) -> bool:
+    """True if no rank waits for another within a pass, as they do in FSDP2's layers and in
+    normalization over ranks.
+
+    RequestError if one does, and shares are to follow own work.
+    """
+    if not (
+        is_sharded(model)
+        or any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
+    ):
+        return True
+    if rebalances:
+        raise RequestError(
+            "Ranks meet in layers, by FSDP or SyncBatchNorm, so none has times of its own to "
+            "rebalance by.",
+            "Leave rebalance out, or use DistributedDataParallel and GroupNorm or LayerNorm.",
+        )
+    return False
+
+
+def check_exchange(model: Any) -> None:
+    """RequestError if another library exchanges the gradients, or the parts of a row."""
+    names = _class_names(model)
+    for name, library in _ENGINES.items():
+        if name in names:
+            raise RequestError(
+                f"{library} takes its own mean of gradients over ranks, which a plan can't weigh.",
+                (
+                    "Use DistributedDataParallel, or FSDP2 (fully_shard) with Split(..., "
+                    "weigh='loss')."
+                ),
+            )
+    if not is_sharded(model) and any(
+        type(each.data).__name__ == "DTensor" for each in model.parameters()
+    ):
+        raise RequestError(
+            "The model is in tensor parallelism, which puts several ranks on one row.",
+            "Use DistributedDataParallel, or FSDP2 (fully_shard) with Split(..., weigh='loss').",
+        )
+
+
+def _class_names(model: Any) -> set[str]:
+    return {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+
+
+def check_not_inside_ddp() -> None:
+    """RequestError in the forward pass of a wrapped model that is a part of another
+    DistributedDataParallel.
+    """
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise RequestError(
+            "A model from split.wrap is inside another DistributedDataParallel, which "
+            "exchanges gradients again.",
+            "Wrap it once: after accelerate, model = split.wrap(accelerator.prepare(model)); "
+            "in Lightning, give"
+            " the trainer split.strategy() and leave wrap out.",
+        )
+
+
+def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
+    """Warn of normalization over a device's own rows; RequestError for what mixes the ranks'
+    gradients unweighted.
+
+    `passes` are the rows of each pass of a full batch, of all ranks.
+    """
+    kinds = [
+        type(module)
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.training
+    ]
+    if not kinds:
+        return
+    rows = tuple(passes)
+    in_passes, synchronized = (
+        len(rows) > world,
+        any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds),
+    )
+    if synchronized and world > 1:
+        if in_passes:
+            check_passes(model)
+        if weigh == "gradients":
+            raise RequestError(
+                "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
+                "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
+            )
+    if in_passes:
+        warnings.warn(
+            f"Batch normalization sees one pass of {max(rows)} rows, not the whole share.",
+            stacklevel=3,
+        )
+    if not synchronized and world > 1:
+        warnings.warn(
+            f"{kinds[0].__name__} normalizes over each device's own share, so training "
+            f"depends on the split; "
+            "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can "
+            "leave a device a single "
+            "row, of which PyTorch takes no statistics: use drop_last=True.",
+            stacklevel=3,
+        )
+    if min(rows, default=2) < 2:
+        warnings.warn(
+            "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
+            "also with drop_last=True:"
+            " take another global batch (Split(plan, global_batch=N)), GroupNorm or LayerNorm.",
+            stacklevel=3,
+        )
+
+
+def check_passes(model: Any) -> None:
+    """RequestError for a model whose ranks meet in each forward pass, of which they have different
+    numbers.
+    """
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        raise RequestError(
+            "SyncBatchNorm exchanges statistics in each pass, and the ranks have different "
+            "numbers of passes.",
+            (
+                "Use GroupNorm or LayerNorm, or a plan without passes (evener balance --micro "
+                "off) and no lengths."
+            ),
+        )
+
+
+def watch_frozen(model: Any) -> None:
+    """Refuse the first gradient of a parameter that is frozen now: DistributedDataParallel won't
+    exchange it.
+    """
+    for parameter in model.parameters():
+        handle = _frozen_hooks.pop(parameter, None)
+        if handle is not None:
+            handle.remove()
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.requires_grad_(True)  # else it takes no hook
+            _frozen_hooks[parameter] = parameter.register_hook(_refuse_unfrozen)
+            parameter.requires_grad_(False)
+
+
+def _refuse_unfrozen(_: Any) -> None:
+    raise RequestError(
+        "A layer that was frozen when split.wrap was called is trained, but its gradients "
+        "aren't exchanged.",
+        (
+            "Unfreeze layers before split.wrap (in a trainer, before it trains), or wrap again: "
+            "split.wrap(model.module)."
+        ),
+    )

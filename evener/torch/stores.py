@@ -1,0 +1,139 @@
+"""The stores in which PyTorch's processes find each other.
+
+On one host it is a file in the launcher's memory: PyTorch's own TCPStore has no password, and
+listens on every address of the machine. Over several hosts there has to be a port, which is open on
+one address.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial, wraps
+from itertools import count
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import torch.distributed as dist
+
+from ..training.launched import GROUPS, meeting_file
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
+_STORE_ARGUMENTS = (
+    *("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers"),
+    *("multi_tenant", "master_listen_fd", "use_libuv"),
+)
+
+_numbers = count()  # of process groups that this process has made
+_parent = os.environ.get(GROUPS, "")
+
+Handler = Callable[..., Iterator[tuple[Any, int, int]]]
+
+
+def open_file_store(path: str) -> Any:
+    """The store in a file that several processes of this host have open.
+
+    The file is never removed by a process that leaves it, as a store of a fixed number of members
+    would do.
+    """
+    return dist.FileStore(path, -1)
+
+
+def replace_rendezvous() -> None:
+    """Let `env://` and `tcp://` be answered by the launch's file where they name its address.
+
+    PyTorch's public `register_rendezvous_handler` adds schemes and can't replace these two, which
+    are what programs and libraries use. Any other TCPStore that this process serves listens only on
+    the address that it was given.
+    """
+    _limit_tcp_stores()
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    for scheme in ("env", "tcp"):
+        if not isinstance(handlers[scheme], partial):
+            handlers[scheme] = partial(_meet, handlers[scheme])
+
+
+def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """The store, rank and number of processes of a rendezvous, as PyTorch's own handlers give."""
+    place = dict(parse_qsl(urlsplit(url).query))
+    rank = place.get("rank", os.environ.get("RANK"))
+    world = place.get("world_size", os.environ.get("WORLD_SIZE"))
+    path = meeting_file(_read_address(url))
+    if path is None or rank is None or world is None:
+        yield from original(url, **options)
+        return
+    store = dist.PrefixStore(_choose_prefix(), open_file_store(path))
+    if "timeout" in options:
+        store.set_timeout(options["timeout"])
+    yield store, int(rank), int(world)
+    raise RuntimeError("A second rendezvous isn't possible by the same handler.")
+
+
+def _read_address(url: str) -> str:
+    """The HOST:PORT of a rendezvous, which env:// takes from the environment."""
+    if urlsplit(url).scheme == "env":
+        return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return urlsplit(url).netloc
+
+
+def _choose_prefix() -> str:
+    """The prefix of a store's keys: a new one for each process group, as its predecessor's
+    addresses are still in the file.
+
+    Every process of a group makes it, so all count alike. Other stores, as a program opens them for
+    itself, have one prefix in common. A child that a process starts counts on below its parent's
+    number.
+    """
+    make_group = inspect.unwrap(dist.init_process_group).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not make_group:
+        frame = frame.f_back
+    if frame is None:
+        return "evener/shared"
+    number = next(_numbers)
+    os.environ[GROUPS] = f"{_parent}{number + 1}/"
+    return f"evener/group/{_parent}{number}"
+
+
+def _limit_tcp_stores() -> None:
+    """Let each TCPStore that this process serves listen on the address that it is given alone."""
+    original = dist.TCPStore.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def begin(store: Any, *given: Any, **named: Any) -> None:
+        arguments = dict(zip(_STORE_ARGUMENTS, given, strict=False)) | named
+        if arguments.get("is_master") and arguments.get("master_listen_fd") is None:
+            arguments |= listen_at(arguments["host_name"], arguments["port"])
+        original(store, **arguments)
+
+    dist.TCPStore.__init__ = begin
+
+
+def listen_at(host: str, port: int) -> dict[str, int]:
+    """The arguments by which a TCPStore listens on one address; none where the machine hasn't it.
+
+    That is so behind a router that gives a machine an address of its own. A second store of a
+    process at one port finds the port taken here, and shares the first one's.
+    """
+    if host in EVERY_ADDRESS:
+        return {}
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(address)
+            return {"port": door.getsockname()[1], "master_listen_fd": door.detach()}
+    except OSError:
+        return {}
+
+
+def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
+    """The store at a port of one address, which one process serves; RuntimeError if nobody does."""
+    place = {"port": port, **(listen_at(host, port) if serves else {})}
+    return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)

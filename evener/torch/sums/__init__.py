@@ -1,0 +1,1 @@
+"""Sums over ranks: buckets of gradients and their exchange, and other collectives."""

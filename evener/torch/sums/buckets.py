@@ -1,0 +1,471 @@
+"""Flat buckets of gradients, and the gradients of passes before one that may have to be computed
+again.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+
+from ...errors import RequestError
+
+FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
+FUSED = {
+    "cpu": 1 << 12,
+    "cuda": 1 << 21,
+}  # numbers of a mean gradient from which weighting it as it is copied gains
+MOST_PATTERNS = 64  # of flags that a bucket keeps
+MOST_KEPT = 64 << 20  # bytes of buffers that are compared with a copy
+SAMPLED = 8  # weights that ranks compare at a time
+TAIL = 3 + SAMPLED  # numbers of a bucket that are no gradient's
+# roundings by which ranks' weights differ that aren't the same: unlike devices take 4 in 600 steps
+APART = 1e4
+MOST_APART = 0.1  # in any case, with 16 bits
+
+GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
+
+
+class Bucket:
+    """The gradients of some parameters, one after the other, a flag for each that says whether
+    there is one, a tail.
+
+    `last` is the parameter whose gradient should come last. The tail says whether a rank's buffers
+    have changed, the number of the batch, by which ranks see whether they sum the same one, and how
+    far their weights are apart.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters, self.last = tuple(parameters), parameters[-1]
+        self.ids = set(map(id, parameters))
+        sizes = [each.numel() for each in parameters]
+        self.flat = torch.zeros(
+            sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device
+        )
+        self._views = _cut(
+            self.flat.data, parameters
+        )  # which count their changes apart from the bucket's
+        self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
+        self.tail, self._targets = self.flat[-TAIL:], [*self._views, self._flags]
+        self._sent = [torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat]
+        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and tail
+        self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
+        self._held_views: list[torch.Tensor] = []
+        self._absent: list[int] = []  # without a gradient when it was gathered
+        mean = self.gradients.numel() / len(sizes)
+        self._fuses = mean > FUSED.get(
+            self.flat.device.type, math.inf
+        )  # multiplies as it copies: memory is read once
+        self._work: Any = None
+        self._version = 0  # of the gradients as they were sent
+
+    def has_come(self, came: set[int] | None) -> bool:
+        """True if all gradients are among those that `came`, by id; without it, if each parameter
+        has one.
+        """
+        if came is None:
+            return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
+        return self.ids <= came
+
+    def check_sent(self) -> None:
+        """RequestError if a gradient was changed since it was sent."""
+        if self._views[0]._version != self._version:
+            raise RequestError(
+                "A parameter got a second gradient in one backward pass, unlike in the first: "
+                "its sum is on its way.",
+                "Use torch.utils.checkpoint with use_reentrant=False.",
+            )
+
+    def gather(self) -> None:
+        """Make gradients views of the bucket, also where zero_grad set them to None."""
+        gradients = list(map(GRADIENT, self._parameters))
+        self._absent = [place for place, each in enumerate(gradients) if each is None]
+        pairs = enumerate(zip(gradients, self._views, strict=True))
+        places = [place for place, (each, view) in pairs if each is not view and each is not None]
+        if places:
+            self._copy([self._views[each] for each in places], [gradients[each] for each in places])
+        for place in places:
+            self._parameters[place].grad = self._views[place]
+            self._forget(place)
+
+    def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
+        """Gather and multiply gradients that are all new, with the flags, in as few calls as there
+        can be.
+        """
+        if self._fuses and weight not in (0.0, 1.0):
+            self._copy(self._views, gradients, weight)
+            self._flags.copy_(flags)
+        else:
+            self._copy(self._targets, [*gradients, flags])
+            self._multiply(weight)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
+        """Copy gradients, times the weight, into views of the bucket."""
+        if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
+            raise RequestError(
+                "A gradient was computed with create_graph=True, and its sum over ranks can't "
+                "be differentiated again.",
+                (
+                    "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and "
+                    "a plain backward() last."
+                ),
+            )
+        if gradients[0].dtype is not self.flat.dtype:
+            raise RequestError(
+                "The model has changed its type since it was wrapped.",
+                "Call double(), half() or bfloat16() before split.wrap.",
+            )
+        if any(map(_IS_SPARSE, gradients)):
+            raise RequestError(
+                "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
+                "Leave sparse=True out.",
+            )
+        if weight == 1.0:
+            torch._foreach_copy_(views, gradients)
+            return
+        factor = torch.tensor(weight, dtype=torch.float64)  # a number would take longer each time
+        for view, gradient in zip(views, gradients, strict=True):
+            torch.mul(gradient, factor, out=view)
+
+    def _multiply(self, weight: float) -> None:
+        """Multiply the gradients; a weight of 0 keeps infinities out."""
+        if weight == 0.0:
+            self.gradients.zero_()
+        elif weight != 1.0:
+            self.gradients.mul_(weight)
+
+    def fold(self, weight: float) -> None:
+        """Apply this weight to the gradients so far, as those that come now have another one."""
+        self.weigh(weight, 0)
+        self._hold = self.flat.clone()
+        self._held_views = _cut(self._hold, self._parameters)
+        self.flat.zero_()
+
+    def weigh(self, weight: float, number: int) -> None:
+        """Gather, and multiply by the weight of this rank."""
+        gradients = list(map(GRADIENT, self._parameters))
+        if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
+            self._absent, self._hold = [], None
+            self._gather_new(gradients, self._pattern(number, weight != 0.0), weight)
+            return
+        self.gather()
+        for place in self._absent:
+            self._views[place].zero_()
+            self._forget(place)
+        self._multiply(weight)
+        self._flags.copy_(self._pattern(number, weight != 0.0))
+        self._add_held()
+
+    def _add_held(self) -> None:
+        """Add the gradients that have been weighed before, if there are any."""
+        if self._hold is not None:
+            self.flat.add_(self._hold)
+            self._hold, self._held_views = None, []
+
+    def send(self, group: Any) -> None:
+        """Begin the sum over the ranks of the group."""
+        self._version = self._views[0]._version
+        self._work = group.allreduce(self._sent)  # dist.all_reduce takes longer to start it
+
+    def receive(self) -> None:
+        """Wait for the sum. A parameter that only other ranks used has a gradient too; one that
+        none used has none.
+        """
+        self._work.wait()
+        self._work = None
+        if self._absent:
+            used = self._flags.tolist()
+            for place in self._absent:
+                if used[place] != 0:  # also of complex numbers
+                    self._parameters[place].grad = self._views[place]
+
+    def _forget(self, place: int) -> None:
+        """Forget what was kept of a gradient that the loop has dropped."""
+        if self._hold is not None:
+            self._held_views[place].zero_()
+
+    def _pattern(self, number: int, counts: bool) -> torch.Tensor:
+        """A flag for each gradient that is there and `counts`, and the tail."""
+        key = (number, counts, *self._absent)
+        if key not in self._patterns:
+            if len(self._patterns) >= MOST_PATTERNS:
+                self._patterns.clear()
+            flags = torch.full(
+                (len(self._parameters) + TAIL,), float(counts), dtype=self.flat.dtype
+            )
+            flags[self._absent] = 0
+            flags[-TAIL:] = 0
+            flags[1 - TAIL] = number
+            self._patterns[key] = flags.to(self.flat.device)
+        return self._patterns[key]
+
+
+def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
+    """Buckets of one type and device each, in the order in which they are full as gradients come in
+    this order.
+    """
+    made: list[Bucket] = []
+    open_: dict[Any, list[Any]] = {}
+    for each in parameters:
+        kind = each.dtype, each.device
+        own = open_.setdefault(kind, [])
+        own.append(each)
+        size = sum(one.numel() * one.element_size() for one in own)
+        if size >= (most_bytes if made else min(FIRST_BYTES, most_bytes)):
+            made.append(Bucket(own))
+            del open_[kind]
+    return made + list(map(Bucket, open_.values()))
+
+
+def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
+    views, start = [], 0
+    for each in parameters:
+        part = flat[start : start + each.numel()]
+        start += each.numel()
+        dense = any(each.is_contiguous(memory_format=kind) for kind in _FORMATS.get(each.ndim, ()))
+        views.append(part.as_strided(each.shape, each.stride()) if dense else part.view(each.shape))
+    return views
+
+
+_FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
+    """Warn of hooks on gradients beside our `own`: they get a rank's gradient, which isn't the
+    whole batch's yet.
+    """
+    hooks = [
+        found
+        for each in parameters
+        for found in (each._backward_hooks, each._post_accumulate_grad_hooks)
+    ]
+    if any(set(found) - own for found in hooks if found):
+        warnings.warn(
+            "A parameter has a hook on its gradient, which gets that of this rank's rows "
+            "alone: masks and factors are"
+            " exact, clamping isn't. Change gradients after backward().",
+            stacklevel=2,
+        )
+
+
+class HostCopy:
+    """Figures of a device on their way to the host, which doesn't wait for them."""
+
+    def __init__(self, figures: torch.Tensor) -> None:
+        self._figures = figures.to("cpu", non_blocking=True, copy=True)  # into pinned memory
+        self._event = torch.cuda.Event() if figures.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def is_there(self) -> bool:
+        """True if they can be read without waiting."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[Any]:
+        """The figures, waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        return list(self._figures.tolist())
+
+
+class Tails:
+    """Reads the tails of sums: after the first a step late where a device is behind, so that nobody
+    waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._copied: HostCopy | None = None
+        self._expected = 0  # the number in it
+
+    def read(self, tail: torch.Tensor, expected: int) -> bool:
+        """True if a rank's buffers have changed; RequestError for another number than expected, or
+        other weights.
+        """
+        copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
+        read, wanted = (
+            (tail.tolist(), expected) if copied is None else (copied.read(), self._expected)
+        )
+        (changed, number, *weights), self._expected = read, expected
+        if sum(map(abs, weights[:-1])) > min(APART * torch.finfo(tail.dtype).eps, MOST_APART) * abs(
+            weights[-1]
+        ):
+            raise RequestError(
+                "The ranks' weights aren't the same any more: a rank has changed its own by "
+                "what the others don't have,"
+                " such as a rate that follows the loss of its rows, or random numbers.",
+                "Decide by figures that all ranks have, as of split.mean(loss), and draw what "
+                "changes weights from a"
+                " torch.Generator that has the same seed on every rank.",
+            )
+        if number != wanted:
+            raise RequestError(
+                "The ranks sum gradients of different batches: one has left a batch out or "
+                "taken one more, as a loop"
+                " does that goes on after a loss of NaN, or an error, on this rank alone.",
+                (
+                    "Leave a batch out on all ranks or on none: decide by split.total(...), which "
+                    "all have."
+                ),
+            )
+        return bool(changed)
+
+
+class Buffers:
+    """A module's buffers, but for those whose names are `ignored`, and whether their values have
+    changed.
+    """
+
+    def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
+        self._module, self._ignored = module, ignored
+        self._owners: list[tuple[str, Any]] = []
+        self._listed = -1  # modules and buffers that had been registered then
+        self._kept_at = -1  # those that had been when the values were kept
+        self._places: list[tuple[int, int]] = []
+        self._known: list[
+            tuple[list[torch.Tensor], torch.Tensor]
+        ] = []  # of each device: bytes, and what they were
+
+    def all(self) -> list[torch.Tensor]:
+        """Every buffer, once."""
+        if (
+            self._listed != _registered[0]
+        ):  # else the modules are those that were found: they are many
+            owners = (
+                (f"{name}." if name else "", each._buffers)
+                for name, each in self._module.named_modules()
+            )
+            self._owners, self._listed = list(owners), _registered[0]
+        every = (
+            (prefix + name, each) for prefix, own in self._owners for name, each in own.items()
+        )
+        found = {
+            id(each): each for name, each in every if each is not None and name not in self._ignored
+        }
+        return list(found.values())
+
+    def keep(self) -> bool:
+        """Keep the values, for `add_changes`; False if they would take too much memory."""
+        self._kept_at, self._places, self._known = _registered[0], self._find_places(), []
+        buffers = self.all()
+        if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:
+            return False
+        for device in {each.device for each in buffers}:
+            own = [_bytes_of(each) for each in buffers if each.device == device]
+            self._known.append((own, torch.cat(own)))
+        return True
+
+    def add_changes(self, flag: torch.Tensor) -> None:
+        """Add to the flag if values aren't those that were kept; no device is waited for.
+
+        Values are compared, as PyTorch counts no changes by `buffer.data`, nor those of BatchNorm.
+        """
+        may_differ = self._places or self._kept_at != _registered[0]  # else there are none
+        if may_differ and self._find_places() != self._places:
+            flag.add_(1)
+            return
+        for own, kept in self._known:
+            now = torch.cat(own)
+            if kept.is_cuda:
+                flag.add_((now != kept).any().to(flag.device, non_blocking=True))
+            elif not torch.equal(now, kept):
+                flag.add_(1)
+
+    def _find_places(self) -> list[tuple[int, int]]:
+        return [(id(each), each.data_ptr()) for each in self.all()]
+
+
+_registered = [0]  # modules and buffers that became a part of a module in this process
+
+
+def _count_registered(*_: Any) -> None:
+    _registered[0] += 1
+
+
+modules.register_module_module_registration_hook(_count_registered)
+modules.register_module_buffer_registration_hook(_count_registered)
+
+
+def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    """What it takes of its storage, where it is."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    )
+    return buffer.detach().as_strided((last + 1 if buffer.numel() else 0,), (1,)).view(torch.uint8)
+
+
+class Held:
+    """Gradients of earlier passes while a pass is computed that may have to be computed again.
+
+    If rows depend on random draws or on one another (`late`), nothing of a pass may stay if it
+    fails. Otherwise each gradient that is there is the whole pass's, and is final: a second try
+    leaves it as it is.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters = parameters
+        # parameters that have theirs of a failed pass, computed again, by id
+        self.final: set[int] | None = None
+        self._kept: list[Any] | None = None  # gradients from before the pass
+        self.opened = self.late = self.apart = False
+
+    def open(self, dependent: bool) -> None:
+        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one
+        another.
+        """
+        self.opened, self.late = True, dependent or self.final is not None
+        self.apart = self.late and (
+            self.final is not None or any(each.grad is not None for each in self._parameters)
+        )
+        if self.apart:
+            self._kept = [each.grad for each in self._parameters]
+            for each in self._parameters:
+                each.grad = None
+
+    def merge(self) -> None:
+        """Add the pass's gradients to those that were kept, except for final ones."""
+        if self._kept is None:
+            return
+        kept = [
+            pair for pair in zip(self._parameters, self._kept, strict=True) if pair[1] is not None
+        ]
+        final, self._kept = self.final or (), None
+        added = [
+            (old, each.grad)
+            for each, old in kept
+            if each.grad is not None and id(each) not in final
+        ]
+        for parameter, old in kept:
+            parameter.grad = old
+        if added:
+            with torch.no_grad():
+                torch._foreach_add_(*map(list, zip(*added, strict=True)))
+
+    def close(self) -> None:
+        """Finish a complete pass."""
+        self.opened = self.late = self.apart = False
+
+    def settle(self) -> None:
+        """Forget a failed pass whose rows are now all computed."""
+        self.final = None
+
+    def fail(self, came: set[int]) -> None:
+        """Undo the pass, or remember what of it is final."""
+        if self._kept is not None:
+            for parameter, kept in zip(self._parameters, self._kept, strict=True):
+                parameter.grad = kept
+            self._kept = None
+        elif self.late:
+            for parameter in self._parameters:
+                if id(parameter) in came:
+                    parameter.grad = None
+        elif self.opened:
+            self.final = set(came)
+        self.close()

@@ -1,0 +1,244 @@
+"""Exchanges between ranks apart from gradients: rows of a batch, sums, and the last words of one
+that ends.
+
+A rank that takes a pass in pieces would meet the others more often than they meet it: collectives
+that are not of evener itself are counted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, Thread, current_thread, main_thread
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from ...errors import RequestError
+from ...shares.whole_rows import bounds, gradient_weight
+from ...training.retreat import say
+
+_own = 0  # collectives that evener has begun
+
+
+def count_foreign() -> int:
+    """The collectives that others than evener have begun in this process, among several ranks."""
+    return sum(count_exchanges().values()) - _own
+
+
+def note_own() -> None:
+    """Count one that evener begins."""
+    global _own
+    _own += 1
+
+
+@contextmanager
+def own_collectives() -> Iterator[None]:
+    """A context whose collectives are evener's own."""
+    global _own
+    before = count_foreign()
+    try:
+        yield
+    finally:
+        _own += count_foreign() - before
+
+
+def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for this rank alone: RequestError at the end of a call that has met other
+    ranks.
+    """
+
+    def checked(*arguments: Any) -> Any:
+        before = count_foreign()
+        result = compute(*arguments)
+        if count_foreign() != before:
+            raise RequestError(
+                "The loss meets other ranks, by torch.distributed or in a layer.",
+                "Gather figures after the step.",
+            )
+        return result
+
+    return checked
+
+
+def count_exchanges() -> dict[str, int]:
+    """The collectives that this process has begun among several ranks, by process group and
+    device.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
+    every = {
+        group._get_backend(device): (group, device)
+        for group in groups
+        for device in group._device_types
+    }
+    counts = {}
+    for backend, (group, device) in every.items():
+        with suppress(RuntimeError):  # of one that doesn't count
+            counts[f"{group.group_name} {device}"] = backend._get_sequence_number_for_group()
+    return counts
+
+
+def gather_rows(
+    rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
+) -> torch.Tensor:
+    """(n_i, ...) of every rank as (N, ...), in the batch's order; `sizes` are the n_i, and a rank
+    with 0 gives any row.
+
+    The gradient of each rank's own rows is that of the ranks' losses weighted by their rows, so it
+    is exact if every rank has the whole batch's loss, and if each has the mean over its own rows;
+    `by_loss`: the losses are weighted already, else the model's gradients will be. The `timer`
+    leaves the exchange out. RequestError for other shapes.
+    """
+    if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
+        raise RequestError(
+            f"gather was given {len(rows)} rows on rank {rank}, which has {sizes[rank]} of "
+            f"the batch.",
+            (
+                "Give one row for each row of this rank's batch; gather two views of it one after "
+                "the other."
+            ),
+        )
+    with timer.meeting():
+        _check_same(rows)
+        return cast(torch.Tensor, _Gather.apply(rows, tuple(sizes), rank, by_loss, timer))
+
+
+def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
+    """The sum of a figure over the ranks: in float64, or in int64 for whole numbers in a tensor
+    with dimensions.
+    """
+    figure = torch.as_tensor(value).detach()
+    whole = figure.ndim and not figure.is_floating_point()
+    figure = figure.to(device, torch.int64 if whole else torch.float64, copy=True)
+    if world > 1:
+        with timer.meeting():
+            dist.all_reduce(figure)
+    return figure
+
+
+def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
+    """A figure of each rank's rows as that of all; one that is equal everywhere stays, to its last
+    digit.
+    """
+    figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
+    every = [torch.empty_like(figure) for _ in sizes]
+    with timer.meeting():
+        dist.all_gather(every, figure)
+    figures = torch.cat(every).tolist()
+    if len(set(figures)) == 1:
+        return value
+    mean = sum(size * each for size, each in zip(sizes, figures, strict=True) if size) / sum(sizes)
+    return value.detach().new_tensor(mean) if isinstance(value, torch.Tensor) else mean
+
+
+def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
+    """True if all ranks of the group have the same number."""
+    pair = torch.tensor([value, -value], device=device)
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+    return bool(pair[0] == -pair[1])
+
+
+def spread(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Copy the first rank's values to every rank of the group."""
+    for device in {each.device for each in tensors}:
+        own = [each.detach() for each in tensors if each.device == device]
+        dist._broadcast_coalesced(dist.group.WORLD if group is None else group, own, 250 << 20, 0)
+
+
+def _check_same(rows: torch.Tensor) -> None:
+    kind = f"{rows.dtype} {tuple(rows.shape[1:])}"
+    if not is_equal_everywhere(crc32(kind.encode()), rows.device):
+        raise RequestError(
+            f"The ranks' rows can't be gathered: they differ in type or shape (here {kind}).",
+            "Pad or pool them to one shape first.",
+        )
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sizes: tuple[int, ...], rank: int, by_loss: bool, timer: Any
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.rank, ctx.shape, ctx.timer = sizes, rank, rows.shape, timer
+        ctx.weight = 1.0 if by_loss else gradient_weight(sizes, rank)
+        sent = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        sent[: sizes[rank]] = rows[: sizes[rank]]
+        parts = [torch.empty_like(sent) for _ in sizes]
+        dist.all_gather(parts, sent)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        """Weighted before the sum over ranks; the model's gradients are weighted after this, so its
+        own part isn't.
+        """
+        total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
+        with ctx.timer.meeting():
+            dist.all_reduce(total)
+        start, stop = bounds(ctx.sizes)[ctx.rank]
+        own = gradient.new_zeros(ctx.shape)
+        if start < stop:
+            own[: stop - start] = total[start:stop] / ctx.weight
+        return own, None, None, None, None
+
+
+STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
+
+
+_listens = Event()  # set once this process hears of Ctrl-C by a thread
+
+
+def end_when_stuck() -> None:
+    """Let Ctrl-C end this process also where it waits for other ranks in a library's call that
+    doesn't hear of it.
+
+    Python's own handler runs once the call is over, and that of NCCL on the other ranks' GPUs never
+    is. Where it can't be done now, off the main thread or beside another library that listens, a
+    later call tries again.
+    """
+    hears, heard = signal.getsignal(signal.SIGINT), [0.0]
+    if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):
+        return
+
+    def hear(number: int, frame: Any) -> Any:
+        heard[0] = time.monotonic()
+        return hears(number, frame)
+
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    if before != -1:  # another library listens
+        signal.set_wakeup_fd(before)
+        os.close(ear)
+        os.close(mouth)
+        return
+    _listens.set()
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    signal.signal(signal.SIGINT, hear)
+
+    def listen() -> None:
+        while number := os.read(ear, 1):
+            came = time.monotonic()
+            if (
+                number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not hear
+            ):  # another handler takes it
+                continue
+            time.sleep(STUCK_SECONDS)
+            if (
+                heard[0] < came - 1.0 and signal.getsignal(signal.SIGINT) is hear
+            ):  # one call may stand for two signals
+                say(
+                    f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after "
+                    f"Ctrl-C."
+                )
+                os._exit(130)
+
+    Thread(target=listen, name="evener-ctrl-c", daemon=True).start()

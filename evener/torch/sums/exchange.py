@@ -1,0 +1,451 @@
+"""The sum of a model's gradients over the ranks, each rank's times its weight in the batch.
+
+With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: a plain mean over
+ranks is another gradient as soon as the n_i differ. Gradients lie in flat buckets, in one order on
+all ranks, and a bucket is sent as soon as its gradients of all passes are there; what is left goes
+at the end of the backward pass. What was sent is final, so a rank that runs out of memory computes
+only the rest again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from operator import is_
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...errors import RequestError
+from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
+from .collectives import is_equal_everywhere, note_own, own_collectives, spread
+
+LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
+BUCKETS = 6  # about as many: each costs the host the same, and more of them hide little more
+MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
+EVERY = 4  # sums of which one compares some of the ranks' weights
+
+
+class Exchange:
+    """Sums the gradients of `module` over `group` (None: every process), this rank's times
+    `weight`.
+
+    A backward pass through what `watch` was given is summed at its end where `sync` says so.
+    `begun` is called as one comes to such outputs, with the batch that they are of and the one of
+    those before in this pass; `ready` when the last gradient is there, `sent` when all are on their
+    way, and `done` when the sums are there.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        group: Any = None,
+        *,
+        bucket_bytes: int | None = None,
+        broadcast_buffers: bool = True,
+        alone: bool = False,
+    ) -> None:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
+        common = [each for name, each in module.named_buffers() if name not in ignored]
+        self.parameters = [each for each in named.values() if each.requires_grad]
+        self.group, self.alone, self.weight = group, alone, 1.0
+        self._world = 1 if alone else dist.get_world_size(group)
+        for each in EXCHANGES:  # a sharded model refuses
+            each.has_any(set(named))
+        if not alone:
+            self._agree([*named.values(), *common])
+        self.begun: Callable[[Any, Any], None] = lambda *_: None
+        self.ready: Callable[[], None] = lambda: None
+        self.sent: Callable[[], None] = lambda: None
+        self.done: Callable[[], None] = lambda: None
+        self.noise: Any = None  # a RankNoise, which sees what is summed
+        self.number = 0  # of the batch in its epoch
+        self.resting = False  # what is computed now is no part of a step
+        whole = sum(each.numel() * each.element_size() for each in self.parameters)
+        usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
+        self._bytes = usual if bucket_bytes is None else bucket_bytes
+        self.normalizers = [
+            each for each in module.modules() if isinstance(each, _BatchNorm)
+        ]  # they mix rows
+        self._order: list[int] | None = (
+            None if alone else []
+        )  # of gradients in the first pass; None: it is agreed on
+        self._early = False  # buckets may go before the backward pass ends
+        self._armed = self._sync = False
+        self._batch: Any = None  # of the backward pass
+        self._begins: list[Any] = []  # hooks that see the backward pass of outputs that aren't seen
+        self._hidden_task = -1  # that pass
+        self._broken = False  # a backward pass has failed when part of its gradients were sent
+        self.waits = False  # a forward pass was watched since the last sum
+        self._sent = 0  # buckets that are on their way
+        self.sums, self.ran, self.unsummed = (
+            0,
+            False,
+            False,
+        )  # unsummed: gradients are of this rank's rows alone
+        self._unsent = False  # gradients may be there that weren't summed
+        self._hooks: list[Any] = []  # by which parameters say that their gradients have come
+        self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
+        self._came: set[int] = set()  # those of this backward pass that were looked at, by id
+        self._repeats = False  # a parameter's gradient came in parts
+        self._listen()
+        self.held, self._tails = Held(self.parameters), Tails()
+        self.buffers, self._common = Buffers(module), Buffers(module, ignored)
+        wanted = broadcast_buffers and not alone
+        self._compares = (
+            wanted and self._common.keep()
+        )  # until buffers change: then they are the first rank's,
+        self._spreads = wanted and not self._compares  # after each sum
+        self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
+        for hooks in (self._hooks, self._begins):
+            weakref.finalize(self, _remove, hooks)
+        EXCHANGES.add(self)
+
+    def has_any(self, parameters: set[int]) -> bool:
+        """True if it sums gradients of these parameters, given by id."""
+        return not self.alone and not parameters.isdisjoint(map(id, self.parameters))
+
+    def _agree(self, tensors: list[torch.Tensor]) -> None:
+        """Begin with the first rank's weights; RequestError where ranks have other ones to
+        train.
+        """
+        with torch.no_grad():
+            digest = crc32(str([each.numel() for each in tensors]).encode())
+            if not is_equal_everywhere(digest, tensors[0].device if tensors else None, self.group):
+                raise RequestError(
+                    "The ranks wrap different models.", "Make the same model on every rank."
+                )
+            spread(tensors, self.group)
+
+    def weigh(self, weight: float) -> None:
+        """Set the weight of gradients that come from now on; those that wait for their sum keep
+        their own.
+        """
+        if weight != self.weight and self._unsent:
+            for bucket in self._buckets:
+                bucket.fold(self.weight)
+        self.weight = weight
+
+    # ------------------------------------------------------------------ a backward pass
+
+    def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
+        """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
+        if self.resting:
+            return
+        if (
+            _open and torch._C._current_graph_task_id() == -1
+        ):  # backward passes that ended with an error
+            for each in _open:
+                each._armed, each._broken = False, each._sent > 0
+            _open.clear()
+        if self._broken:
+            raise RequestError(
+                "An error ended a backward pass when part of its gradients were on their way "
+                "to the other ranks.",
+                "Let such an error end the training, and train on from a checkpoint.",
+            )
+        _remove(self._begins)
+        self._hidden_task = -1
+        self.waits = True
+        watched = [each for each in outputs if each.requires_grad]
+        for output in watched:
+            output.register_hook(lambda _: self.arm(sync, batch))
+        if watched:
+            return
+        reference = weakref.ref(self)  # the outputs are in an object that hides them
+
+        def begin(_: Any) -> None:
+            exchange, task = reference(), torch._C._current_graph_task_id()
+            if exchange is None or exchange.resting:
+                return
+            if exchange._hidden_task == -1:
+                exchange.arm(sync, batch)
+                exchange._hidden_task = task
+            elif task < exchange._hidden_task:  # which was that of a checkpoint alone
+                raise RequestError(
+                    "The model's output is an object that hides its tensors, and a part of it "
+                    "is in a reentrant"
+                    " checkpoint: nobody sees where its backward pass begins.",
+                    (
+                        "Return a tensor, tuple or dict, or use torch.utils.checkpoint with "
+                        "use_reentrant=False."
+                    ),
+                )
+
+        self._begins += (
+            each.register_hook(begin) for each in self.parameters if each.requires_grad
+        )
+        own_hooks.update(each.id for each in self._begins)
+
+    def _listen(self) -> None:
+        """Have parameters say that their gradients have come, if there are some already; else one
+        sees it anyway.
+        """
+        if not self._hooks and (self.alone or self._order is not None or self.has_gradients()):
+            self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
+
+    def arm(self, sync: bool, batch: Any) -> None:
+        """A backward pass begins, or goes on."""
+        task = torch._C._current_graph_task_id()
+        begins = _open.get(self) != task
+        self.begun(batch, batch if begins else self._batch)
+        self._batch = batch
+        if begins:
+            others = [other for other, its in _open.items() if its == task]
+            if others and any(other.has_any(set(map(id, self.parameters))) for other in others):
+                raise RequestError(
+                    "Two wrapped models have a layer in common, and are in one backward pass: "
+                    "its gradient would be"
+                    " summed twice.",
+                    (
+                        "Wrap one module that computes both in its forward pass, or call backward "
+                        "for each loss."
+                    ),
+                )
+            _open.pop(self, None)
+            _open[self] = task
+            self._armed, self._sync, self._unsent, self._came = True, False, True, set()
+            self._arrived.clear()
+            self._listen()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
+        self._sync |= sync
+
+    def _note_arrived(self) -> None:
+        """Note the parameters whose gradients have come, and whether some got another part of
+        theirs.
+
+        A layer does that is shared by reentrant checkpoints.
+        """
+        if not self._hooks:
+            self._came = {id(each) for each in self.parameters if each.grad is not None}
+            return
+        came = list(map(id, self._arrived))
+        self._arrived.clear()
+        if self._order is not None:
+            self._order += came
+        count = len(self._came) + len(came)
+        self._came.update(came)
+        self._repeats |= len(self._came) < count
+
+    def _look(self, bucket: Bucket) -> None:
+        """Send what is complete, as the gradient is there that came last in this bucket in the
+        first pass.
+        """
+        if not self._armed or self.held.apart:
+            return
+        if self._early and self._sync and not self.held.late:
+            if self._hooks:
+                self._note_arrived()
+            self._send_complete()
+        else:
+            bucket.gather()
+
+    def _send_complete(self) -> None:
+        """Send in order what is complete, unless a model before this one in the backward pass isn't
+        done.
+        """
+        for other in _open:
+            if other is self:
+                break
+            if other._sync and other._sent < len(other._buckets):
+                return
+        came = self._came if self._hooks else None
+        while self._sent < len(self._buckets) and self._buckets[self._sent].has_come(came):
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._sent]
+        self._sent += 1
+        bucket.weigh(self.weight, self.number)
+        if self._sent == 1:
+            self._write_tail(bucket.tail)
+        if self._sent == len(self._buckets):
+            self.ready()
+        note_own()
+        if self.noise is not None:
+            self.noise.add_own(bucket)
+        bucket.send(dist.group.WORLD if self.group is None else self.group)
+        if self.noise is not None and self._sent == len(self._buckets):
+            self.noise.send(self.group)
+
+    def _write_tail(self, tail: torch.Tensor) -> None:
+        """Write whether buffers have changed; in turn some weights, of which equal ones add up to
+        0, and their size.
+        """
+        if self._compares:
+            self._common.add_changes(tail[:1])
+        turn, left = divmod(self.sums, EVERY)
+        line = self.parameters[-1 - turn % len(self.parameters)].detach()
+        if left or type(line) is not torch.Tensor or not line.numel():
+            return
+        own = line.real.reshape(-1)[turn * SAMPLED % line.numel() :][:SAMPLED]
+        tail[2 : 2 + len(own)].copy_(
+            own * (self._world - 1 if dist.get_rank(self.group) == 0 else -1)
+        )
+        tail[-1:].copy_(own.abs().sum())
+
+    def _finish_pass(self) -> None:
+        """Send the buckets that are left once the backward pass has no more gradients."""
+        if self._hooks:
+            self._note_arrived()
+        came = self._came if self._hooks else self.has_gradients()
+        self.held.merge()
+        for each in self._buckets[: self._sent]:
+            each.check_sent()
+        if self._sync and came:
+            while self._sent < len(self._buckets):
+                self._send()
+        elif came:
+            self.unsummed = True
+        self.held.close()
+
+    def _wait(self) -> None:
+        """End the sum, if one is under way."""
+        self._armed = False
+        if not (self._sync and self._sent and self._sent == len(self._buckets)):
+            return
+        self.sent()
+        for bucket in self._buckets:
+            bucket.receive()
+        if self.noise is not None:
+            self.noise.receive(self._buckets)
+        self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
+        self.sums, self.ran = self.sums + 1, True
+        self.held.settle()
+        if self._tails.read(self._buckets[0].tail, self.number * self._world):
+            self._spreads, self._compares = True, False
+        if self._order is not None or self._spreads:
+            with own_collectives():
+                if self._order is not None:
+                    self._learn_order(self._order)
+                if self._spreads:
+                    buffers = self._common.all()
+                    with torch.autograd._unsafe_preserve_version_counter(
+                        tuple(buffers)
+                    ):  # as DDP: for kept graphs
+                        spread(buffers, self.group)
+        self.done()
+
+    def _learn_order(self, seen: list[int]) -> None:
+        """Take the first rank's order of gradients; buckets go early from now on, unless a gradient
+        came in parts.
+        """
+        place_of = {id(each): place for place, each in enumerate(self.parameters)}
+        places = list(
+            dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())])
+        )
+        order = torch.tensor(places, device=self._buckets[0].flat.device)
+        repeats = torch.tensor([int(self._repeats)], device=order.device)
+        dist.broadcast(
+            order,
+            0 if self.group is None else dist.get_global_rank(self.group, 0),
+            group=self.group,
+        )
+        dist.all_reduce(repeats, dist.ReduceOp.MAX, group=self.group)
+        self._order, self._early = None, not repeats.item()
+        if dist.get_rank(self.group) == 0:
+            warn_of_hooks(self.parameters, own_hooks)
+        self._buckets = make_buckets(
+            [self.parameters[place] for place in order.tolist()], self._bytes
+        )
+        _remove(self._hooks)
+        look = partial(
+            _look_for, weakref.ref(self)
+        )  # a parameter must not keep what a dropped wrapper had
+        weakref.finalize(
+            self, _remove, [_hook(each.last, partial(look, each)) for each in self._buckets]
+        )
+        for bucket in self._buckets:
+            bucket.gather()
+
+    # ------------------------------------------------------------------ a pass that failed
+
+    def open(self, dependent: bool) -> None:
+        """Prepare for a backward pass; `dependent` as in Held."""
+        self._arrived.clear()
+        self._armed, self._came = self.alone, set()
+        self.held.open(dependent)
+        self._listen()
+
+    def close(self) -> None:
+        """Finish after the backward pass."""
+        if self.alone:
+            self._armed = False
+            self._note_arrived()
+            self.held.merge()
+            self.held.close()
+
+    def has_gradients(self) -> bool:
+        """True if a parameter has one."""
+        return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
+
+    def fail(self) -> None:
+        """End a pass with an error: gradients that were sent stay, and those that can't stay are
+        undone.
+        """
+        _open.pop(self, None)
+        self._note_arrived()
+        self.held.fail(self._came)
+        self._armed = False
+
+
+_open: dict[
+    Exchange, int
+] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
+EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # and shards, which sum gradients too
+own_hooks: set[int] = set()  # on parameters, by the id of their handle
+
+
+def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
+    if (exchange := reference()) is not None:
+        exchange._look(bucket)
+
+
+def _end(task: int) -> None:
+    """The backward pass is over: all models send before one waits."""
+    ended = [exchange for exchange, number in _open.items() if number == task]
+    for exchange in ended:
+        exchange._finish_pass()
+    for exchange in ended:
+        _open.pop(exchange, None)
+        exchange._wait()
+
+
+def goes_through(task: int) -> bool:
+    """True if a wrapped model's sum at the end of this backward pass is still to come."""
+    return task in _open.values()
+
+
+def exchanged_parameters() -> dict[int, bool]:
+    """The parameters of this process whose gradients are summed, by id: whether they ever were."""
+    exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
+    return {
+        id(each): exchange.ran
+        for exchange in exchanges
+        if not exchange.alone
+        for each in exchange.parameters
+    }
+
+
+def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
+    if frozen := not parameter.requires_grad:  # it takes no hook
+        parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(function)
+    if frozen:
+        parameter.requires_grad_(False)
+    own_hooks.add(handle.id)
+    return handle
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+        own_hooks.discard(handle.id)
+    handles.clear()

@@ -1,0 +1,547 @@
+"""The audits of a training by a plan: some rows of a step, on one device and by parts.
+
+After the step's own backward pass, when its activations are gone, and before the optimizer uses the
+gradients, which are left as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..errors import RequestError
+from ..shares.whole_rows import gradient_weight, split_passes
+from ..training.audit import (
+    CAUSES,
+    EARLY,
+    Action,
+    Audits,
+    Sketch,
+    compare_ranks,
+    describe,
+    is_audited,
+)
+from .audit.compute import Bench, Piece
+from .audit.record import (
+    NOT_THIS_BATCH,
+    LossRecord,
+    Number,
+    Recorder,
+)
+from .audit.replay import Compute, Replayed, audit_record
+from .audit.rows import FewRows, cut_few, digest_rows, fetch_rows
+from .audit.sketch import name_tensors
+from .audit.step import AuditChange, Audited, Way, Ways, audit
+from .rows.structure import each_tensor, tensors_in
+from .step.backward import listen
+from .step.batch import OfPart, Part, make_parts
+from .step.retry import drop_frames, free_memory, is_out_of_memory
+from .step.weights import WholeBatchLoss
+from .step.wrapped import is_sharded
+from .sums.collectives import count_foreign, own_collectives, refuse_meeting
+
+_NUMBERS = count()  # of the trainings that this process makes, as every rank does
+HEAR_AFTER, GIVE_UP_AFTER = 2, 10  # steps after an audit, in which ranks hear of the others'
+FEW = 2  # rows of a pass in an audit, where the plan has passes
+CHANGED = (
+    "Each training pass changes the model's buffer {}: with shares every device changes its own,"
+    " once for each of its passes."
+)
+NOT_AUDITED = "A loss wasn't checked, as {}. Is it a mean over rows (split.check)?"
+PADDED = (
+    "its rows are padded to the longest one beside them, and whether it depends on that can't be"
+    " seen: the loop reads lengths from its batch"
+)
+MAY_COUNT = "it has a number that may be its rows, which batch.size(0) says"
+CANT = "its loss can't be computed again to compare it ({}: {})"
+AHEAD = 2  # batches that a loop may take before it computes the first of them
+NEAR_NUMBERS = 1e-4  # of numbers that are alike, but rounded in other ways
+OTHER_NUMBERS = (
+    "The ranks compute their losses with other numbers: one has {:.6g} where another has {:.6g}"
+    " ({}). Drawn at random, that is as it should be. Noted of earlier rows, such as a running mean"
+    " of losses, a baseline or a multiplier, it makes shares learn something else: note it of the"
+    " whole batch, by split.mean(value)."
+)
+UNREPEATABLE = (
+    "The gradient couldn't be audited: the same rows give another one each time that they are"
+    " computed. Is the loss a mean over rows (split.check)?"
+)
+
+
+class RankVerdict(msgspec.Struct):
+    """A rank's result of an audit, as the others are told."""
+
+    message: str = ""  # of a difference
+    remedy: str = ""
+    relative: float = 0.0
+    fine: bool = False  # both ways agree
+    certain: bool = True  # of a difference: it can't come from a number that counts rows
+    rows: int = 0  # a digest of the rows that were computed
+    sketch: Sketch | None = None  # of the reference
+    numbers: list[Number] | None = None  # that a loop's loss is computed with
+
+
+class TrainingAudits:
+    """The audits of one rank's training; every rank calls everything equally often."""
+
+    def __init__(self, training: Any) -> None:
+        self._training = weakref.proxy(training)
+        self.judge = Audits(strict=training.strict)
+        self._batch: Any = None  # that was counted last
+        self._due = self._meets = False
+        self._changed = False  # a loss is made of other operations than those before
+        self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
+        self._parted: Any = None  # the batch whose parts were taken last
+        self._number = next(_NUMBERS)  # the same on every rank
+        # the last audit's step, and where each rank leaves what it has found
+        self._told: tuple[int, list[str]] | None = None
+        self._said: set[str] = set()
+        self._recorder: Recorder | None = None  # of a loop of one's own
+        self._waited = 0  # batches since it began
+        self._met_before: Any = None  # what ranks had exchanged then
+        if training.world > 1:
+            listen(self)
+
+    @property
+    def is_due(self) -> bool:
+        """True if the batch at hand is audited, which takes time."""
+        return self._due
+
+    def begin(self, batch: Any) -> bool:
+        """Count a batch, unless it was counted; True if its gradient is to be audited."""
+        if batch is not self._batch or batch is None:
+            self._batch = batch
+            self._hear()
+            confirms = self.judge.confirms
+            self._due = self.judge.begin(self._trained()) or self._changed
+            # in these steps all ranks do: they tell each other what they have found
+            self._meets = not confirms and is_audited(self.judge.step)
+            self._changed = False
+        return self._due
+
+    def note_loss(self, made_of: tuple[Any, ...]) -> None:
+        """Backward is called on a loss that is made of these operations; if no loss was before,
+        the next one is audited.
+        """
+        if self._batch is not None:
+            self._changed |= self.judge.sees(made_of) and not self._due
+
+    def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
+        """Audit the loss `compute(part)` of a batch, if it is due; RequestError for a difference.
+
+        Every rank calls it, after its passes.
+        """
+        training = self._training
+        self.close()
+        taken = training.weights.current
+        code = getattr(compute, "__code__", type(compute))
+        due = self.begin(taken)
+        # the function is another one, or has another count
+        if self.judge.sees((code, counted is None)):
+            due = self._meets = True
+        if not due or self._is_apart():
+            return
+
+        def find() -> Audited | None:
+            few = self._take_rows(batch, taken)
+            if few is None:
+                return None
+            first = self.judge.step == 1 or not training.passes.checked
+            bench = self._bench(compute, is_sharded_model(training.weights.models))
+            return audit(bench, self._ways(few, compute, counted), moves=first)
+
+        self._act(Replayed(self._run(find)))
+
+    # ------------------------------------------------------------------ a loop of one's own
+
+    def watch_loop(self, batch: Any) -> None:
+        """LossRecord how the loop computes its loss of a batch, which it gets now, if that is to be
+        audited.
+        """
+        weights = self._training.weights
+        due = self.begin(weights.current)
+        if self._recorder is not None and (due or self._recorder.losses):
+            self.close()
+        if self._recorder is not None:
+            self._waited += 1  # the loop takes its batches ahead of their turn
+            if self._waited > AHEAD:
+                self.close()
+            return
+        taken = weights.current
+        several = self._training.world > 1
+        if not due or not several or self._is_apart() or taken.origin.loader() is None:
+            return
+        self._waited, self._met_before = 0, count_foreign()
+        rows = taken.sizes[self._training.rank]
+        self._recorder = Recorder(weights.models, batch, self._after_backward, rows)
+
+    def close(self) -> None:
+        """LossRecord no more of the loop's batch."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def watch_part(self, part: Part, counted: OfPart | None) -> None:
+        """LossRecord how the loop computes the loss of the first part of a batch."""
+        weights = self._training.weights
+        self.close()
+        first = weights.current is not self._parted
+        self._parted = weights.current
+        if first and self.begin(weights.current) and not self._is_apart():
+            self._waited, self._met_before = AHEAD, count_foreign()
+            self._pending = Replayed(None)
+            recorder = Recorder(weights.models, part.batch, partial(self._after_part, counted))
+            recorder.rows, recorder.by_hand = part.rows, True
+            part.after = recorder.end_backward
+            self._recorder = recorder
+
+    def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
+        """Audit a loss that a loop has called backward on; RequestError for a difference."""
+        weights = self._training.weights
+        if not weights.is_loops:
+            return  # the split has a part in it
+        factor = self._training.world * weights.weight if weights.by_loss else 1.0
+        found = Replayed(None)
+        numbers = None
+        if recorder.rows > 1:
+            record = self._trace(recorder, loss)
+            if record == NOT_THIS_BATCH and self._waited < AHEAD:
+                recorder.losses = 0
+                return
+            if isinstance(record, str):
+                found = Replayed(None, record)
+            else:
+                numbers = [each for each in record.numbers if each.value != factor]
+                found = self._audit_record(record, None, factor)
+        self._note_fault(found)
+        self._act(found, numbers)
+
+    def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
+        """Audit the loss of a batch's first part; ranks are told when its last one is done."""
+        if recorder.losses > 1 or recorder.rows < 2:
+            return
+        record = self._trace(recorder, loss)
+        if isinstance(record, str):
+            self._pending = Replayed(None, record)
+        else:
+            self._pending = self._audit_record(record, counted, 1.0)
+
+    def _note_fault(self, found: Replayed) -> None:
+        """Say why a loss couldn't be audited, or what can't be seen of it."""
+        fault = found.fault
+        if found.cut and found.audited is not None and found.audited.difference is None:
+            fault = PADDED
+        if fault:
+            self._say(NOT_AUDITED.format(fault))
+
+    def end_parts(self) -> None:
+        """Tell the other ranks what an audit of a part has found, as the batch's last pass is over:
+        before it, some wait in the exchange.
+        """
+        self.close()
+        found, self._pending = self._pending, None
+        if found is not None:
+            self._act(found)
+
+    def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
+        """The record of a loss, or why it can't be computed again, as a part of a sentence."""
+        if count_foreign() != self._met_before:
+            return "its ranks exchange figures before its backward pass"
+        record = recorder.trace(loss)
+        if isinstance(record, str):
+            return record
+        try:
+            with self._training.weights.checking(), self._resting():
+                fault = record.find_change()
+        except Exception as error:
+            fault = CANT.format(type(error).__name__, str(error).partition("\n")[0])
+        return fault or record
+
+    def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
+        """The audit of a recorded loss, which a rank has multiplied by its `factor`."""
+
+        def ways(few: FewRows, compute: Compute) -> Ways:
+            def loss(part: Part) -> Any:
+                return compute(part.batch, part.rows) / factor
+
+            return self._ways(few, loss, counted)
+
+        def bench() -> Bench:
+            return self._bench(None, is_sharded_model(record.models))
+
+        try:
+            rows = self._list_rows(record)
+            return audit_record(record, rows, bench, ways, moves=self.judge.step == 1)
+        except RequestError as error:
+            return Replayed(None, error.message.rstrip("."))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            drop_frames(error)
+            free_memory(self._training.device)
+            return Replayed(None)
+
+    def _list_rows(self, record: LossRecord) -> list[FewRows]:
+        """Rows of the batch at hand, from the data set, and cut from the batch."""
+        taken = self._training.weights.current
+        every = [self._take_rows(None, taken, record)]
+        if not taken.origin.dealt:
+            every += [
+                self._move(cut_few(record.batch, record.rows, in_order))
+                for in_order in (False, True)
+            ]
+        return [each for each in every if each is not None]
+
+    # ------------------------------------------------------------------ what is computed
+
+    def _trained(self) -> int:
+        """A digest of which weights are trained."""
+        models = self._training.weights.models
+        return hash(
+            frozenset(
+                (id(each), each.requires_grad) for model in models for each in model.parameters()
+            )
+        )
+
+    def _is_apart(self) -> bool:
+        """True where nothing can be audited: one device in one pass, or a sharded model."""
+        training = self._training
+        alone = training.world == 1 and not training.ranks.in_passes
+        return alone or training.weights.equal_passes or not training.weights.models
+
+    def _take_rows(
+        self, batch: Any, taken: Any, record: LossRecord | None = None
+    ) -> FewRows | None:
+        """Rows of the batch at hand: from the data set, the same on every rank, or cut from it."""
+        loader = None if taken is None else taken.origin.loader()
+        given = list(map(id, tensors_in(batch)))
+        same = record is not None or (
+            taken is not None and [id(each()) for each in taken.tensors] == given
+        )
+        few = None
+        if loader is not None and same:
+            with suppress(Exception):  # of the program's own code, asked for rows once more
+                few = fetch_rows(loader.dataset, loader.collate_fn, loader.rows_at_hand())
+        if few is None and taken is not None and not taken.origin.dealt:
+            rows = taken.sizes[self._training.rank]
+            few = cut_few(record.batch if record is not None else batch, rows)
+        return self._move(few)
+
+    def _move(self, few: FewRows | None) -> FewRows | None:
+        """The rows on this rank's device."""
+        if few is None:
+            return None
+        device = self._training.device
+        moved = {
+            name: each_tensor(lambda tensor: tensor.to(device), getattr(few, name))
+            for name in ("whole", "parts", "cut", "even")
+        }
+        return msgspec.structs.replace(few, **moved)
+
+    def _bench(self, compute: Callable[..., Any] | None, losses_only: bool = False) -> Bench:
+        models = list(self._training.weights.models)
+        around = [self._training.weights.checking, self._resting]
+        tensors = name_tensors(models)
+        return Bench(models, tensors, function=compute, around=around, losses_only=losses_only)
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """A context in which no exchange hears of what is computed."""
+        exchanges = self._training.weights.list_exchanges()
+        for each in exchanges:
+            each.resting = True
+        try:
+            with own_collectives():
+                yield
+        finally:
+            for each in exchanges:
+                each.resting = False
+
+    def _ways(self, few: FewRows, compute: OfPart, counted: OfPart | None) -> Ways:
+        """One device's gradient, and that of two devices, in passes where the plan has some."""
+        in_passes = self._training.ranks.in_passes
+        loss = refuse_meeting(compute)
+        way = partial(_make_way, loss, counted)
+        whole = way([few.whole], [few.rows], 0)
+        digest = digest_rows(few.whole)
+        if self._training.world == 1:
+            trained = way([few.whole], [few.rows], FEW)
+            sizes = split_passes(few.rows, FEW)
+            return Ways(whole, trained, {"sum": AuditChange(_unweighted(trained))}, sizes, digest)
+        trained = way(few.parts, few.sizes, FEW if in_passes else 0)
+        changes = {"sum": AuditChange(_unweighted(trained))}
+        if in_passes:
+            changes["passes"] = AuditChange(way(few.parts, few.sizes, 0))
+        if few.cut is not None and few.cut is not few.parts:
+            changes["collation"] = AuditChange(way(few.cut, few.sizes, FEW if in_passes else 0))
+        return Ways(whole, trained, changes, few.sizes, digest)
+
+    # ------------------------------------------------------------------ what follows
+
+    def _run(self, find: Callable[[], Audited | None]) -> Audited | None:
+        """The audit, or None where it couldn't be made, and says why."""
+        try:
+            return find()
+        except WholeBatchLoss:
+            return None  # every rank has the whole batch's loss
+        except RequestError as error:
+            self._say(NOT_AUDITED.format(error.message.rstrip(".")))
+        except Exception as error:
+            if is_out_of_memory(error):
+                drop_frames(error)
+                free_memory(self._training.device)
+            else:
+                text = str(error).partition("\n")[0]
+                fault = CANT.format(type(error).__name__, text)
+                self._say(NOT_AUDITED.format(fault) + _place(error))
+        return None
+
+    def _act(self, found: Replayed, numbers: list[Number] | None = None) -> None:
+        """Tell the other ranks, without waiting for them, and do what follows from this rank's."""
+        own = RankVerdict() if found.audited is None else self._judge(found.audited)
+        own.numbers, own.certain = numbers, found.certain
+        if not (found.certain and found.closed):
+            own.sketch = None  # of rows that were counted by a guess, or of a rank's own
+        self._tell(own)
+        differs = bool(own.message) and own.certain
+        if own.fine:
+            self._training.passes.checked = True
+        self._follow(self.judge.decide_by(differs), own)
+
+    def _follow(self, action: Action, verdict: RankVerdict) -> None:
+        if action is Action.REFUSE:
+            raise RequestError(verdict.message, verdict.remedy)
+        if action is Action.WARN:
+            self._say(f"{verdict.message} {verdict.remedy}")
+
+    def _tell(self, own: RankVerdict) -> None:
+        """Leave this rank's verdict to the others, in a step that all ranks audit."""
+        training = self._training
+        alone = not dist.is_initialized() or dist.get_world_size() != training.world
+        if training.world == 1 or alone or not self._meets or self._told is not None:
+            return
+        place = f"evener/audits/{self._number}/{self.judge.step}"
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
+        self._told = self.judge.step, [f"{place}/{each}" for each in range(training.world)]
+
+    def _hear(self) -> None:
+        """Compare what all ranks have found in the last audit, once all have left it: two steps
+        later, whose exchange none has passed before it.
+        """
+        if self._told is None or self.judge.step < self._told[0] + HEAR_AFTER:
+            return
+        (step, keys), store = self._told, dist.distributed_c10d._get_default_store()
+        if not store.check(keys):
+            if self.judge.step > step + GIVE_UP_AFTER:
+                self._told = None
+            return
+        self._told = None
+        every = [msgspec.msgpack.decode(store.get(each), type=RankVerdict) for each in keys]
+        self._compare_numbers([each.numbers for each in every if each.numbers is not None])
+        guessed = [each for each in every if each.message and not each.certain]
+        if guessed and not any(each.fine for each in every):
+            self._say(NOT_AUDITED.format(MAY_COUNT))
+        worst = self._compare_ranks(every, step)
+        if worst is not None:
+            self.judge.over = True
+            strict = self._training.strict or step <= EARLY
+            self._follow(Action.REFUSE if strict else Action.WARN, worst)
+
+    def _judge(self, found: Audited) -> RankVerdict:
+        """This rank's own verdict."""
+        if found.changed:
+            self._say(CHANGED.format(found.changed[0]))
+        if not found.repeatable:
+            self._say(UNREPEATABLE)
+            return RankVerdict()
+        if not found.finite:
+            return RankVerdict()
+        made = RankVerdict(sketch=found.sketch, rows=found.rows, fine=found.difference is None)
+        if found.difference is not None:
+            made.message = describe(found.difference, found.cause, found.sizes, self.judge.step)
+            made.remedy = CAUSES[found.cause].remedy
+            made.relative = found.difference.relative
+        return made
+
+    def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
+        """A verdict if ranks compute other gradients of the same rows: by what each has noted."""
+        if len({each.rows for each in every}) > 1:
+            return None
+        sketches = [each.sketch for each in every if each.sketch is not None]
+        difference = compare_ranks(sketches)
+        if difference is None:
+            return None
+        message = describe(difference, "state", (), step)
+        return RankVerdict(message, CAUSES["state"].remedy, difference.relative)
+
+    def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
+        """Warn of a number that ranks compute their losses with, and that isn't the same."""
+        if len({len(each) for each in every}) != 1:
+            return
+        for line in zip(*every, strict=True):
+            values = [each.value for each in line]
+            low, high = min(values), max(values)
+            if high - low > NEAR_NUMBERS * max(abs(low), abs(high)):
+                self._say(OTHER_NUMBERS.format(low, high, line[0].place or "unknown"))
+                return
+
+    def _say(self, words: str) -> None:
+        """Warn once of each thing."""
+        if words not in self._said:
+            self._said.add(words)
+            warnings.warn(words, stacklevel=2)
+
+
+def is_sharded_model(models: Iterable[Any]) -> bool:
+    """True if another library shards the weights, so that gradients come in parts."""
+    return any(map(is_sharded, models))
+
+
+def _make_way(
+    loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
+) -> Way:
+    """The way in which devices compute these batches, each in passes of up to `micro` rows."""
+    parts: list[Part] = []
+    for rank, (batch, rows) in enumerate(zip(batches, sizes, strict=True)):
+        own = make_parts(batch, rows, micro or rows, _unscaled)
+        for part in own:
+            part.weight *= gradient_weight(sizes, rank)
+        parts += own
+    if counted is not None:
+        counts = [float(torch.as_tensor(counted(part)).detach()) for part in parts]
+        total = sum(counts) or 1.0
+        for part, own_count in zip(parts, counts, strict=True):
+            part.weight = own_count / total
+    return [Piece(partial(loss, part), part.weight) for part in parts if part.weight]
+
+
+def _unweighted(way: Way) -> Way:
+    return [Piece(each.loss) for each in way]
+
+
+def _unscaled(loss: Any) -> Any:
+    return loss
+
+
+def _place(error: BaseException) -> str:
+    """The line of the program's own code where an error arose, as the end of a sentence."""
+    own = [
+        each
+        for each in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in each.filename
+        and not each.filename.startswith(sys.prefix)
+        and "evener" not in each.filename
+    ]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
