@@ -4,12 +4,15 @@ one.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
 from collections.abc import Container
 from contextlib import suppress
 
 PLAN_USED = "EVENER_PLAN_USED"  # the file that a process writes to as it reads a plan
 OPTION = "--no-plan-check"
+_READ, _EXPLAINED = b".", b"!"  # what processes write to that file
 
 # The lines to add, by a library that the script imports; the first that fits.
 _LINES = {
@@ -43,15 +46,29 @@ def note_use() -> None:
     path = os.environ.get(PLAN_USED)
     if path:
         with suppress(OSError), open(path, "ab") as stream:  # the launcher may have ended
-            stream.write(b".")
+            stream.write(_READ)
 
 
 def is_used(path: str) -> bool:
     """True if a process has read a plan, by the launcher's file; also where that can't be known."""
     try:
-        return os.stat(path).st_size > 0
+        with open(path, "rb") as stream:
+            return _READ in stream.read()
     except OSError:
         return True
+
+
+def explain_once(path: str, words: str) -> None:
+    """Print why this host's processes end, in the first one that comes here.
+
+    The others wait until it is printed: the launcher stops all processes once one has ended.
+    """
+    with open(path, "r+b", buffering=0) as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        if _EXPLAINED in stream.read():
+            return
+        print(words, file=sys.stderr, flush=True)
+        stream.write(_EXPLAINED)
 
 
 def describe_unused(imported: Container[str], program: bool) -> str:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from ..errors import RequestError
-from ..plan.use import PLAN_USED, describe_unused, is_used
+from ..plan.use import PLAN_USED, describe_unused, explain_once, is_used
 
 FIRST_STEPS = 5  # in which a plan is read, if it ever is
 
@@ -34,7 +34,6 @@ def check_use() -> None:
     """End this process unless a process of the launch has read a plan."""
     if is_used(os.environ[PLAN_USED]):
         return
-    if os.environ.get("RANK", "0") == "0":
-        words = describe_unused(sys.modules, program="torch" in sys.modules)
-        print(f"evener: {words}", file=sys.stderr, flush=True)
+    words = describe_unused(sys.modules, program="torch" in sys.modules)
+    explain_once(os.environ[PLAN_USED], f"evener: {words}")
     raise SystemExit(RequestError.exit_code)

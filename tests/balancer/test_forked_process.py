@@ -90,6 +90,10 @@ def test_a_child_runs_in_the_folder_that_its_session_is_in(
     inbox: Inbox = queue.Queue()
     child = Child(0, inbox, server, ChildEnvironment({}), None)
     assert isinstance(inbox.get(timeout=SECONDS)[1], Ready)
+    end = time.monotonic() + SECONDS
+    while not child.pid:  # the server's answer comes by another way than the child's
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert Path(f"/proc/{child.pid}/cwd").readlink() == tmp_path
     child.end()
 

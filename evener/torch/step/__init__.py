@@ -1,2 +1,1 @@
-"""One optimizer step of a rank: its passes, what they weigh in the batch, and out-of-memory errors.
-"""
+"""One optimizer step of a rank: its passes, their weights, and passes that run out of memory."""
