@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from evener.training.limits import TrainingLimit
 from evener.training.noise_scale import NoiseScale
 
 from .types import Doubt
@@ -285,14 +286,6 @@ class Learning(msgspec.Struct, frozen=True):
     sgd_rule: Literal["linear", "adascale"] = "linear"
 
 
-class TrainingLimit(msgspec.Struct, frozen=True):
-    """What limits the training, with what it costs of a step."""
-
-    kind: Literal["input", "host", "exchange", "memory", "devices"]
-    seconds: float
-    advice: str = ""
-
-
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a search has found."""
 
@@ -326,4 +319,4 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0  # measurements that failed, besides those that ran out of memory
     sum_loss: SumLoss | None = None  # None: the plan reaches nearly the sum, or is one device
     unequal_twins: UnequalTwins | None = None
-    limits: tuple[TrainingLimit, ...] = ()
+    limits: tuple[TrainingLimit, ...] = ()  # what the training's time goes to, the largest first

@@ -1,0 +1,182 @@
+"""What limits a training: each cause with its part of a step, a remedy and the expected gain. Pure.
+
+A search and a training measure the parts of a step in their own ways, and both list them here.
+Parts may overlap (a starved host also makes input late), so gains of several limits don't add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+LEAST_SHARE = 0.05  # of a step, for a part to be named
+LEAST_STEP_LEFT = 1e-3  # of a step: no remedy leaves less than this
+
+
+class LimitKind(StrEnum):
+    """The kinds of limits; `meaning` says what happens, `usual_remedy` what takes it away."""
+
+    meaning: str
+    usual_remedy: str
+
+    def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
+        """A member whose text is `value`."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        member.usual_remedy = usual_remedy
+        return member
+
+    INPUT = (
+        "input",
+        "The training waits for the rows of its next batch.",
+        "Load rows in worker processes: DataLoader(num_workers=4, persistent_workers=True).",
+    )
+    RANK_INPUT = (
+        "rank_input",
+        "One rank waits for its rows longer than the others do.",
+        "Put that rank's data on a disk as fast as the others', or give it more loader workers.",
+    )
+    HOST_LAUNCHES = (
+        "host_launches",
+        "The device waits for its host to start kernels.",
+        "Use a larger batch, or compile the model (torch.compile).",
+    )
+    HOST_STARVED = (
+        "host_starved",
+        "Threads of the training are ready to run and get no core.",
+        "Stop the other programs, or give the training cores of its own (taskset, a cgroup).",
+    )
+    EXCHANGE = (
+        "exchange",
+        "The sum of gradients over the ranks takes time that computing doesn't hide.",
+        "Use a larger batch, or several passes for each optimizer step.",
+    )
+    UNEQUAL = (
+        "unequal",
+        "Faster devices wait for slower ones.",
+        "Give each device a share by its speed: evener balance.",
+    )
+    MEMORY = (
+        "memory",
+        "Memory is short, so that a share is computed in smaller passes than are fast.",
+        "Free memory: bfloat16, checkpointing of activations, or shards (split.shard).",
+    )
+    POWER = (
+        "power",
+        "A device is slowed by its power limit.",
+        "Raise the power limit (nvidia-smi -pl), or give the device a smaller share.",
+    )
+    HEAT = (
+        "heat",
+        "A device is slowed by its heat.",
+        "Improve the device's cooling, or give it a smaller share.",
+    )
+    NEIGHBOUR = (
+        "neighbour",
+        "Another process computes on the same device.",
+        "Stop the other process, or give the device a smaller share.",
+    )
+    OPTIMIZER = (
+        "optimizer",
+        "The optimizer's update takes a large part of a step.",
+        "Use a fused optimizer (fused=True), or a larger batch.",
+    )
+    CHECKPOINTS = (
+        "checkpoints",
+        "Training stops while checkpoints are written.",
+        "Write checkpoints less often, or in the background.",
+    )
+    VALIDATION = (
+        "validation",
+        "Training stops while the model is validated.",
+        "Validate less often, or on fewer rows.",
+    )
+    BETWEEN = (
+        "between",
+        "The host does other work between two steps: logging, metrics, callbacks.",
+        "Do that work less often, or in a thread.",
+    )
+    OWN_CODE = (
+        "own_code",
+        "The model's own code waits: neither its device nor its host computes.",
+        "Look for sleeps, locks, files and .item() in the step with a profiler.",
+    )
+
+
+class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """One limit of a training, with what would take it away and the gain expected of that.
+
+    Gains are relative to today's samples/s: 0.5 is 50 % more. `by` names what causes the limit,
+    where that is known: a rank, a program, a link.
+    """
+
+    kind: LimitKind
+    milliseconds: float  # of a step
+    share: float  # of a step, 0 to 1
+    remedy: str  # a sentence or a command
+    gain: float
+    gain_low: float  # 95 % interval
+    gain_high: float
+    by: str = ""
+    measured: bool = False  # the gain is of a step that ran without the limit
+
+
+class StepPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured part of a step that has a remedy.
+
+    Without `without_s` the remedy is expected to leave the step less `seconds`, or less `spared`
+    of them where it can't take all.
+    """
+
+    kind: LimitKind
+    seconds: float  # of a step
+    error_s: float = 0.0  # half of the 95 % interval of `seconds`
+    spared: float = 1.0  # the part of `seconds` that the remedy takes away
+    without_s: float | None = None  # a step without the limit, as measured
+    without_error_s: float = 0.0  # half of the 95 % interval of `without_s`
+    remedy: str = ""  # empty: the kind's usual one
+    by: str = ""
+
+
+def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
+    """The limits of a step of `step_s` seconds, the largest first.
+
+    Parts of less than 5 % of the step aren't limits. The order goes by the expected gain, which a
+    measured step without the limit may put above or below the part's own size.
+    """
+    if step_s <= 0:
+        return ()
+    limits = [_describe(step_s, part) for part in parts if part.seconds >= LEAST_SHARE * step_s]
+    return tuple(sorted(limits, key=lambda limit: (-limit.gain, -limit.share, limit.kind)))
+
+
+def _describe(step_s: float, part: StepPart) -> TrainingLimit:
+    seconds = min(part.seconds, step_s)
+    if part.without_s is None:
+        left = step_s - part.spared * seconds
+        error = part.spared * part.error_s
+    else:
+        left = part.without_s
+        error = part.without_error_s
+    return TrainingLimit(
+        kind=part.kind,
+        milliseconds=seconds * 1e3,
+        share=seconds / step_s,
+        remedy=part.remedy or part.kind.usual_remedy,
+        gain=_gain(step_s, left),
+        gain_low=_gain(step_s, left + error),
+        gain_high=_gain(step_s, left - error),
+        by=part.by,
+        measured=part.without_s is not None,
+    )
+
+
+def _gain(step_s: float, left_s: float) -> float:
+    """The gain of a step that takes `left_s` seconds: never negative, as nobody need apply a
+    remedy that slows.
+    """
+    left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
+    return step_s / left - 1

@@ -1,0 +1,106 @@
+"""Laws of the list of limits: what is named, in which order, with which gains."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.training.limits import LEAST_SHARE, LimitKind, StepPart, TrainingLimit, find_limits
+
+STEP = st.floats(1e-4, 100.0)
+RELATIVE = st.floats(0.0, 1.0)
+
+
+@st.composite
+def relative_parts(draw: st.DrawFn) -> list[StepPart]:
+    """Parts of a step of one second."""
+    kinds = draw(st.lists(st.sampled_from(LimitKind), unique=True, max_size=6))
+    return [
+        StepPart(
+            kind=kind,
+            seconds=draw(RELATIVE),
+            error_s=draw(st.floats(0.0, 0.2)),
+            spared=draw(RELATIVE),
+            without_s=draw(st.none() | st.floats(0.01, 1.2)),
+            without_error_s=draw(st.floats(0.0, 0.2)),
+        )
+        for kind in kinds
+    ]
+
+
+def scale(part: StepPart, by: float) -> StepPart:
+    """The same part in other units of time."""
+    return msgspec.structs.replace(
+        part,
+        seconds=part.seconds * by,
+        error_s=part.error_s * by,
+        without_s=None if part.without_s is None else part.without_s * by,
+        without_error_s=part.without_error_s * by,
+    )
+
+
+@given(relative_parts())
+def test_limits_are_those_of_five_percent_the_largest_gain_first(parts: list[StepPart]) -> None:
+    limits = find_limits(1.0, parts)
+    assert {each.kind for each in limits} == {
+        part.kind for part in parts if part.seconds >= LEAST_SHARE
+    }
+    gains = [each.gain for each in limits]
+    assert gains == sorted(gains, reverse=True)
+
+
+@given(relative_parts(), st.randoms(use_true_random=False))
+def test_the_order_of_parts_changes_nothing(parts: list[StepPart], random: object) -> None:
+    mixed = list(parts)
+    random.shuffle(mixed)  # type: ignore[attr-defined]
+    assert find_limits(1.0, mixed) == find_limits(1.0, parts)
+
+
+@given(relative_parts())
+def test_a_gain_lies_in_its_interval_and_is_never_a_loss(parts: list[StepPart]) -> None:
+    for each in find_limits(1.0, parts):
+        assert 0 <= each.gain_low <= each.gain <= each.gain_high
+        assert each.milliseconds == pytest.approx(1e3 * each.share)
+
+
+@given(STEP, st.floats(LEAST_SHARE, 0.99), st.floats(0.0, 0.2))
+def test_a_step_without_the_part_is_faster_by_the_gain(
+    step_s: float, share: float, error: float
+) -> None:
+    part = StepPart(kind=LimitKind.INPUT, seconds=share * step_s, error_s=error * share * step_s)
+    for limit in find_limits(step_s, [part]):
+        assert (1 + limit.gain) * (step_s - part.seconds) == pytest.approx(step_s)
+        lowest = (1 + limit.gain_low) * (step_s - part.seconds + part.error_s)
+        assert lowest == pytest.approx(step_s)
+
+
+@given(relative_parts(), st.floats(1e-3, 1e3))
+def test_limits_are_the_same_in_any_unit_of_time(parts: list[StepPart], unit: float) -> None:
+    near = [part for part in parts if abs(part.seconds - LEAST_SHARE) > 1e-6]
+    scaled = [scale(part, unit) for part in near]
+    for one, other in zip(find_limits(1.0, near), find_limits(unit, scaled), strict=True):
+        assert one.gain == pytest.approx(other.gain, rel=1e-6, abs=1e-9)
+        assert one.share == pytest.approx(other.share)
+
+
+@given(st.floats(0.05, 0.9), st.floats(0.05, 0.99))
+def test_a_measured_step_without_the_limit_decides_the_gain(share: float, without: float) -> None:
+    part = StepPart(kind=LimitKind.INPUT, seconds=share, without_s=without)
+    (limit,) = find_limits(1.0, [part])
+    assert limit.measured
+    assert limit.gain == pytest.approx(1 / without - 1)
+
+
+@pytest.mark.parametrize("kind", LimitKind)
+def test_each_kind_says_what_happens_and_what_to_do(kind: LimitKind) -> None:
+    part = StepPart(kind=kind, seconds=0.5)
+    (limit,) = find_limits(1.0, [part])
+    assert kind.meaning.endswith(".")
+    assert limit.remedy == kind.usual_remedy
+    assert msgspec.json.decode(msgspec.json.encode(limit), type=TrainingLimit) == limit
+
+
+def test_a_step_that_took_no_time_has_no_limits() -> None:
+    assert find_limits(0.0, [StepPart(kind=LimitKind.INPUT, seconds=1.0)]) == ()
