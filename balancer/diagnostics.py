@@ -52,6 +52,7 @@ _QUERIES = {
     ),
     "torch": "import torch as m; print(m.__version__, m.cuda.device_count())",
 }
+FRAMEWORKS = frozenset(_QUERIES)
 # by the child itself, before it imports for seconds; 1 is PR_SET_PDEATHSIG of prctl.h
 _END_WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -60,11 +61,11 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 """
 _INSTALL = {
-    "tensorflow": "pip install 'evener[tensorflow]', or evener[gpu] with an NVIDIA GPU",
+    "tensorflow": "pip install 'evener[tensorflow]', or evener[tensorflow-cuda] with an NVIDIA GPU",
     "torch": "pip install 'evener[torch]'",
 }
 EXTRAS = {  # what each adds, and the modules that it brings
-    "app": ("the full-screen app", ("textual", "textual_plotext")),
+    "app": ("the full-screen app", ("textual",)),
     "web": ("the app in a browser", ("textual_serve",)),
     "metrics": ("monitor --metrics", ("prometheus_client",)),
     "huggingface": ("transformers' trainers", ("transformers", "accelerate")),
@@ -160,7 +161,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
             filter(None, (backend.visible_variable for backend in all_backends()))
         )
         remedy = f"Check {variables}" + (
-            "; or install evener[gpu]." if name == "tensorflow" else "."
+            "; or install evener[tensorflow-cuda]." if name == "tensorflow" else "."
         )
         return Check(name, "note", found, remedy)
     return Check(name, "ok", found)

@@ -233,6 +233,7 @@ PICTURES: dict[str, tuple[str, tuple[int, int], str, Callable[[Pilot[int]], obje
     "monitor-80x24": (EIGHT, (80, 24), "dark", _monitor),
     "setup": (PAIR, (120, 30), "dark", _setup),
     "balance": (PAIR, (120, 38), "dark", _balance),
+    "result": (PAIR, (96, 26), "dark", _balance),  # README's first picture
     "runs": (PAIR, (120, 36), "dark", _runs),
     "trainings": (PAIR, (120, 40), "dark", _trainings),
 }

@@ -26,6 +26,7 @@ PAGES, SITE = REPO / "build/pages", REPO / "build/site"
 MOVED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "AGENTS.md": "agents.md",
     "README.md": "index.md",
 }
 MADE = {

@@ -23,15 +23,16 @@ from evener.tui.cli.main import app, spread_lists
 REPO = Path(__file__).resolve().parents[2]
 TO_WRITE = ("devices/amd/", "evener/NAME.py")
 FOLDERS = ("balancer", "devices", "docs", "evener", "tests", "tui", "workloads")
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
-MADE = re.compile(r"reference/\w+\.md|contributing\.md|changelog\.md")  # by docs/site.py
+TOP = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
+PAGES = [*(REPO / name for name in TOP), *sorted((REPO / "docs").rglob("*.md"))]
+MADE = re.compile(r"reference/\w+\.md|(contributing|changelog|agents)\.md")  # by docs/site.py
 BLOCK = re.compile(r"^( *)```(?:sh|bash|console)?\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(evener [^`]+)`")
 PLACES = re.compile(r"\b(ID|DIR|FIRST|FILE|HOST|PORT|N)\b")  # that a reader fills in
 PART = re.compile(r"^Missing|requires an argument")
 OPEN = re.compile(
-    r"\.\.\.|…|COMMAND|^evener \d|NAME="
-)  # more than the parser can take: a form, a version
+    r"\.\.\.|…|COMMAND|^evener \d|NAME=|--\w+-completion"
+)  # more than the parser can take: a form, a version, what typer adds at the start
 
 
 def test_every_path_that_the_architecture_names_is_there() -> None:

@@ -5,7 +5,10 @@ run.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +105,18 @@ def test_a_pasted_script_is_measured_and_trains(
     request.getfixturevalue(ranks)(
         f"tests.support.script_ranks.{train}", str(Path(name).absolute())
     )
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    """By the script that --install-completion adds to it."""
+    environment = {**os.environ, "_EVENER_COMPLETE": "complete_bash"}
+    for words, place, wanted in (
+        ("evener ba", 1, "balance"),
+        ("evener balance --glo", 2, "--global-batch"),
+    ):
+        typed = {"COMP_WORDS": words, "COMP_CWORD": str(place)}
+        command = [sys.executable, "-m", "evener"]
+        done = subprocess.run(
+            command, env=environment | typed, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [wanted]

@@ -151,11 +151,16 @@ def test_the_doctor_names_missing_extras_and_the_line_that_adds_them(
 def test_the_doctor_fails_only_if_balance_can_not_run(
     level: Level, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the exit code for what can't be measured."""
+    """With the exit code for what can't be measured, and a last line that says so."""
     checks = (Check("python", "ok", "3.12"), Check("torch", level, "seen", "Do it."))
     monkeypatch.setattr("evener.tui.cli.machine.check_machine", lambda: checks)
-    assert run(["doctor"]) == code
-    capsys.readouterr()
+    assert run(["doctor", "--devices", "sim:gtx1080ti,gtx1080"]) == code
+    last = capsys.readouterr().out.splitlines()[-1]
+    if code:
+        assert last.startswith("Not ready: torch.")
+    else:
+        by = " by torch" if level == "ok" else ""
+        assert last == f"Ready: evener balance will use SIM:0, SIM:1{by}."
     assert run(["doctor", "--json"]) == json.loads(capsys.readouterr().out)["exit_code"] == code
 
 

@@ -4,12 +4,19 @@ about it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import typer
 
-from evener.balancer.diagnostics import Check, Level, check_cluster, check_machine
+from evener.balancer.diagnostics import (
+    FRAMEWORKS,
+    Check,
+    Level,
+    check_cluster,
+    check_machine,
+)
 from evener.balancer.number_format import size
 from evener.devices.discover import discover
 from evener.devices.terms import parse_request, write_limit
@@ -19,6 +26,7 @@ from evener.printable import align, plain, say
 from ..text.formatting import json_text
 from .options import DevicesOption, JsonOption, RayAddressOption
 
+MOST_NAMED = 8  # devices in the doctor's last line
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 app = typer.Typer()
 
@@ -63,11 +71,29 @@ def _as_json(device: Device) -> dict[str, Any]:
     }
 
 
-def _check(devices: str, address: str) -> tuple[Check, ...]:
+def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
+    """The checks, and the devices that balance will use, in words."""
     if parse_request(devices)[0].host is None:
-        discover(devices)  # what can't be had is its own sentence
-        return check_machine()
-    return check_cluster(devices, address)
+        found = discover(devices)  # what can't be had is its own sentence
+        return check_machine(), _name_devices(found.devices)
+    return check_cluster(devices, address), f"the devices of {devices}"
+
+
+def _name_devices(devices: Sequence[Device]) -> str:
+    """The labels of some devices, or of the first ones and how many more there are."""
+    labels = [device.label for device in devices[:MOST_NAMED]]
+    more = len(devices) - len(labels)
+    return ", ".join(labels) + (f" and {more} more" if more else "")
+
+
+def _conclude(checks: Sequence[Check], devices: str) -> str:
+    """What follows from the checks, in a line."""
+    broken = [check.name for check in checks if check.level == "problem"]
+    if broken:
+        return f"Not ready: {', '.join(broken)}. evener demo and simulated devices work meanwhile."
+    frameworks = {check.name for check in checks if check.level == "ok"} & FRAMEWORKS
+    by = f" by {' or '.join(sorted(frameworks))}" if frameworks else ""
+    return f"Ready: evener balance will use {devices}{by}."
 
 
 @app.command()
@@ -81,7 +107,7 @@ def doctor(
 
     Exit code 0: balance can run, 1: it can't.
     """
-    checks = _check(devices, ray_address)
+    checks, used = _check(devices, ray_address)
     code = int(any(check.level == "problem" for check in checks))
     if as_json:
         print(json_text({"exit_code": code, "checks": checks}))
@@ -91,4 +117,5 @@ def doctor(
         print(f"{_MARKS[check.level]}  {check.name:<{width}}  {plain(check.found)}")
         if check.remedy:
             print(f"      {plain(check.remedy)}")
+    print(_conclude(checks, used))
     raise typer.Exit(code)
