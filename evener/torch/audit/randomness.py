@@ -4,6 +4,7 @@ computed.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SEED = 20_260_923
 
 
-# whose results a disturbance changes: those that add up many products
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "convolution", "convolution_backward"}
-DISTURBANCE = 4.0  # of the precision of a type: as much as other orders of adding up make
+# Operations whose results a disturbance changes: those that add up many terms, by the place of the
+# arguments whose sizes say how many.
+_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+_CONVOLUTIONS = {"convolution", "convolution_backward"}
+_ATTENTION = "_scaled_dot_product"  # how the names of fused attention begin
+_SUMS = {"native_layer_norm_backward", "native_group_norm_backward", "embedding_dense_backward"}
+SUM_TERMS = 32  # which are added up in pairs, so the error hardly grows with their number
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
@@ -26,7 +31,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
     `draws` counts them in a pass, and `shaped` those of them whose values depend on how many are
     drawn at once, as padding makes more of them; `kinds` are the types of what was computed, single
-    figures apart. With a `disturbance`, a seed, products differ by a little of their precision.
+    figures apart. With a `disturbance`, a seed, sums of many terms differ as they might if they
+    were added up in another order.
     """
 
     def __init__(self, disturbance: int = 0) -> None:
@@ -48,22 +54,60 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
             result = _draw(function, list(arguments), given, SEED + self.draws)
         if isinstance(result, torch.Tensor) and result.numel() > 1:
             self.kinds.add(result.dtype)
-        if self._disturbance and function.overloadpacket.__name__ in _PRODUCTS:
-            for each in result if isinstance(result, tuple | list) else (result,):
-                self._disturb(each)
+        if self._disturbance:
+            self._disturb(function.overloadpacket.__name__, arguments, result)
         return result
 
-    def _disturb(self, result: Any) -> None:
-        """Change each value by up to DISTURBANCE times its precision."""
-        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
-            return
+    def _disturb(self, name: str, arguments: Any, result: Any) -> None:
+        """Change each row of a result by the rounding errors that sums of this length have.
+
+        Where n terms of any sign are added up one after the other, each addition rounds a partial
+        sum by half a unit u; the errors' deviation is u * sqrt(n / 2) of the sums' own (Higham,
+        Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
+        """
+        results = result if isinstance(result, tuple | list) else (result,)
+        for place, each in enumerate(results):
+            if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
+                continue
+            if not each.is_floating_point():
+                continue
+            terms = _count_terms(name, arguments, place)
+            if terms and each.numel() > 1:
+                self._add_errors(each, terms, apart=1 if name in _CONVOLUTIONS else each.dim() - 1)
+
+    def _add_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
+        """Add rounding errors, by the size of each row: of what shares its place in the axes before
+        `apart`.
+        """
         device = result.device
         if device not in self._generators:
             made = torch.Generator(device).manual_seed(SEED + self._disturbance)
             self._generators[device] = made
-        part = torch.rand(result.shape, generator=self._generators[device], device=device)
-        precision = DISTURBANCE * torch.finfo(result.dtype).eps
-        result.mul_((2.0 * part.double() - 1.0).mul_(precision).add_(1.0))
+        axes = tuple(range(apart, result.dim()))
+        size = result.detach().float().square().mean(axes, keepdim=True).sqrt_()
+        size.nan_to_num_(0.0, 0.0)
+        unit = torch.finfo(result.dtype).eps / 2
+        errors = torch.randn(result.shape, generator=self._generators[device], device=device)
+        result.add_(errors.mul_(size).mul_(unit * math.sqrt(terms / 2)))
+
+
+def _count_terms(name: str, arguments: Any, place: int) -> int:
+    """How many terms each value of an operation's result adds up; 0 for others.
+
+    `place`: which of the operation's results.
+    """
+    if name in _PRODUCTS:
+        return int(arguments[_PRODUCTS[name]].shape[-1])
+    if name == "convolution":
+        return int(arguments[1][0].numel())
+    if name == "convolution_backward":
+        gradient, _, weight = arguments[:3]
+        of_input = place == 0
+        return int(weight.numel() // weight.shape[1] if of_input else gradient[:, 0].numel())
+    if name.startswith(_ATTENTION):
+        shapes = [each.shape for each in arguments[:4] if isinstance(each, torch.Tensor)]
+        return max(int(max(shape[-2:])) for shape in shapes if len(shape) > 1)
+    return SUM_TERMS if name in _SUMS else 0
 
 
 # that are the same for any number of values: dropout keeps all of them

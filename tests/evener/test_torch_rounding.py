@@ -1,0 +1,137 @@
+"""What an audit takes for rounding is about the error that a gradient really has, and far less than
+what a wrong loss makes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from evener.torch.audit.compute import Bench, Piece  # noqa: E402
+from evener.torch.audit.randomness import EvenRandomness  # noqa: E402
+from evener.torch.audit.sketch import name_tensors  # noqa: E402
+from evener.training.audit import REPEATS, Sketch, compare  # noqa: E402
+
+nn = torch.nn
+Batch = tuple[Any, Any]
+
+
+def dense(width: int) -> Any:
+    return nn.Sequential(
+        nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 4)
+    )
+
+
+def attention() -> Any:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, "gelu", batch_first=True)
+    texts = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    return nn.Sequential(nn.Unflatten(1, (4, 4)), nn.Linear(4, 64), texts, nn.Flatten(), head(256))
+
+
+def images() -> Any:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 4, 4)),
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.Flatten(),
+        head(512),
+    )
+
+
+def head(width: int) -> Any:
+    return nn.Linear(width, 4)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "narrow": partial(dense, 32),
+    "wide": partial(dense, 1024),
+    "attention": attention,
+    "images": images,
+}
+
+
+def make_batch(rows: int) -> Batch:
+    return torch.randn(rows, 16), torch.randint(0, 4, (rows,))
+
+
+def loss_of(model: Any, batch: Batch) -> Any:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def sketch(model: Any, pieces: Sequence[tuple[Batch, float]], disturbance: int = 0) -> Sketch:
+    bench = Bench([model], name_tensors([model]))
+    way = [Piece(partial(loss_of, model, batch), weight) for batch, weight in pieces]
+    with bench.open():
+        return bench.sketch(way, disturbance)
+
+
+def disturbed(model: Any, batch: Batch) -> list[Sketch]:
+    return [sketch(model, [(batch, 1.0)], number + 1) for number in range(REPEATS)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rounding_is_not_taken_for_less_than_it_is(name: str) -> None:
+    """The error of float32, beside the same gradient in float64, is no more than disturbed sums
+    show.
+    """
+    torch.manual_seed(0)
+    model, batch = MODELS[name](), make_batch(16)
+    exact = copy.deepcopy(model).double()
+    reference = sketch(model, [(batch, 1.0)])
+    true = sketch(exact, [((batch[0].double(), batch[1]), 1.0)])
+    true.kinds = dict(reference.kinds)
+    repeats = disturbed(model, batch)
+    shown = {each: _largest(reference, repeats, each) for each in reference.sums}
+    for each in reference.sums:
+        error = _distance(reference, true, each)
+        assert error < 1.2 * max(shown[each], sorted(shown.values())[len(shown) // 2])
+
+
+@pytest.mark.parametrize("terms", [64, 1024, 16_384])
+def test_products_are_disturbed_as_sums_of_their_length_are(terms: int) -> None:
+    """As if the terms were added up one after the other, which no kernel is worse than."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(16, terms, generator=generator)
+    columns = torch.randn(terms, 16, generator=generator)
+    exact = rows.double() @ columns.double()
+    added = torch.zeros(16, 16)
+    for place in range(terms):
+        added += rows[:, place, None] * columns[place]
+    with EvenRandomness(1):
+        disturbed = rows @ columns
+    error, shown = (float((each - exact).square().mean().sqrt()) for each in (added, disturbed))
+    assert error / 3 < shown < error * 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_wrong_weight_is_far_more_than_rounding(name: str) -> None:
+    """Parts of 12 and 4 rows that weigh the same, and, as a mild one, 1 % more than they should."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name](), make_batch(16)
+    parts = [(batch[0][:12], batch[1][:12]), (batch[0][12:], batch[1][12:])]
+    reference, repeats = sketch(model, [(batch, 1.0)]), disturbed(model, batch)
+    right = sketch(model, [(parts[0], 0.75), (parts[1], 0.25)])
+    assert compare(reference, right, repeats) is None
+    for weights in (0.5, 0.5), (0.7575, 0.2525):
+        wrong = sketch(model, list(zip(parts, weights, strict=True)))
+        assert compare(reference, wrong, repeats) is not None
+
+
+def _largest(reference: Sketch, others: Sequence[Sketch], name: str) -> float:
+    return max(_distance(reference, each, name) for each in others)
+
+
+def _distance(one: Sketch, other: Sketch, name: str) -> float:
+    """As a part of the tensor's gradient, or of the largest's 10,000th."""
+    largest = max(one.size(each) for each in one.sums)
+    gaps = [a - b for a, b in zip(one.sums[name], other.sums[name], strict=True)]
+    norm: float = torch.tensor(gaps, dtype=torch.float64).square().mean().sqrt().item()
+    return norm / max(one.size(name), 1e-4 * largest)
