@@ -5,7 +5,6 @@ of.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NoReturn
@@ -261,39 +260,6 @@ def _warn_local_statistics(model: Any) -> None:
             f"{local[0].name} takes its statistics from each device's own rows, not from the "
             f"whole batch; "
             "synchronized=True with engine='multiworker' uses the whole batch."
-        )
-
-
-# models that were warned of sparse gradients: a step is traced several times, by audits too
-_WARNED_OF_SPARSE: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def warn_sparse(model: Any, weights: Sequence[Any]) -> None:
-    """Warn once of weights whose gradient is sparse, as of a table of which rows are taken: Keras
-    clips and squares its rows one by one, and here there is only their sum.
-    """
-    if model in _WARNED_OF_SPARSE:
-        return
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    kind = type(optimizer)
-    clips = any(
-        getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue")
-    )
-    if not kind.__module__.startswith("keras.") or (
-        issubclass(kind, keras.optimizers.SGD) and not clips
-    ):
-        return
-    if weights:
-        _WARNED_OF_SPARSE.add(model)
-        effect = (
-            "it is clipped otherwise"
-            if clips
-            else "rows that a batch takes several times learn at a different rate"
-        )
-        warn(
-            f"{kind.__name__} gets the gradient of {weights[0].path} as one sum in a group or in "
-            f"passes, and row by row on "
-            f"one device: {effect}. engine='towers' without passes does as one device does."
         )
 
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from ..errors import DeviceError, RequestError
 from ..shares.divisions import Cut
 from ..training.retreat import PassLimit, Retreat, say
-from .compatibility import COUNTS, PartKinds, overrides, warn, warn_sparse, warn_summed_metrics
+from .compatibility import COUNTS, PartKinds, overrides, warn, warn_summed_metrics
 from .group import (
     BatchDigests,
     Group,
@@ -51,9 +51,9 @@ from .passes import (
     assign_updates,
     change,
     kinds_of_states,
-    list_sparse,
 )
 from .rebalancing import GroupRebalancer, WorkTimes
+from .sparse_gradients import SharedSlices, without_filler
 from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
@@ -213,7 +213,7 @@ class Workers:
             loss = self._part_of_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
-        warn_sparse(model, list_sparse(model, gradients))
+        gradients = [without_filler(each, own.size) for each in gradients]
         updates = [
             StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states
         ]
@@ -255,13 +255,13 @@ class Workers:
         """
         loss = result.loss
         kind = loss.dtype
-        reached = {
-            i: tf.convert_to_tensor(each)
-            for i, each in enumerate(result.gradients)
-            if each is not None
-        }
+        reached = {i: each for i, each in enumerate(result.gradients) if each is not None}
+        sparse = {i: each for i, each in reached.items() if isinstance(each, tf.IndexedSlices)}
+        dense = {i: each for i, each in reached.items() if i not in sparse}
         added = [each for _, each in changes]
-        ready = self.times.now([*reached.values(), *added, loss])
+        values = [each.values for each in sparse.values()]
+        ready = self.times.now([*dense.values(), *values, *added, loss])
+        slices = SharedSlices(self.group, list(sparse.values()))
         work = self.times.spread(ready - began, kind)
         labels = self.times.spread(0 if digest is None else digest.labels, kind)
         inputs = self.times.spread(0 if digest is None else digest.inputs, kind)
@@ -269,7 +269,8 @@ class Workers:
             *sent,
             loss,
             *added,
-            *reversed(reached.values()),
+            *slices.own,
+            *reversed(dense.values()),
         ]  # a backward pass has the last layer's first
         last = tf.concat([work, labels, inputs], 0)  # whose sum need not wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
@@ -282,7 +283,9 @@ class Workers:
         loss = next(left)
         for update, (start, _) in zip(result.updates, changes, strict=True):
             update.state.assign(start + next(left))
-        reached = dict(zip(reversed(reached), left, strict=True))
+        joined = slices.join([next(left) for _ in slices.own])
+        reached = dict(zip(sparse, joined, strict=True))
+        reached |= zip(reversed(dense), left, strict=True)
         apply_gradients(self.model, [reached.get(place) for place in range(len(result.gradients))])
         return summed, loss
 

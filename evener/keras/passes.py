@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from .attributes import PlainVariables
-from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric, warn_sparse
+from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric
 from .equal_draws import are_alike
 from .keras_step import (
     CopiesScope,
@@ -27,8 +27,9 @@ from .keras_step import (
     scale_loss,
     take_rows,
 )
+from .sparse_gradients import PassGradient, without_filler
 
-CHAINED, ADDED = "chained", "added"
+CHAINED, ADDED, AVERAGED = "chained", "added", "averaged"
 HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
 SEED_STEP = 1 << 20  # numbers that each device draws from, so that no two draw the same
 
@@ -37,8 +38,8 @@ class StateUpdate(NamedTuple):
     """A state's new value after one device's calls, and how it is put together with the other
     devices'.
 
-    CHAINED: the last device's is kept; ADDED: it is what the calls add to the state; else as
-    measured.
+    CHAINED: the last device's is kept; ADDED: it is what the calls add to the state; AVERAGED: the
+    changes are averaged by rows, as the loss of one of several outputs; else as measured.
     """
 
     state: Any
@@ -71,7 +72,7 @@ class StepStates:
         starts = []
         for state in self._variables:
             value = tf.convert_to_tensor(state)
-            if id(state) in self._metrics:
+            if self._counts(state):
                 value = tf.zeros_like(value) if apart else self._counted.get(id(state), value)
             elif is_seed(state) and device and not are_alike.get():
                 with tf.device(HOST):
@@ -81,11 +82,16 @@ class StepStates:
 
     def update(self, state: Any, value: Any) -> StateUpdate:
         """The update of a state by a device's passes."""
-        if id(state) not in self._metrics:
-            return StateUpdate(state, value, self._kinds[id(state)])
-        if id(state) not in self._losses:
+        if id(state) in self._losses:
+            return StateUpdate(state, value, AVERAGED)
+        if self._counts(state):
             warn_inner_metric(state)
-        return StateUpdate(state, value, ADDED)
+            return StateUpdate(state, value, ADDED)
+        return StateUpdate(state, value, self._kinds[id(state)])
+
+    def _counts(self, state: Any) -> bool:
+        """True for a state of a metric, besides the losses of single outputs."""
+        return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
         self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
@@ -93,9 +99,9 @@ class StepStates:
         """A state's value after another pass, on a `part` of the device's rows; all passes but
         chained ones `start`.
         """
-        if id(state) in self._metrics:
+        if self._counts(state):
             return tf.where(part > 0, new, before)  # a filler row counts in none
-        kind = self._kinds[id(state)]
+        kind = AVERAGED if id(state) in self._losses else self._kinds[id(state)]
         if kind == CHAINED:
             return new
         if kind == SAME:
@@ -104,7 +110,9 @@ class StepStates:
 
     def starts_anew(self, state: Any) -> bool:
         """True if every pass starts from a state's value at the start of the step."""
-        return id(state) not in self._metrics and self._kinds[id(state)] != CHAINED
+        if id(state) in self._metrics:
+            return id(state) in self._losses
+        return self._kinds[id(state)] != CHAINED
 
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
@@ -177,12 +185,6 @@ def is_seed(state: Any) -> bool:
     return bool(state.name == "seed_generator_state")
 
 
-def list_sparse(model: Any, gradients: Sequence[Any]) -> list[Any]:
-    """The trainable weights whose gradients are sparse."""
-    pairs = zip(model.trainable_weights, gradients, strict=True)
-    return [weight for weight, gradient in pairs if isinstance(gradient, tf.IndexedSlices)]
-
-
 class PassSums(NamedTuple):
     """The result of one device's rows."""
 
@@ -238,7 +240,11 @@ class DevicePasses:
         one_pass = tf.function(self._run_one, autograph=False).get_concrete_function(
             edge, edge, specs
         )
-        outputs, loss, _, _ = one_pass.structured_outputs
+        outputs, loss, gradients, _ = one_pass.structured_outputs
+        kept = [
+            PassGradient(self._copies[place], gradient)
+            for place, gradient in zip(self._reached, gradients, strict=True)
+        ]
         arrays = [
             tf.TensorArray(leaf.dtype, slots, infer_shape=False, element_shape=leaf.shape)
             for leaf in keras.tree.flatten(outputs)
@@ -258,14 +264,18 @@ class DevicePasses:
                 arrays = [
                     array.write(slot, leaf) for array, leaf in zip(arrays, leaves, strict=True)
                 ]
-                sums = [one + other for one, other in zip(sums, gradients, strict=True)]
+                sums = [
+                    each.add(before, gradient, slot)
+                    for each, before, gradient in zip(kept, sums, gradients, strict=True)
+                ]
                 return after, total + loss, sums, values, arrays
 
-        zeros = [tf.zeros_like(self._copies[place]) for place in self._reached]
-        begin = (first, tf.zeros([], loss.dtype), zeros, values, arrays)
+        nothing = [each.begin(slots) for each in kept]
+        begin = (first, tf.zeros([], loss.dtype), nothing, values, arrays)
         _, total, sums, values, arrays = tf.while_loop(is_left, body, begin, parallel_iterations=1)
         joined = keras.tree.pack_sequence_as(outputs, [array.concat() for array in arrays])
-        by_place = dict(zip(self._reached, sums, strict=True))
+        whole = [each.finish(after) for each, after in zip(kept, sums, strict=True)]
+        by_place = dict(zip(self._reached, whole, strict=True))
         gradients = [by_place.get(place) for place in range(len(self._copies))]
         return PassSums(joined, total, gradients, self._updates(values))
 
@@ -292,11 +302,10 @@ class DevicePasses:
             scaled = scale_loss(model, loss)
         with tf.device(self.device):
             gradients = tape.gradient(scaled, copies)
-            warn_sparse(model, list_sparse(model, gradients))
             self._reached = [
                 place for place, gradient in enumerate(gradients) if gradient is not None
             ]
-            reached = [tf.convert_to_tensor(gradients[place]) for place in self._reached]
+            reached = [without_filler(gradients[place], count) for place in self._reached]
             return (
                 take_rows(outputs, count),
                 loss,

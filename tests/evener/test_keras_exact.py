@@ -322,7 +322,7 @@ def test_what_an_engine_cannot_do_is_refused(proofs: Any, engine: str, trained: 
         assert all("\n" not in words for words in found.values())
 
 
-WARNED = {"towers": {"normalization"}, "group of 2": {"normalization", "embedding"}}
+WARNED = {"towers": {"normalization"}, "group of 2": {"normalization"}}
 
 
 @pytest.mark.parametrize("engine", WARNED)

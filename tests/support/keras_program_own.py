@@ -180,6 +180,7 @@ def own_programs() -> dict[str, Made]:
         "own table: take, Adam": table(ops.take, adam),
         "own table: gather, Adam": table(tf.gather, adam),
         "own table: take, SGD": table(ops.take, sgd),
+        "own table: take, clipped": table(ops.take, lambda rate: adam(rate, global_clipnorm=0.1)),
         "own counter: calls": ramp(by_rows=False),
         "own counter: rows": ramp(by_rows=True),
         "own metric of an attribute": subclass(OwnMetric),

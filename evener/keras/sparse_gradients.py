@@ -1,0 +1,102 @@
+"""Sparse gradients, as of a table of which a batch takes some rows: each slice is kept.
+
+Keras' optimizers square and clip each slice by itself. A row that a batch takes several times would
+learn otherwise if its slices were summed on the way, so passes and processes put them one after
+another, as one device has them, and nothing is summed before the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from .keras_step import pad_rows
+
+
+def without_filler(gradient: Any, rows: Any) -> Any:
+    """The gradient; of a filler row, which stands for no `rows`, a sparse one has no slice."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
+    return tf.IndexedSlices(gradient.values[:count], gradient.indices[:count], gradient.dense_shape)
+
+
+def spec_of(tensor: Any) -> Any:
+    """The type of a tensor or gradient in a graph; a sparse one has any number of slices."""
+    if not isinstance(tensor, tf.IndexedSlices):
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
+    shape = tf.TensorShape([None, *tensor.values.shape[1:]])
+    return tf.IndexedSlicesSpec(
+        shape, tensor.dtype, tensor.indices.dtype, tensor.dense_shape.dtype, tf.TensorShape([None])
+    )
+
+
+class PassGradient:
+    """A weight's gradient over the passes of a loop: a dense one is summed, slices are collected.
+
+    `begin` is the loop's first value, `add` the next one, `finish` the whole gradient.
+    """
+
+    def __init__(self, weight: Any, of_one_pass: Any) -> None:
+        self._weight = weight
+        self._one = of_one_pass
+
+    def begin(self, slots: Any) -> Any:
+        """The value before the first of `slots` passes."""
+        if not isinstance(self._one, tf.IndexedSlices):
+            return tf.zeros_like(self._weight)
+        return [
+            tf.TensorArray(
+                leaf.dtype, slots, infer_shape=False, element_shape=[None, *leaf.shape[1:]]
+            )
+            for leaf in (self._one.values, self._one.indices)
+        ]
+
+    def add(self, before: Any, gradient: Any, slot: Any) -> Any:
+        """The value after the pass of number `slot`."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return before + gradient
+        leaves = gradient.values, gradient.indices
+        return [array.write(slot, leaf) for array, leaf in zip(before, leaves, strict=True)]
+
+    def finish(self, after: Any) -> Any:
+        """The gradient of all passes."""
+        if not isinstance(self._one, tf.IndexedSlices):
+            return after
+        values, indices = (array.concat() for array in after)
+        return tf.IndexedSlices(values, indices, tf.shape(self._weight))
+
+
+class SharedSlices:
+    """The slices of a group's sparse gradients on their way to every process.
+
+    Each process pads its own slices by zeros to all that the group has; `own` are these tensors,
+    and `join` makes the gradients of their sums. Every process makes it at the same place.
+    """
+
+    def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
+        self._gradients = gradients
+        self.own: list[Any] = []
+        self._totals: list[Any] = []
+        if not gradients:
+            return
+        counts = [tf.shape(each.indices, tf.int64)[0] for each in gradients]
+        sent = [tf.one_hot(group.rank, group.size, count, 0, dtype=tf.int64) for count in counts]
+        for each, summed in zip(gradients, group.sum(sent), strict=True):
+            total = tf.reduce_sum(summed)
+            start = tf.reduce_sum(summed[: group.rank])
+            # a row more, as there may be no slice at all
+            self.own += [pad_rows(leaf, start, total + 1) for leaf in (each.values, each.indices)]
+            self._totals.append(total)
+
+    def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
+        """The gradients of all processes' rows, in the order of the processes."""
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [
+            tf.IndexedSlices(values[:total], indices[:total], each.dense_shape)
+            for each, total, (values, indices) in zip(
+                self._gradients, self._totals, pairs, strict=True
+            )
+        ]
