@@ -306,10 +306,10 @@ def take_in_comparison(
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     knobs = _choose("--try", knobs, KNOBS)
     resolved = take_in(request)
-    notes: list[str] = []
     placements = _find_placements(resolved)
     reasons = {family: _why_impossible(resolved, family, placements) for family in families}
     possible = [family for family in families if not reasons[family]]
+    notes: list[str] = []
     if layouts is not None:
         notes += [f"Left out: {reason}." for reason in reasons.values() if reason]
     if not possible:
@@ -317,19 +317,21 @@ def take_in_comparison(
             notes[0] if notes else "No layout can be compared here.",
             "Choose other layouts or devices.",
         )
-    packs = any(family.traits.side_by_side for family in possible)
-    if packs and find_backend(resolved.devices[0].kind).daemon_runs():
+    has_packs = any(family.traits.side_by_side for family in possible)
+    if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         notes.append("An MPS daemon runs: processes share GPUs through it.")
     if resolved.machine is not None and knobs:
         notes.append("Simulated devices have neither XLA nor other precisions; --try was left out.")
         knobs = []
+    has_placements = any(family.traits.placed for family in possible)
+    has_shards = any(family.traits.sharded for family in possible)
     wanted = LayoutOptions(
         families=tuple(family.name for family in possible),
-        placements=placements if any(family.traits.placed for family in possible) else (),
+        placements=placements if has_placements else (),
         pack_modes=_pack_modes(resolved),
         knobs=tuple(cast(list[Knob], knobs)),
         left_out=tuple(notes),
-        shards=any(family.traits.sharded for family in possible) and layouts is not None,
+        shards=has_shards and layouts is not None,
     )
     return msgspec.structs.replace(
         resolved, request=msgspec.structs.replace(request, compare=wanted)
@@ -359,21 +361,27 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
     """Why a family of layouts can't be measured; empty if it can."""
+    traits, machine = family.traits, resolved.machine
     if len(resolved.devices) < family.fewest_devices:
         return f"{family.name} needs two devices, and there is one ({resolved.devices[0].label})"
-    if family.traits.placed and len(group_by_host(resolved.devices)) > 1:
-        return f"{family.name} needs its devices on one host"
-    if family.traits.sharded and not (
-        resolved.problem.shards or (resolved.machine and resolved.machine.shards)
-    ):
-        whose = "of a machine file with [shards]" if resolved.machine else "PyTorch's"
+    if traits.sharded and not _can_shard(resolved):
+        whose = "of a machine file with [shards]" if machine else "PyTorch's"
         return f"{family.name} is {whose}"
-    if not family.traits.placed or placements:
+    if not traits.placed:
         return ""
-    if resolved.machine is not None:
+    if len(group_by_host(resolved.devices)) > 1:
+        return f"{family.name} needs its devices on one host"
+    if placements:
+        return ""
+    if machine is not None:
         return "the simulated machine has no placements"
     *names, last = [name for name in registry.names() if registry.find(name).placements]
     return f"{resolved.workload} has no placements; {', '.join(names)} and {last} have some"
+
+
+def _can_shard(resolved: Job) -> bool:
+    simulated = resolved.machine is not None and bool(resolved.machine.shards)
+    return bool(resolved.problem.shards) or simulated
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:

@@ -194,37 +194,42 @@ def _rival(
 
 def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     """The best layout so far, or the plan, and what it is compared with; only what was measured."""
-    labels = state.devices
-    if state.finished is not None:
-        plan = state.finished.plan
-        compared = [rival for rival in plan_rivals(plan, labels) if rival.kind != "larger_batch"]
-        return (plan_rate(plan, labels), *compared)
-    found: list[RivalRate] = []
-    best = state.best
+    if state.finished is None:
+        return _rivals_so_far(state)
+    plan, labels = state.finished.plan, state.devices
+    compared = [rival for rival in plan_rivals(plan, labels) if rival.kind != "larger_batch"]
+    return (plan_rate(plan, labels), *compared)
+
+
+def _rivals_so_far(state: SessionState) -> tuple[RivalRate, ...]:
+    """The best layout, equal shares, the fastest device alone, and the sum of all devices alone."""
+    labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
+    found: list[RivalRate] = []
     if best is not None:
         name = "best so far" if compares else "fastest alone"
         found.append(_rival("plan", name, best.throughput, best.layout.shares, labels))
-    evens = [
-        each
-        for each in timed(state)
-        if is_even(each.probe.layout) and all(each.probe.layout.shares)
-    ]
-    solos = [
-        each for device in range(len(labels)) if (each := best_solo(state, device)) is not None
-    ]
-    others: list[tuple[RivalKind, Timed | None]] = [
-        ("equal_shares", _fastest(evens)),
-        ("best_device", _fastest(solos)),
-    ]
-    for kind, each in others:
-        if each is None or (best and _same_way(each.probe.layout, best.layout)):
-            continue
-        layout = each.probe.layout
-        name = "even split" if kind == "equal_shares" else f"{labels[layout.active[0]]} alone"
-        found.append(_rival(kind, name, each.throughput, layout.shares, labels))
-    complete = compares and len(solos) == len(labels)
-    return (*found, *(_sum([each.throughput for each in solos]) if complete else ()))
+
+    even = _fastest([each for each in timed(state) if _is_even_on_all(each.probe.layout)])
+    if even is not None and not (best and _same_way(even.probe.layout, best.layout)):
+        shares = even.probe.layout.shares
+        found.append(_rival("equal_shares", "even split", even.throughput, shares, labels))
+
+    alone = [best_solo(state, device) for device in range(len(labels))]
+    solos = [each for each in alone if each is not None]
+    single = _fastest(solos)
+    if single is not None and not (best and _same_way(single.probe.layout, best.layout)):
+        layout = single.probe.layout
+        name = f"{labels[layout.active[0]]} alone"
+        found.append(_rival("best_device", name, single.throughput, layout.shares, labels))
+
+    if compares and len(solos) == len(labels):
+        found += _sum([each.throughput for each in solos])
+    return tuple(found)
+
+
+def _is_even_on_all(layout: Layout) -> bool:
+    return is_even(layout) and all(layout.shares)
 
 
 def _same_way(one: Layout, other: Layout) -> bool:

@@ -39,17 +39,16 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
     if too_large and not allows_passes(header.request, header.framework):
         return _explain_too_large(header, largest, seen)
     failures = [] if too_large and end.late else find_failures(seen, header.devices)
-    if failures and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
+    if not failures:
+        return _explain_end(header, ran, end)
+    if all(isinstance(one, Failed) and one.cause == "device" for one in seen):
         remedy = find_backend(header.devices[0].kind).remedy
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
-    if failures:
-        why = "; ".join((*failures, *_explain_shards(record)))
-        mend = MEND
-        if _fails_everywhere(seen):
-            why += _find_maker(header.workload, why)
-            mend = MEND_CODE
-        return NoLayoutError(f"No layout could be measured: {why}.", mend)
-    return _explain_end(header, ran, end)
+    why = "; ".join((*failures, *_explain_shards(record)))
+    if _fails_everywhere(seen):
+        why += _find_maker(header.workload, why)
+        return NoLayoutError(f"No layout could be measured: {why}.", MEND_CODE)
+    return NoLayoutError(f"No layout could be measured: {why}.", MEND)
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
@@ -80,12 +79,10 @@ def _find_maker(workload: str, why: str) -> str:
 def _explain_shards(record: Record) -> Iterator[str]:
     """Why the model can't be trained in shards either, if that was tried."""
     tried = [one for one in record.observations if one.probe.stage in SHARDED]
-    failed = next((one for one in tried if isinstance(one, Failed)), None)
     state, sizes = record.facts.state, record.header.job.problem.memory_bytes
-    ran = {i for one in tried if isinstance(one, Timed) for i in one.probe.layout.active}
-    full = {
-        i for one in tried if isinstance(one, OutOfMemory) for i in one.probe.layout.active
-    } - ran
+    failed = next((one for one in tried if isinstance(one, Failed)), None)
+    full = _active([one for one in tried if isinstance(one, OutOfMemory)])
+    full -= _active([one for one in tried if isinstance(one, Timed)])
     if failed is not None:
         yield f"in shards it failed: {failed.detail.rstrip('.')}"
     elif full:
@@ -97,6 +94,11 @@ def _explain_shards(record: Record) -> Iterator[str]:
             f"have {size(sum(each or 0 for each in sizes))} in all, for that and, on each, "
             f"{size(state.gathered_bytes)} of gathered units and the activations of a row"
         )
+
+
+def _active(seen: Sequence[Observation]) -> set[int]:
+    """The devices that these probes were on, by position."""
+    return {i for one in seen for i in one.probe.layout.active}
 
 
 def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
@@ -132,19 +134,17 @@ def find_unfinished(
     """Each phase before measuring in which probes still are: on which devices, how long, and where
     in the code.
     """
-    home, _, attribute = workload.rpartition(":")
-    name = Path(home).name or workload
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
         late = [one for one in running if one.phase == phase]
         if not late:
             continue
         positions = sorted({i for one in late for i in one.probe.layout.active})
+        shown, what = _name_phase(phase, workload)
         found.append(
             Unfinished(
-                # a workload without a function of the user's is prepared, not built
-                "preparing" if phase == "building" and not home else phase,
-                f"{name}'s {attribute}()" if phase == "building" and home else name,
+                shown,
+                what,
                 max(one.phase_seconds for one in late),
                 tuple(devices[i].label for i in positions),
                 next((one.where for one in late if one.where), ""),
@@ -153,8 +153,32 @@ def find_unfinished(
     return tuple(found)
 
 
+def _name_phase(phase: str, workload: str) -> tuple[str, str]:
+    """A phase in the user's words, and what is in it: the workload, or the function that builds it.
+
+    A workload without a function of the user's is prepared, not built.
+    """
+    home, _, attribute = workload.rpartition(":")
+    name = Path(home).name or workload
+    if phase != "building":
+        return phase, name
+    return ("building", f"{name}'s {attribute}()") if home else ("preparing", name)
+
+
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
     """Each device's smallest failure in words, or the one failure that all share."""
+    smallest = _find_smallest(seen)
+    positions = sorted(smallest)
+    failed = {i: one for i, one in smallest.items() if isinstance(one, Failed)}
+    reasons = {_why(one, devices[i]) for i, one in failed.items()}
+    if len(smallest) > 1 and len(failed) == len(smallest) and len(reasons) == 1:
+        labels = join_words([devices[i].label for i in positions])
+        return [f"{labels} failed{_join_phase(reasons.pop())}"]
+    return [_describe(i, smallest[i], devices[i]) for i in positions]
+
+
+def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
+    """The failure with the fewest rows in a pass, by the device's position."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for one in seen:
         if isinstance(one, Timed):
@@ -163,13 +187,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
             rows = one.probe.layout.pass_rows[i]
             if i not in smallest or rows < smallest[i].probe.layout.pass_rows[i]:
                 smallest[i] = one
-    positions = sorted(smallest)
-    failed = {i: one for i, one in smallest.items() if isinstance(one, Failed)}
-    reasons = {_why(one, devices[i]) for i, one in failed.items()}
-    if len(smallest) > 1 and len(failed) == len(smallest) and len(reasons) == 1:
-        labels = join_words([devices[i].label for i in positions])
-        return [f"{labels} failed{_join_phase(reasons.pop())}"]
-    return [_describe(i, smallest[i], devices[i]) for i in positions]
+    return smallest
 
 
 def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:

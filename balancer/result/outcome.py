@@ -4,7 +4,7 @@ search reports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -78,34 +78,59 @@ def _list_evidence(
     """Every rival with its name, the best single device even if it is chosen, and each device alone
     at its fastest, and at the plan's batch.
     """
+    rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
+    found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
+    return tuple(
+        _write_evidence(name, kind, one, devices, facts, report) for name, kind, one in found
+    )
+
+
+_Named = tuple[str, EvidenceKind, ComparedLayout]
+
+
+def _list_rivals(
+    report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
+) -> list[_Named]:
+    """The rivals by their names, the best single device and a larger batch."""
     chosen, single = report.chosen, report.single
-    rivals = compare_all(chosen, report.ranking, report.results, single)
-    by_layout = {one.layout: one for one in rivals}
-    found: list[tuple[str, EvidenceKind, ComparedLayout]] = []
-    for name, one in zip(name_rivals(chosen, rivals, len(devices)), rivals, strict=True):
-        found.append((name, _find_kind(one, len(devices)), one))
+    names = name_rivals(chosen, rivals, devices)
+    found: list[_Named] = [
+        (name, _find_kind(one, devices), one) for name, one in zip(names, rivals, strict=True)
+    ]
     if single is not None:
-        alone = by_layout.get(single.layout) or compare_alone(chosen, single)
-        name = name_layout(alone.candidate, len(devices))
-        if name not in [one for one, _, _ in found]:
+        alone = _find_layout(rivals, single.layout) or compare_alone(chosen, single)
+        name = name_layout(alone.candidate, devices)
+        if name not in names:
             found.append((name, "best_device", alone))
     larger = find_larger(chosen, rivals)
     if larger is not None:
         found.append((LARGER_BATCH, "larger_batch", larger))
+    return found
+
+
+def _list_alone(
+    report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
+) -> Iterator[_Named]:
+    """Each device alone: at its fastest, and at the plan's batch if that is another."""
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
-        (position,) = result.layout.active
-        alone = by_layout.get(result.layout) or compare_alone(chosen, result)
-        found.append((f"{SOLO_PREFIX}{devices[position].label}", "one_device", alone))
-    for alone in list_alone(report):
-        if all(alone.layout != one.layout for one in fastest):
-            (position,) = alone.layout.active
-            label, batch = devices[position].label, alone.layout.global_batch
-            alone = by_layout.get(alone.layout) or alone
-            found.append((f"{SOLO_PREFIX}{label} at {batch}", "one_device", alone))
-    return tuple(
-        _write_evidence(name, kind, one, devices, facts, report) for name, kind, one in found
-    )
+        alone = _find_layout(rivals, result.layout) or compare_alone(report.chosen, result)
+        yield f"{SOLO_PREFIX}{_label(result.layout, devices)}", "one_device", alone
+    shown = [one.layout for one in fastest]
+    for at_batch in list_alone(report):
+        layout = at_batch.layout
+        if layout not in shown:
+            name = f"{SOLO_PREFIX}{_label(layout, devices)} at {layout.global_batch}"
+            yield name, "one_device", _find_layout(rivals, layout) or at_batch
+
+
+def _find_layout(rivals: Sequence[ComparedLayout], layout: Layout) -> ComparedLayout | None:
+    return next((one for one in rivals if one.layout == layout), None)
+
+
+def _label(layout: Layout, devices: Sequence[Device]) -> str:
+    (position,) = layout.active
+    return devices[position].label
 
 
 def _find_kind(one: ComparedLayout, devices: int) -> EvidenceKind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
@@ -20,7 +20,7 @@ import msgspec
 
 import evener
 from evener.errors import DeviceError, PlanError, RequestError
-from evener.live.files import LiveDevice
+from evener.live.files import LiveDevice, Training
 from evener.plan.file import Plan
 
 from ..backend import Discovery
@@ -142,35 +142,38 @@ def _list_accelerators(
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
     """One request's devices, with their hosts, and a note on whatever differs or is left out."""
-    kinds = {device.kind for answer in answers.values() for device in answer.found.devices}
-    kind = next((kind for kind in BACKENDS if kind in kinds), "cpu")
+    kind = _choose_kind(answers.values())
     devices: list[Device] = []
     notes: list[str] = []
-    said: dict[str, list[str]] = {}  # note -> hosts
+    hosts_by_note: dict[str, list[str]] = {}
     for agent, answer in answers.items():
         own = [device for device in answer.found.devices if device.kind == kind]
         _check_named(agent, terms, len(own), answer)
-        devices += [msgspec.structs.replace(device, host=agent.host) for device in own]
         if not own:
             notes.append(f"{agent.host} is left out: {answer.fault or 'it has no GPU.'}")
             continue
+        devices += [msgspec.structs.replace(device, host=agent.host) for device in own]
         if answer.taken:
             notes.append(
                 f"{agent.host}: {', '.join(answer.taken)} left out, as other jobs of the "
                 f"cluster hold them."
             )
         for note in answer.found.notes:
-            said.setdefault(note, []).append(agent.host)
+            hosts_by_note.setdefault(note, []).append(agent.host)
     if not devices:
         raise DeviceError(
             f"No host of the Ray cluster has a device that can be used. {' '.join(notes)}"
         )
-    notes += [f"{', '.join(hosts)}: {note}" for note, hosts in said.items()]
+    notes += [f"{', '.join(hosts)}: {note}" for note, hosts in hosts_by_note.items()]
     notes += explain_versions({agent.host: answer.versions for agent, answer in answers.items()})
-    drivers = dict.fromkeys(
-        answer.found.driver for answer in answers.values() if answer.found.driver
-    )
-    return Discovery(tuple(devices), tuple(notes), driver=", ".join(drivers))
+    drivers = [answer.found.driver for answer in answers.values() if answer.found.driver]
+    return Discovery(tuple(devices), tuple(notes), driver=", ".join(dict.fromkeys(drivers)))
+
+
+def _choose_kind(answers: Iterable[HostDevices]) -> str:
+    """The kind of device that a request takes on all hosts: an accelerator if any host has one."""
+    kinds = {device.kind for answer in answers for device in answer.found.devices}
+    return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
@@ -300,6 +303,25 @@ class ClusterSource:
     def sample(self) -> Snapshot:
         """All hosts now, asked at the same time."""
         started = time.monotonic()
+        found, lost = self._ask_hosts()
+        seen = list(found.values())
+        devices = [sample for each in seen for sample in each.devices]
+        processes = [process for each in seen for process in each.processes]
+        drivers = [each.driver for each in seen if each.driver]
+        return Snapshot(
+            at_seconds=time.time(),
+            interval_seconds=max((each.interval_seconds for each in seen), default=0.0),
+            devices=(*devices, *self._show_lost(lost)),
+            processes=tuple(processes),
+            host=_add_hosts([each.host for each in seen]),
+            sampling_seconds=time.monotonic() - started,
+            driver=", ".join(dict.fromkeys(drivers)),
+            notes=self._notes,
+            reports=_merge_reports(seen),
+        )
+
+    def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
+        """What each host sees now, and why others don't answer, by host."""
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}
@@ -308,7 +330,11 @@ class ClusterSource:
                 found[host] = _name_host(self._hosts[host].finish(call, SAMPLE_SECONDS), host)
             except HostLostError as error:
                 lost[host] = error.message
-        gone = [
+        return found, lost
+
+    def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
+        """Samples without readings, for the devices of hosts that don't answer."""
+        return [
             DeviceSample(
                 device=device,
                 utilization_percent=LOST,
@@ -318,25 +344,18 @@ class ClusterSource:
             for device in self._devices
             if device.host in lost
         ]
-        # hosts that share a machine read the same files
-        reported = [each for seen in found.values() for each in seen.reports]
-        reports = {(each.training, each.rank, each.pid, each.updated_at): each for each in reported}
-        return Snapshot(
-            at_seconds=time.time(),
-            interval_seconds=max((each.interval_seconds for each in found.values()), default=0.0),
-            devices=(*(sample for each in found.values() for sample in each.devices), *gone),
-            processes=tuple(process for each in found.values() for process in each.processes),
-            host=_add_hosts([each.host for each in found.values()]),
-            sampling_seconds=time.monotonic() - started,
-            driver=", ".join(dict.fromkeys(each.driver for each in found.values() if each.driver)),
-            notes=self._notes,
-            reports=tuple(reports.values()),
-        )
 
     def close(self) -> None:
         """Close every host's source."""
         for kept in self._hosts.values():
             kept.close()
+
+
+def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
+    """All trainings' reports, each once: hosts that share a machine read the same files."""
+    every = [report for each in seen for report in each.reports]
+    keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]
+    return tuple(dict(zip(keys, every, strict=True)).values())
 
 
 def _name_host(snapshot: Snapshot, host: str) -> Snapshot:

@@ -220,20 +220,16 @@ def sum_norms(
     """The norm of gradients, by torch's function `norm` for those of one process; of shards over
     all ranks.
     """
-    shards = {
-        id(each.grad) for sharded in _all for each in sharded.parameters if each.grad is not None
-    }
+    shards = _list_shard_gradients()
     own = [each for each in tensors if id(each) in shards]
     if not own:
         return norm(tensors, kind, *options, **named)
-    strict = options[0] if options else named.pop("error_if_nonfinite", False)
     if kind == 0:
         raise RequestError(
             "norm_type=0 counts tensors, and ranks have pieces of them.", "Clip by another norm."
         )
-    parts = [each for each in own if each.numel()]
-    total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
-    total = total.to(reduce(torch.promote_types, {each.dtype for each in own}))
+    strict = options[0] if options else named.pop("error_if_nonfinite", False)
+    total = _sum_shard_norms(norm, own, kind)
     rest = [each for each in tensors if id(each) not in shards]
     if rest:
         total = norm([total, *rest], kind)
@@ -244,21 +240,30 @@ def sum_norms(
     return total
 
 
+def _list_shard_gradients() -> set[int]:
+    """The gradients of all sharded models on this rank, by id."""
+    parameters = [each for sharded in _all for each in sharded.parameters]
+    return {id(each.grad) for each in parameters if each.grad is not None}
+
+
+def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
+    """The norm of shards over all ranks, in the widest of their types."""
+    parts = [each for each in own if each.numel()]
+    total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
+    return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
+
+
 def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
     """The norm over all ranks in float64, as powers of half precision overflow; None is a rank
     without elements.
     """
     if kind in (float("inf"), float("-inf")):
-        total = (
-            torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
-            if own is None
-            else own.double()
-        )
+        nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
+        total = nothing if own is None else own.double()
         _reduce(total, dist.ReduceOp.MAX if kind > 0 else dist.ReduceOp.MIN)
         return total
-    total = (
-        torch.zeros((), dtype=torch.float64, device=device) if own is None else own.double() ** kind
-    )
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    total = nothing if own is None else own.double() ** kind
     _reduce(total, dist.ReduceOp.SUM)
     return total ** (1 / kind)
 

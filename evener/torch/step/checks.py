@@ -273,9 +273,8 @@ def _memory_holds(parameters: list[Any], tensors: int) -> bool:
     return False
 
 
-_applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = (
-    weakref.WeakKeyDictionary()
-)  # sums at the last step
+# By optimizer: how many sums each exchange had made at its last step.
+_applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def check_summed(optimizer: Any) -> None:
@@ -285,32 +284,28 @@ def check_summed(optimizer: Any) -> None:
     _applied[optimizer] = {id(each): each.sums for each in exchanges}
     if not any(each.waits for each in exchanges):
         return
-    applied = {
-        id(each)
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if each.grad is not None
-    }
+    applied = _list_applied(optimizer)
     exchanges = [each for each in exchanges if each.has_any(applied)]
     if any(each.unsummed for each in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients that weren't summed over the ranks: "
-            "their backward pass was"
-            " under no_sync, or isn't the batch's last.",
-            (
-                "Leave the last backward pass before each optimizer step out of no_sync, also at "
-                "the end of an epoch."
-            ),
+            "their backward pass was under no_sync, or isn't the batch's last.",
+            "Leave the last backward pass before each optimizer step out of no_sync, also at "
+            "the end of an epoch.",
         )
-    new = before is None or any(each.sums > before.get(id(each), 0) for each in exchanges)
-    if not new and any(each.waits for each in exchanges):
+    if before is None or any(each.sums > before.get(id(each), 0) for each in exchanges):
+        return  # something was summed since this optimizer's last step
+    if any(each.waits for each in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
-            "over the ranks: they came"
-            " by torch.autograd.grad or torch.func, or from a loss that isn't computed from "
-            "what the model returns.",
-            (
-                "Call backward() on a loss of what the model returns, and return auxiliary losses "
-                "with it."
-            ),
+            "over the ranks: they came by torch.autograd.grad or torch.func, or from a loss that "
+            "isn't computed from what the model returns.",
+            "Call backward() on a loss of what the model returns, and return auxiliary losses "
+            "with it.",
         )
+
+
+def _list_applied(optimizer: Any) -> set[int]:
+    """The parameters whose gradients a step of this optimizer applies, by id."""
+    every = [each for group in optimizer.param_groups for each in group["params"]]
+    return {id(each) for each in every if each.grad is not None}

@@ -32,6 +32,16 @@ MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
 EVERY = 4  # sums of which one compares some of the ranks' weights
 
 
+def _find_normalizers(module: Any) -> list[Any]:
+    return [each for each in module.modules() if isinstance(each, _BatchNorm)]
+
+
+def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
+    """The size of a bucket: about BUCKETS of them, none too small or too large to send."""
+    whole = sum(int(each.numel()) * int(each.element_size()) for each in parameters)
+    return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
+
+
 class Exchange:
     """Sums the gradients of `module` over `group` (None: every process), this rank's times
     `weight`.
@@ -53,57 +63,53 @@ class Exchange:
     ) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
-        common = [each for name, each in module.named_buffers() if name not in ignored]
         self.parameters = [each for each in named.values() if each.requires_grad]
+        self.normalizers = _find_normalizers(module)  # they mix rows
         self.group, self.alone, self.weight = group, alone, 1.0
         self._world = 1 if alone else dist.get_world_size(group)
         for each in EXCHANGES:  # a sharded model refuses
             each.has_any(set(named))
         if not alone:
+            common = [each for name, each in module.named_buffers() if name not in ignored]
             self._agree([*named.values(), *common])
+
         self.begun: Callable[[Any, Any], None] = lambda *_: None
         self.ready: Callable[[], None] = lambda: None
         self.sent: Callable[[], None] = lambda: None
         self.done: Callable[[], None] = lambda: None
         self.noise: Any = None  # a RankNoise, which sees what is summed
+
         self.number = 0  # of the batch in its epoch
         self.resting = False  # what is computed now is no part of a step
-        whole = sum(each.numel() * each.element_size() for each in self.parameters)
-        usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
-        self._bytes = usual if bucket_bytes is None else bucket_bytes
-        self.normalizers = [
-            each for each in module.modules() if isinstance(each, _BatchNorm)
-        ]  # they mix rows
-        self._order: list[int] | None = (
-            None if alone else []
-        )  # of gradients in the first pass; None: it is agreed on
+        self.waits = False  # a forward pass was watched since the last sum
+        self.sums = 0  # sums that have been made
+        self.ran = False
+        self.unsummed = False  # gradients are of this rank's rows alone
+        self._unsent = False  # gradients may be there that weren't summed
+
+        # The order of gradients in the first pass; None once ranks have agreed on it.
+        self._order: list[int] | None = None if alone else []
         self._early = False  # buckets may go before the backward pass ends
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
         self._begins: list[Any] = []  # hooks that see the backward pass of outputs that aren't seen
         self._hidden_task = -1  # that pass
         self._broken = False  # a backward pass has failed when part of its gradients were sent
-        self.waits = False  # a forward pass was watched since the last sum
-        self._sent = 0  # buckets that are on their way
-        self.sums, self.ran, self.unsummed = (
-            0,
-            False,
-            False,
-        )  # unsummed: gradients are of this rank's rows alone
-        self._unsent = False  # gradients may be there that weren't summed
         self._hooks: list[Any] = []  # by which parameters say that their gradients have come
         self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
         self._came: set[int] = set()  # those of this backward pass that were looked at, by id
         self._repeats = False  # a parameter's gradient came in parts
         self._listen()
+
         self.held, self._tails = Held(self.parameters), Tails()
         self.buffers, self._common = Buffers(module), Buffers(module, ignored)
-        wanted = broadcast_buffers and not alone
-        self._compares = (
-            wanted and self._common.keep()
-        )  # until buffers change: then they are the first rank's,
-        self._spreads = wanted and not self._compares  # after each sum
+        shares_buffers = broadcast_buffers and not alone
+        # Until buffers change, ranks compare them; then they take the first rank's after each sum.
+        self._compares = shares_buffers and self._common.keep()
+        self._spreads = shares_buffers and not self._compares
+        self._bytes = _choose_bytes(self.parameters) if bucket_bytes is None else bucket_bytes
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
+        self._sent = 0  # buckets that are on their way
         for hooks in (self._hooks, self._begins):
             weakref.finalize(self, _remove, hooks)
         EXCHANGES.add(self)
@@ -139,12 +145,7 @@ class Exchange:
         """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
         if self.resting:
             return
-        if (
-            _open and torch._C._current_graph_task_id() == -1
-        ):  # backward passes that ended with an error
-            for each in _open:
-                each._armed, each._broken = False, each._sent > 0
-            _open.clear()
+        _forget_failed_passes()
         if self._broken:
             raise RequestError(
                 "An error ended a backward pass when part of its gradients were on their way "
@@ -157,9 +158,14 @@ class Exchange:
         watched = [each for each in outputs if each.requires_grad]
         for output in watched:
             output.register_hook(lambda _: self.arm(sync, batch))
-        if watched:
-            return
-        reference = weakref.ref(self)  # the outputs are in an object that hides them
+        if not watched:
+            self._watch_parameters(sync, batch)
+
+    def _watch_parameters(self, sync: bool, batch: Any) -> None:
+        """Watch for the backward pass of outputs in an object that hides them: it begins with the
+        first gradient.
+        """
+        reference = weakref.ref(self)
 
         def begin(_: Any) -> None:
             exchange, task = reference(), torch._C._current_graph_task_id()
@@ -171,17 +177,13 @@ class Exchange:
             elif task < exchange._hidden_task:  # which was that of a checkpoint alone
                 raise RequestError(
                     "The model's output is an object that hides its tensors, and a part of it "
-                    "is in a reentrant"
-                    " checkpoint: nobody sees where its backward pass begins.",
-                    (
-                        "Return a tensor, tuple or dict, or use torch.utils.checkpoint with "
-                        "use_reentrant=False."
-                    ),
+                    "is in a reentrant checkpoint: nobody sees where its backward pass begins.",
+                    "Return a tensor, tuple or dict, or use torch.utils.checkpoint with "
+                    "use_reentrant=False.",
                 )
 
-        self._begins += (
-            each.register_hook(begin) for each in self.parameters if each.requires_grad
-        )
+        trained = [each for each in self.parameters if each.requires_grad]
+        self._begins += (each.register_hook(begin) for each in trained)
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
@@ -202,12 +204,9 @@ class Exchange:
             if others and any(other.has_any(set(map(id, self.parameters))) for other in others):
                 raise RequestError(
                     "Two wrapped models have a layer in common, and are in one backward pass: "
-                    "its gradient would be"
-                    " summed twice.",
-                    (
-                        "Wrap one module that computes both in its forward pass, or call backward "
-                        "for each loss."
-                    ),
+                    "its gradient would be summed twice.",
+                    "Wrap one module that computes both in its forward pass, or call backward "
+                    "for each loss.",
                 )
             _open.pop(self, None)
             _open[self] = task
@@ -396,9 +395,8 @@ class Exchange:
         self._armed = False
 
 
-_open: dict[
-    Exchange, int
-] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
+# Those that a backward pass goes through, with its number, in the order of all ranks.
+_open: dict[Exchange, int] = {}
 EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # and shards, which sum gradients too
 own_hooks: set[int] = set()  # on parameters, by the id of their handle
 
@@ -442,6 +440,16 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
         parameter.requires_grad_(False)
     own_hooks.add(handle.id)
     return handle
+
+
+def _forget_failed_passes() -> None:
+    """Close the exchanges of backward passes that have ended with an error."""
+    if torch._C._current_graph_task_id() != -1:
+        return
+    for each in _open:
+        each._armed = False
+        each._broken = each._sent > 0
+    _open.clear()
 
 
 def _remove(handles: list[Any]) -> None:
