@@ -75,7 +75,15 @@ FILES = (  # heading, what it is, the module, its structs
         "Journal of a training",
         "`training.jsonl` of a run: JSON lines, which `entry` names.",
         "evener/live/journal.py",
-        ("StartEntry", "SpeedEntry", "ChangeEntry", "RetreatEntry", "NoiseEntry", "EndEntry"),
+        (
+            "StartEntry",
+            "SpeedEntry",
+            "StepsEntry",
+            "ChangeEntry",
+            "RetreatEntry",
+            "NoiseEntry",
+            "EndEntry",
+        ),
     ),
 )
 MODULES = ("evener", "evener.torch", "evener.keras", "evener.huggingface", "evener.ray")

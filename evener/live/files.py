@@ -20,6 +20,7 @@ import msgspec
 
 from ..system.files import make_private
 from ..training.noise_scale import NoiseScale
+from ..training.step_sums import Seconds, StepSums
 
 LARGEST_FILE_BYTES = 64 << 10
 LONGEST_TEXT = 200
@@ -27,6 +28,7 @@ MOST_FILES = 4096
 MOST_DEVICES = 256
 MOST_CHANGES = 16
 MOST_KNOTS = 64
+MOST_STEPS = 24  # the last ones, each in its parts
 
 _NAME = re.compile(
     r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII
@@ -73,6 +75,23 @@ class ShareChange(msgspec.Struct, frozen=True):
     reason: Text
 
 
+class LastStep(msgspec.Struct, frozen=True, array_like=True):
+    """One of a rank's last steps, in its parts."""
+
+    number: Count  # of the batch
+    input_s: Seconds
+    own_work_s: Seconds  # with the meeting, where the two can't be told apart
+    meeting_s: Seconds  # waiting for other ranks, and the exchange
+    between_s: Seconds  # with the optimizer, and what went before the step
+
+
+class PendingShares(msgspec.Struct, frozen=True):
+    """A training that changes its shares by itself: how far it has come with the next change."""
+
+    windows: Count  # of steps that were seen with the shares in force
+    needed: Count  # the fewest for a change
+
+
 class Details(msgspec.Struct, frozen=True, kw_only=True):
     """A training's figures besides its samples/s."""
 
@@ -93,6 +112,18 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
     retreat: Text = ""  # the last one, in a sentence
     noise: NoiseScale | None = None  # of the training's gradient; null: unknown
+    recent: StepSums = StepSums()  # over this rank's last steps
+    errors: StepSums = StepSums()  # half of the 95 % interval of each mean of these, per step
+    whole: StepSums = StepSums()  # over all of them but the first
+    last_steps: Annotated[
+        tuple[LastStep, ...], msgspec.Meta(max_length=MOST_STEPS)
+    ] = ()  # oldest first
+    # of the last steps, in which the GPU was behind its host; -1: unknown
+    behind: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
+    starved: Part = 0.0  # of the time: this process's threads waited for a core
+    memory_bytes: Count = 0  # of the device, the most that this rank has held; 0: unknown
+    memory_of_bytes: Count = 0  # that there are; 0: unknown
+    pending: PendingShares | None = None  # null: shares stay as they are
 
 
 class LiveRecord(Details, frozen=True):
@@ -114,6 +145,10 @@ class LiveRecord(Details, frozen=True):
     due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
     batch: Count = 0  # the last one begun when no step had ended in time
     doing: Doing = ""  # with that batch; empty while steps end, and for a process that is stopped
+    # of all steps but the first ones, with what lay between them
+    counted_steps: Count = 0
+    counted_samples: Count = 0
+    counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
         """Seconds for which the next record has been due."""
@@ -242,11 +277,18 @@ def _read_record(name: str, folder: int) -> LiveRecord | None:
     user.
     """
     try:
-        content = _read_small(name, folder)
-        if len(content) > LARGEST_FILE_BYTES:
-            return None
+        return parse_record(_read_small(name, folder))
+    except OSError:
+        return None
+
+
+def parse_record(content: bytes) -> LiveRecord | None:
+    """A record from the content of its file; None for one that isn't small and well formed."""
+    if len(content) > LARGEST_FILE_BYTES:
+        return None
+    try:
         record = msgspec.json.decode(content, type=LiveRecord)
-    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     texts = (record.framework, record.workload, *(device.id for device in record.devices))
     return record if all(map(str.isprintable, texts)) else None

@@ -24,12 +24,15 @@ from ..errors import RequestError
 from ..system.files import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
 from ..training.noise_scale import NoiseScale
+from ..training.step_sums import StepSums
 from .files import LONGEST_TEXT, Count, LiveRecord, Rate, ShareChange, start_ticks
 
 At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
 
 TRAINING_JOURNAL = "training.jsonl"
 SPEED_SECONDS = 30.0  # between two lines of steps/s
+WINDOW_SECONDS = 1.0  # the shortest window of steps
+WINDOW_PART = 0.01  # of the time so far, that a window lasts at least
 MOST_UNWRITTEN = 1024  # entries that wait for room on the disk; more drop the oldest
 CHUNK_BYTES = 64 << 10  # that are read at once to find the end of the last whole line
 
@@ -64,6 +67,16 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
     between_s: Rate = 0.0  # between the backward pass and the next batch
 
 
+class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
+    """The steps of a window, with what lay between them."""
+
+    at: At  # its end
+    steps: Count
+    seconds: Rate  # by the clock on the wall
+    samples: Count  # of all devices
+    sums: StepSums = StepSums()  # of the first rank, over those of its steps that it timed
+
+
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
     """The shares became others."""
 
@@ -95,7 +108,9 @@ class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     failure: str = ""  # the exception, its first line
 
 
-TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | RetreatEntry | NoiseEntry | EndEntry
+TrainingEntry = (
+    StartEntry | SpeedEntry | StepsEntry | ChangeEntry | RetreatEntry | NoiseEntry | EndEntry
+)
 TrainingState = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -164,6 +179,8 @@ class TrainingJournal:
         self._fails = False  # the last entry couldn't be written
         self._last: LiveRecord | None = None
         self._from: LiveRecord | None = None  # from which the next steps/s count
+        self._first: LiveRecord | None = None  # since the processes began
+        self._window: LiveRecord | None = None  # from which the next window of steps counts
         self._changes: set[ShareChange] = set()
         self._noted: list[ChangeEntry | RetreatEntry] = []  # that aren't written yet
 
@@ -177,6 +194,23 @@ class TrainingJournal:
         self._write_noted()
         if self._from is None or record.updated_at >= self._from.updated_at + SPEED_SECONDS:
             self._note_speed(record)
+        self._note_steps(record, WINDOW_SECONDS)
+
+    def _note_steps(self, record: LiveRecord, shortest_s: float) -> None:
+        """Write the window of steps that ends now, if it is long enough."""
+        if self._window is None or self._first is None:
+            self._window = self._first = record
+            return
+        begun = self._window
+        seconds = record.updated_at - begun.updated_at
+        so_far_s = record.updated_at - self._first.updated_at
+        steps = record.step - begun.step
+        if steps <= 0 or seconds <= 0 or seconds < max(shortest_s, WINDOW_PART * so_far_s):
+            return
+        self._window = record
+        samples = steps * sum(self._shares)
+        sums = record.whole.minus(begun.whole)
+        self._append(StepsEntry(record.updated_at, steps, seconds, samples, sums))
 
     def note_change(self, change: ShareChange) -> None:
         """Keep a change of shares, which may be known already."""
@@ -217,7 +251,7 @@ class TrainingJournal:
 
     def _begin(self, record: LiveRecord) -> None:
         self._began = True
-        self._from = None
+        self._from = self._first = self._window = None
         pid = os.getpid()
         self._append(
             StartEntry(

@@ -24,6 +24,7 @@ import msgspec
 
 from ..errors import RequestError
 from ..plan.file import Share
+from ..training.launched import launched_records
 from .files import (
     MOST_DEVICES,
     MOST_KNOTS,
@@ -78,6 +79,8 @@ INTERVAL_SECONDS = 0.5  # between two writes
 COST_LIMIT = 0.001  # writing takes at most this part of the time, on a slow disk too
 LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after one that failed
 WINDOW_SECONDS = 5.0  # that samples/s is averaged over
+FIRST_STEPS = 3  # that the figures of a whole training leave out: they compile, and allocate
+KEEP_SECONDS = 2.0  # between two copies of the record for the launcher
 WATCH_SECONDS = 2.0  # between two looks whether steps end
 WATCHER = "evener-live"  # the thread that looks
 LATE_SECONDS, LATE_STEPS = (
@@ -86,6 +89,7 @@ LATE_SECONDS, LATE_STEPS = (
 )  # since the last step, from which the process says what it is at
 
 Devices = Sequence[str | int | Share]
+NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Point(NamedTuple):
@@ -129,6 +133,9 @@ class Reporter:
         self._step = 0
         self._points: deque[_Point] = deque()
         self._reported_at = 0.0  # monotonic seconds
+        self._counted_from: _Point | None = None  # where the first steps end
+        self._last_call: tuple[tuple[str, str], Devices, Sequence[int] | None] | None = None
+        self._next_keep = 0.0
         self._next_write = 0.0
         self._wait = INTERVAL_SECONDS  # until the next write
         self._file: Path | None = None
@@ -163,11 +170,13 @@ class Reporter:
             if not timed:
                 self._leave_out(now - self._reported_at, samples, *tokens)
             self._reported_at = now
+            if self._step == FIRST_STEPS:
+                self._counted_from = self._count(now)
+            self._last_call = ((framework, workload), devices or (), batches)
             if now >= self._next_write:
                 self._next_write = now + INTERVAL_SECONDS
                 if self._ticks is not None:
-                    names = (clean(framework), clean(workload))
-                    self._publish(names, self._rates(now), devices or (), batches)
+                    self._publish(*self._last_call, self._rates(now))
 
     def close(self) -> None:
         """Remove this process's file; a later report starts a new one."""
@@ -178,22 +187,45 @@ class Reporter:
             if self._ended is not None:
                 self._ended.set()
             self._file = self._ended = None
+            self._note_end()
             self._points.clear()
             if self._journal is not None:
                 self._journal.close()
 
+    def _note_end(self) -> None:
+        """Keep the figures of the last steps, which no file has yet."""
+        kept = launched_records()
+        if self._last_call is None or self._ticks is None:
+            return
+        if self._journal is None and not kept:
+            return
+        call, self._last_call = self._last_call, None
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            record = self._make_record(*call, self._rates(self._reported_at) or NO_RATES)
+            if self._journal is not None:
+                self._journal.note(record)
+            if kept:
+                self._keep(record, kept)
+
     def _leave_out(self, seconds: float, *counts: int) -> None:
         """Move earlier points up to a step, as if it had taken no time and had no samples."""
-        self._points = deque(
-            _Point(then.at + seconds, *map(operator.add, then[1:], counts)) for then in self._points
-        )
+
+        def move(then: _Point) -> _Point:
+            return _Point(then.at + seconds, *map(operator.add, then[1:], counts))
+
+        self._points = deque(map(move, self._points))
+        if self._counted_from is not None:
+            self._counted_from = move(self._counted_from)
+
+    def _count(self, now: float) -> _Point:
+        return _Point(now, self._samples, self._tokens, self._padded)
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:
         """Samples/s, tokens/s and padding over the window; None at the first point, which only
         starts the clock.
         """
         points = self._points
-        points.append(_Point(now, self._samples, self._tokens, self._padded))
+        points.append(self._count(now))
         while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
             points.popleft()
         first, last = points[0], points[-1]
@@ -210,19 +242,23 @@ class Reporter:
     def _publish(
         self,
         names: tuple[str, str],
-        rates: tuple[float, float, float] | None,
         devices: Devices,
         batches: Sequence[int] | None,
+        rates: tuple[float, float, float] | None,
     ) -> None:
         """Keep a report in the journal, and write the file, once there are rates."""
         if rates is None and self._journal is None:
             return
         began = time.monotonic()
-        record = self._make_record(names, rates or (0.0, 0.0, 0.0), devices, batches)
+        record = self._make_record(names, devices, batches, rates or NO_RATES)
         if self._journal is not None:
             self._journal.note(record)
         if rates is not None:
             self._write(record)
+            kept = launched_records()
+            if kept and began >= self._next_keep:
+                self._next_keep = began + KEEP_SECONDS
+                self._keep(record, kept)
             took = time.monotonic() - began
             wait = took / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
             self._next_write += self._wait - INTERVAL_SECONDS  # as the record says
@@ -236,15 +272,27 @@ class Reporter:
     def _make_record(
         self,
         names: tuple[str, str],
-        rates: tuple[float, float, float],
         devices: Devices,
         batches: Sequence[int] | None,
+        rates: tuple[float, float, float],
     ) -> LiveRecord:
+        framework, workload = map(clean, names)
         rate, tokens_rate, padding = rates
         details, times = self._details()
         now, described = time.time(), _describe(devices, batches, rate, times)
         more = {"due_at": now + self._wait, **msgspec.structs.asdict(details)}
-        return LiveRecord(*names, rate, self._step, now, described, tokens_rate, padding, **more)
+        if self._counted_from is not None:
+            more["counted_steps"] = self._step - FIRST_STEPS
+            more["counted_samples"] = self._samples - self._counted_from.samples
+            more["counted_seconds"] = self._reported_at - self._counted_from.at
+        return LiveRecord(
+            framework, workload, rate, self._step, now, described, tokens_rate, padding, **more
+        )
+
+    def _keep(self, record: LiveRecord, folder: Path) -> None:
+        """Copy the record for the launcher, which reads it when this process has ended."""
+        with contextlib.suppress(OSError):
+            replace_file(folder / f"{self._pid}.{self._serial}.json", msgspec.json.encode(record))
 
     def _write(self, record: LiveRecord) -> None:
         """Replace the last record, in the first folder that can be written; `_file` is None if none

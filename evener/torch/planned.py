@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..live.files import ShareChange
+from ..live.files import PendingShares, ShareChange
 from ..plan.solver import read_curves
 from ..training.bottleneck import RankFigures, fewest_windows, find_bottleneck
 from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
-from ..training.rebalance import GROWTH, Rebalancer, name_devices
+from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_devices
 from .ranks.others import explain_at_exit, watch_others
 from .ranks.own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks.ranks import RankShares, join, settle
@@ -97,7 +97,10 @@ class PlannedTraining:
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
         self.audits = TrainingAudits(self)
         self.ahead = 0  # the most batches that a loader draws before their turn
-        self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
+        self.rebalancing: Rebalancing | None = None
+        if rebalance and self.world > 1:
+            self.rebalancing = Rebalancing(self)
+            self.reporter.pending = self.rebalancing.describe_pending
         explain_at_exit(weakref.WeakMethod(self.passes.advise))
         if self.world > 1:
             watch_others(self.device, self.timer.now)
@@ -152,6 +155,7 @@ class PlannedTraining:
         if self.rebalancing is not None:
             self.rebalancing.stop()
             self.rebalancing = None
+            self.reporter.pending = lambda: None
         self.follow(sampler, ahead)
         even = (self.ranks.global_batch // self.world,) * self.world
         self.change_shares(even, even, self.ahead)
@@ -372,6 +376,16 @@ class Rebalancing:
         self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
         self._settling = 0  # windows until memory is as it stays
         self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
+        self._fewest = FEWEST_WINDOWS  # that a change needs; 0: own work isn't what limits steps
+
+    def describe_pending(self) -> PendingShares | None:
+        """How far this has come with the next change; None where it would change nothing."""
+        if self._rule is None:
+            return PendingShares(0, FEWEST_WINDOWS)
+        if not self._fewest:
+            return None
+        needed = max(self._fewest, self._rule.windows_needed)
+        return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
         """Change no shares any more, once no exchange is under way."""
@@ -486,7 +500,7 @@ class Rebalancing:
         self._window_steps = int(
             min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)
         )
-        fewest = fewest_windows(find_bottleneck(figures), window_s)
+        fewest = self._fewest = fewest_windows(find_bottleneck(figures), window_s)
         for place, end in enumerate(ends):
             own_work_s = [each[2 * place] for each in every]
             limits = [int(each[2 * place + 1]) for each in every]

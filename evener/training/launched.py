@@ -8,12 +8,15 @@ import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
 # the file that was launched, where PLAN is one for the devices that are left
 REPLACED_PLAN = "EVENER_REPLACED_PLAN"
 RUN = "EVENER_RUN"  # the name under which a training may keep a journal
+# a folder of the launcher, in which each process keeps its last record
+RECORDS = "EVENER_RECORDS"
 RESTART = "EVENER_RESTART"  # why the launcher has started it again
 PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener run
 # JSON of its words, where evener run --balance measures its trainer
@@ -70,6 +73,12 @@ def meeting_file(address: str) -> str | None:
 def launched_run() -> str:
     """The name that evener launch has given to this training; empty if that didn't start it."""
     return os.environ.get(RUN, "")
+
+
+def launched_records() -> Path | None:
+    """The launcher's folder for the last record of this process; None if nobody reads it."""
+    folder = os.environ.get(RECORDS, "")
+    return Path(folder) if folder else None
 
 
 def restart_reason() -> str:

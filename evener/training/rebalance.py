@@ -131,6 +131,16 @@ class Rebalancer:
         self.shares = tuple(shares)
         self._begin(self.shares)
 
+    @property
+    def windows_seen(self) -> int:
+        """The windows of steps that were seen with the shares in force."""
+        return self._seen
+
+    @property
+    def windows_needed(self) -> int:
+        """The fewest windows that a change needs now."""
+        return self._patience
+
     def _begin(self, shares: tuple[int, ...]) -> None:
         if self._own:
             self._before = list(

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,7 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.live.files import Details
 from evener.live.reporter import Training
-from evener.torch.ranks.own_work import GpuClock, HostClock, StepTimer, TimedStep
+from evener.torch.ranks.own_work import (
+    WARM_STEPS,
+    GpuClock,
+    HostClock,
+    StepTimer,
+    TimedStep,
+)
+from evener.training.step_limits import judge_training
+from evener.training.step_sums import StepSums
 from evener.tui.view.ranks import find_causes, place_ranks
 from tests.support.torch_made_ranks import PAUSE_SECONDS
 from tests.support.torch_rebalance_programs import SLEEP_SECONDS, TurnedClock
@@ -23,13 +32,14 @@ from tests.support.torch_rebalance_programs import SLEEP_SECONDS, TurnedClock
 SIZES = (3, 1)
 
 
-def run(script: str, alone: bool = False) -> tuple[StepTimer, TurnedClock]:
+def run(script: str, alone: bool = False, past: float = math.inf) -> tuple[StepTimer, TurnedClock]:
     """Digits are seconds between what letters say: b a batch in hand, g gradients, e the end of the
     backward pass,
 
-    u update, d done with it, f finished, p pause.
+    u update, d done with it, f finished, p pause, v a validation's batch.
     """
     clock = TurnedClock()
+    clock.past = past
     timer = StepTimer(clock, alone)
     calls = {
         "g": timer.note_gradients,
@@ -38,6 +48,7 @@ def run(script: str, alone: bool = False) -> tuple[StepTimer, TurnedClock]:
         "d": timer.note_updated,
         "f": timer.finish,
         "p": timer.pause,
+        "v": timer.note_validation,
     }
     for letter in script:
         if letter.isdigit():
@@ -162,8 +173,7 @@ def test_it_is_known_what_goes_on_now() -> None:
 
 
 def test_steps_that_the_device_has_not_computed_are_left_out() -> None:
-    timer, clock = run("b1g1u1fb2g1u1fb3g1u1f")
-    clock.past = 7
+    timer, _ = run("b1g1u1fb2g1u1fb3g1u1f", past=7)
     assert [step.own_work_s for step in timer.last()] == [1, 2]
 
 
@@ -372,7 +382,7 @@ def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(
         places = [
             place for each in (waits, holds) for place in place_ranks(each, {}, time.time() + 60)
         ]
-        (cause,) = find_causes(places, waits.step_s, ())
+        (cause,) = find_causes(places, judge_training([]), ())
         assert said[where] in cause.text
         assert cause.text.endswith("; the others wait for it.")
         assert cause.text.startswith(
@@ -402,3 +412,74 @@ def test_a_timer_that_is_collected_while_an_optimizer_steps_disturbs_nothing() -
     handle.remove()
     assert not timers
     assert weight.item() == 0.5
+
+
+def sums(script: str, **options: Any) -> StepSums:
+    """All steps of a script, after some that count for nothing."""
+    return run("b1g1eud1f1" * WARM_STEPS + script, **options)[0].sums.whole
+
+
+def test_all_of_the_time_between_two_batches_is_in_the_sums() -> None:
+    """Also that between two loops, and that of a batch whose gradients are kept for the next."""
+    step = sums("b3g2e4u5d1f6b3g2e4u5d1f6")
+    assert (step.steps, step.input_s, step.own_work_s, step.meeting_s) == (2, 1 + 6, 6, 4)
+    assert (step.update_s, step.between_s) == (10, 10)
+    assert sums("b3g2eud1fp9b3g2eud1f").between_s == 1 + 9 + 1
+    kept = sums("b7f1b2g1eu1f")
+    assert (kept.steps, kept.own_work_s, kept.input_s) == (1, 9, 2)
+
+
+def test_a_validation_is_told_from_what_follows_it() -> None:
+    """Its batches begin 2 s apart; its last one, and what follows, lie between steps."""
+    assert sums("b3g2eud1v2v2v3f").validation_s == 4
+    assert sums("b3g2eud1v2v2v3f").between_s == 1 + 3
+    apart = sums("b3g2eud1fp1v2v2v3b3g2eud1f")
+    assert (apart.validation_s, apart.between_s) == (4, 1 + 1 + 3 + 1)
+    assert sums("b3v2g2eud1f").validation_s == 0, "a teacher's pass is own work"
+
+
+def test_ranks_that_meet_within_a_pass_have_an_optimizer() -> None:
+    timer, clock = run("")
+    timer.has_own_work = False
+    for _ in range(WARM_STEPS + 1):
+        timer.begin(SIZES)
+        clock.now += 5
+        timer.note_update()
+        clock.now += 2
+        timer.note_updated()
+        clock.now += 1
+        timer.finish()
+    whole = timer.sums.whole
+    assert (whole.undivided_s, whole.own_work_s, whole.meeting_s) == (5, 0, 0)
+    assert (whole.update_s, whole.between_s) == (2, 1)
+
+
+def test_time_in_which_files_are_written_is_told_from_other_time(tmp_path: Path) -> None:
+    timer = StepTimer(HostClock(), alone=False)
+    for step in range(WARM_STEPS + 4):
+        timer.begin(SIZES)
+        timer.note_gradients()
+        timer.note_backward()
+        timer.note_update()
+        timer.note_updated()
+        time.sleep(0.002)
+        if step % 2:
+            (tmp_path / "checkpoint").write_bytes(b"x" * (1 << 20))
+            time.sleep(0.05)
+        timer.finish()
+    whole = timer.sums.whole
+    assert whole.files_s >= 2 * 0.05
+    assert whole.between_s >= 2 * 0.002
+
+
+def test_timing_a_step_costs_less_than_a_third_of_a_percent_of_10_ms() -> None:
+    """By CPU time, the least of some rounds, as others compute too."""
+    timer = StepTimer(HostClock(), alone=False)
+
+    def round_s() -> float:
+        began = time.thread_time()
+        for _ in range(500):
+            take_step(timer)
+        return (time.thread_time() - began) / 500
+
+    assert min(round_s() for _ in range(10)) <= 30e-6

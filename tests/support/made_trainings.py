@@ -12,6 +12,7 @@ import msgspec
 
 from evener.live.files import Doing, LiveDevice, Training
 from evener.live.reporter import middle, spread, sum_up
+from evener.training.step_sums import StepSums
 from tests.support.trainings import AT_SECONDS
 
 STEPS = 25
@@ -56,6 +57,7 @@ def make_training(
                     each.input,
                     each.before + each.after,
                     ended - free[rank],
+                    each.update,
                 )
             )
             free[rank] = ended
@@ -63,7 +65,7 @@ def make_training(
 
 
 def _record(rank: int, habit: Habit, steps: Sequence[tuple[float, ...]], world: int) -> Training:
-    own, waiting, inputs, between, step = (
+    own, waiting, inputs, between, step, update = (
         [value / 1e3 for value in each] for each in zip(*steps, strict=True)
     )
     step_s = middle(step)
@@ -84,7 +86,16 @@ def _record(rank: int, habit: Habit, steps: Sequence[tuple[float, ...]], world: 
         "world": world,
         "pid": 4000 + rank,
     }
-    facts |= {} if habit.old else {"due_at": due_at, "doing": habit.doing, "batch": habit.batch}
+    if not habit.old:
+        recent = StepSums(
+            len(steps),
+            input_s=sum(inputs),
+            own_work_s=sum(own),
+            meeting_s=sum(waiting) if world > 1 else 0.0,
+            update_s=sum(update),
+            between_s=sum(between),
+        )
+        facts |= {"due_at": due_at, "doing": habit.doing, "batch": habit.batch, "recent": recent}
     return Training(
         "torch", "train.py", live.samples_per_second, STEPS, due_at - habit.disk, (live,), **facts
     )

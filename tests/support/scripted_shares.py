@@ -14,6 +14,8 @@ from evener.training.rebalance import Change
 class RotatedShares:
     """In place of a Rebalancer: each rank takes over the rows of the next one."""
 
+    windows_seen = windows_needed = 0
+
     def observe(
         self, step: int, own_work_s: Sequence[float], rows: Sequence[int], **_: Any
     ) -> Change:

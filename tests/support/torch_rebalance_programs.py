@@ -122,6 +122,8 @@ class TurnedClock:
     def computed(self) -> float:
         return self.now - self.slept
 
+    computed_by_all = computed
+
     def is_past(self, mark: float) -> bool:
         return mark <= self.past
 
@@ -159,6 +161,8 @@ CASES = {  # the rule first: a script stays in force
 
 class ScriptedRule:
     """Other shares after each window."""
+
+    windows_seen = windows_needed = 0
 
     def __init__(self, micros: tuple[int, ...]) -> None:
         self._micros = micros

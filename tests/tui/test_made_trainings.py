@@ -39,7 +39,9 @@ EVEN = Habit()
 STUCK: dict[str, Any] = {"silence": 42.0, "batch": 26}
 TABLE = {
     "nothing is wrong": _all(EVEN),
-    "an optimizer that takes long is no pause": _all(Habit(update=60)),
+    "an optimizer that takes long is no pause": _all(
+        Habit(update=60), "The optimizer takes 60 ms of a step, 37 %."
+    ),
     "slow data everywhere": _all(Habit(input=60), "Input takes 60 ms of a step, 37 %."),
     "slow data on one rank": _pair(
         EVEN,

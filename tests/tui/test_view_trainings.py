@@ -170,7 +170,7 @@ def test_input_throttling_and_a_neighbour_are_seen(script: Any) -> None:
     ]
     (cause,) = msgspec.to_builtins(row.causes)
     figures = {"rank": "GPU:1", "seconds": 0.0, "part": 0.45, "others_wait": False}
-    assert cause == {"kind": "throttled", "text": row.causes[0].text, **figures}, "as --json has it"
+    assert cause == {"kind": "power", "text": row.causes[0].text, **figures}, "as --json has it"
     own, other = script.process(4000, 0), script.process(99, 1, samples_per_second=LOST)
     row = _only(script, make_ranks(**even), processes=(own, other))
     assert [cause.text for cause in row.causes] == [
@@ -424,7 +424,7 @@ def test_text_and_json_have_trainings(script: Any) -> None:
         (0.008, 0.152),
         (0.158, 0.002),
     ]
-    assert training["causes"][0]["kind"] == "waiting"
+    assert training["causes"][0]["kind"] == "unequal"
     assert sum(training["advice"]["shares"]) == 1388
 
 

@@ -41,6 +41,7 @@ from evener.live.journal import (
     RetreatEntry,
     SpeedEntry,
     StartEntry,
+    StepsEntry,
     TrainingRecord,
 )
 from evener.plan.file import Evidence, Plan, SearchSummary, Throughput
@@ -417,7 +418,8 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
     )
     yield from _noise_words(training)
     said = 0.0
-    entries = [entry for entry in training.entries if not isinstance(entry, NoiseEntry)]
+    apart = NoiseEntry | StepsEntry
+    entries = [entry for entry in training.entries if not isinstance(entry, apart)]
     for entry, following in zip(entries, (*entries[1:], None), strict=True):
         match entry:
             case StartEntry():

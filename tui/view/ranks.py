@@ -4,22 +4,21 @@ waiting, neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
 
 import msgspec
 
 from evener.balancer.number_format import duration, milliseconds, percent
 from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
-from evener.live.files import Doing, LiveDevice, Training
+from evener.live.files import Doing, LastStep, LiveDevice, Training
 from evener.printable import plain
+from evener.training.limits import LEAST_SHARE, LimitKind, TrainingLimit
+from evener.training.step_limits import MeasuredRank, TrainingFigures
+from evener.training.step_sums import RankStep, StepSums
 
 SILENT_STEPS = 3.0  # steps by which a report is late if its rank hangs, validates, or has gone
-LEAST_PART = 0.05  # of a step, from which it is named
-LEAST_EXCHANGE = 0.1  # of a step
-MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
-NOISE_ERRORS = 3.0  # from which ranks differ
 # of the time throttled, or of a device's multiprocessors that a neighbour takes
 LEAST_PERCENT = 5.0
 MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
@@ -28,6 +27,7 @@ Work = Mapping[
     tuple[str, str], tuple[float, float]
 ]  # of a device, by host and id: own work and waiting in seconds
 Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
+NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -50,10 +50,13 @@ class RankRow(msgspec.Struct, frozen=True):
     between_s: float
     least_waiting_s: float  # the lowest tenth of waiting
     own_spread: float  # interquartile range of own work over its median
+    recent: StepSums = StepSums()  # of its last steps
+    step: RankStep = NO_STEP  # of them the mean, in its parts
+    last_steps: tuple[LastStep, ...] = ()
 
 
-Kind = Literal["silent", "input", "between steps", "waiting", "exchange", "throttled", "neighbour"]
-
+SILENT = "silent"  # the kind of a cause that is no limit of steps: there are none
+HOT = ("thermal", "temperature", "heat")  # words in reasons for low clocks
 
 DOING: dict[Doing, str] = {  # what a silent rank is at
     "": "silent",
@@ -68,7 +71,7 @@ DOING: dict[Doing, str] = {  # what a silent rank is at
 class Cause(msgspec.Struct, frozen=True):
     """A cause that holds a training up, and its sentence; the figures in it are fields too."""
 
-    kind: Kind
+    kind: str  # that of a limit, or silent
     text: str
     rank: str = ""  # or device that causes it; empty: all of them
     seconds: float = 0.0  # of a step, or of silence
@@ -113,8 +116,52 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
             between_s=report.between_s,
             least_waiting_s=live.least_waiting_s or live.waiting_s,
             own_spread=live.own_spread,
+            recent=_sum_steps(report, live),
+            last_steps=report.last_steps,
         )
         yield RankPlace(row, live, sample)
+
+
+def _sum_steps(report: Training, live: LiveDevice) -> StepSums:
+    """A device's last steps; one step of medians where a process reports no sums, or not those of
+    each device.
+    """
+    if report.recent.steps and len(report.devices) == 1:
+        return report.recent
+    if not (report.step_s or live.own_work_s):
+        return StepSums()
+    if not live.own_work_s:
+        rest_s = max(0.0, report.step_s - report.input_s - report.between_s)
+        return StepSums(1, input_s=report.input_s, undivided_s=rest_s, between_s=report.between_s)
+    known_s = report.input_s + live.own_work_s + live.waiting_s + report.between_s
+    return StepSums(
+        1,
+        input_s=report.input_s,
+        own_work_s=live.own_work_s,
+        meeting_s=live.waiting_s,
+        undivided_s=max(0.0, report.step_s - known_s),  # the optimizer, and what medians leave out
+        between_s=report.between_s,
+    )
+
+
+def measure_rank(place: RankPlace, rows: Sequence[RankRow], report: Training) -> MeasuredRank:
+    """A rank's figures, by which a training is judged."""
+    row, live, _ = place
+    return MeasuredRank(
+        name=_name_rank(row, rows),
+        share=row.share,
+        sums=row.recent,
+        errors=report.errors if report.recent.steps else StepSums(),
+        own_work_s=row.own_work_s,
+        waiting_s=row.waiting_s,
+        least_waiting_s=row.least_waiting_s,
+        own_spread=row.own_spread,
+        curve=live.curve,
+        micro=row.micro,
+        most=live.most,
+        behind=report.behind,
+        starved=report.starved,
+    )
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
@@ -146,19 +193,18 @@ def _name(live: LiveDevice) -> str:
 
 
 def find_causes(
-    ranks: Sequence[RankPlace], step_s: float, processes: Sequence[ProcessSample], missing: int = 0
+    ranks: Sequence[RankPlace],
+    judged: TrainingFigures,
+    processes: Sequence[ProcessSample],
+    missing: int = 0,
 ) -> tuple[Cause, ...]:
-    """Causes that hold a training up, most certain first; `step_s` is 0 if unknown, `missing` ranks
-    aren't seen.
+    """Causes that hold a training up: ranks that are silent, its limits, then what devices say;
+    `missing` ranks aren't seen.
     """
     rows = [place.row for place in ranks]
-    reporting = [row for row in rows if not row.silent_s]
-    step_s = step_s or max(row.own_work_s + row.waiting_s for row in rows)
     return (
         *_silent(rows, missing),
-        *_input(reporting, step_s),
-        *_between(reporting, step_s),
-        *_waiting(reporting, step_s),
+        *(_describe_limit(limit, judged, rows) for limit in judged.limits),
         *_throttled(ranks),
         *_neighbours(rows, processes),
     )
@@ -196,7 +242,7 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
                 f"{name} has been silent for {duration(row.silent_s)}: stopped, or gone; the "
                 f"others wait for it."
             )
-            yield Cause("silent", text, name, row.silent_s, others_wait=True)
+            yield Cause(SILENT, text, name, row.silent_s, others_wait=True)
         elif unknown and row.doing == "sum":
             text = f"{name} has been {_at(row)}; where the others are isn't known yet."
             yield Cause(_kind(row), text, name, row.silent_s, others_wait=None)
@@ -215,9 +261,10 @@ def _waiting_for_it(others: bool) -> str:
     return "; the others wait for it" if others else ""
 
 
-def _kind(row: RankRow) -> Kind:
+def _kind(row: RankRow) -> str:
     """The kind of what a silent rank is at."""
-    return row.doing if row.doing in ("input", "between steps") else "silent"
+    kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
+    return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
@@ -227,88 +274,53 @@ def _progress(row: RankRow) -> tuple[int, int]:
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
 
-def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
-    """The ranks that come to the sum about last: what the others do before it is hidden."""
-    least_s = min((row.waiting_s for row in rows if row.own_work_s), default=0.0)
-    return [
-        row for row in rows if not row.own_work_s or row.waiting_s <= least_s + LEAST_PART * step_s
-    ]
+_WHAT = {  # takes its time of a step on all ranks, or on one
+    LimitKind.INPUT: ("Input takes", "waits for data for"),
+    LimitKind.RANK_INPUT: ("Input takes", "waits for data for"),
+    LimitKind.OPTIMIZER: ("The optimizer takes", "is in the optimizer for"),
+    LimitKind.CHECKPOINTS: ("Writing files takes", "writes files for"),
+    LimitKind.VALIDATION: ("Validation takes", "validates for"),
+    LimitKind.OWN_CODE: ("The model's own code sleeps, or waits, for", "sleeps in own work for"),
+}
 
 
-def _input(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """Waiting for data: of all ranks, or of one."""
-    found = _find_longest(rows, step_s, lambda row: row.input_s)
-    if found is None:
-        return
-    row, everywhere, waits = found
-    name = "" if everywhere else _name_rank(row, rows)
-    seconds, part = row.input_s, row.input_s / step_s
-    took = f"{milliseconds(seconds)} of a step, {percent(part)}"
-    text = f"{name} waits for data for {took}{_waiting_for_it(waits)}."
-    if everywhere:
-        text = f"Input takes {took}."
-    yield Cause("input", text, name, seconds, part, waits)
+def _describe_limit(
+    limit: TrainingLimit, judged: TrainingFigures, rows: Sequence[RankRow]
+) -> Cause:
+    """A limit as a cause, with its sentence."""
+    seconds, part = limit.milliseconds / 1e3, limit.share
+    named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
+    text, others = _write_limit(limit, named), False
+    if named:
+        waiting = [step.waiting_s for step in judged.steps]
+        own = judged.steps[rows.index(named[0])].waiting_s if len(rows) == len(waiting) else 0.0
+        others = max(waiting, default=0.0) - own >= LEAST_SHARE * judged.step_s
+    if limit.kind != LimitKind.UNEQUAL and others:
+        text += _waiting_for_it(others)
+    return Cause(limit.kind.value, f"{text}.", limit.by if named else "", seconds, part, others)
 
 
-def _between(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """Time between steps: of all ranks, or of one."""
-    found = _find_longest(rows, step_s, lambda row: row.between_s)
-    if found is None:
-        return
-    row, everywhere, waits = found
-    name = "" if everywhere else _name_rank(row, rows)
-    seconds, part = row.between_s, row.between_s / step_s
-    what = f"between steps, {percent(part)} of the time, for example in logging or clipping"
-    text = f"{name} takes {milliseconds(seconds)} {what}{_waiting_for_it(waits)}."
-    if everywhere:
-        text = f"{milliseconds(seconds)} pass {what}."
-    yield Cause("between steps", text, name, seconds, part, waits)
-
-
-def _find_longest(
-    rows: Sequence[RankRow], step_s: float, seconds: Callable[[RankRow], float]
-) -> tuple[RankRow, bool, bool] | None:
-    """The rank in which a part of the step is longest, whether it is long in all of them, and
-    whether the others wait for that rank; None if it isn't worth naming.
-    """
-    row = max(_last(rows, step_s), key=seconds, default=None)
-    if row is None or not step_s or seconds(row) < LEAST_PART * step_s:
-        return None
-    if min(map(seconds, rows)) >= seconds(row) / 2:
-        return row, True, False
-    waits = max(each.waiting_s for each in rows) - row.waiting_s >= LEAST_PART * step_s
-    return row, False, waits
-
-
-def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """The cost of unequal own work, against ranks that finish together, and of an exchange."""
-    timed = [row for row in rows if row.own_work_s]
-    if len(timed) < 2:
-        return
-    slowest = max(_last(timed, step_s), key=lambda row: row.own_work_s)
-    shares = [row.share or 1 for row in timed]
-    together = sum(shares) / sum(
-        share / row.own_work_s for share, row in zip(shares, timed, strict=True)
-    )
-    waited_s = max(row.waiting_s for row in timed) - slowest.waiting_s
-    noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(row.own_spread * row.own_work_s for row in timed)
-    if min(slowest.own_work_s - together, waited_s) >= max(LEAST_PART * step_s, noise_s):
-        name = _name_rank(slowest, rows)
-        text = (
-            f"{name} takes {milliseconds(slowest.own_work_s)} for its share; others wait up to "
-            f"{milliseconds(waited_s)} for it."
+def _write_limit(limit: TrainingLimit, named: Sequence[RankRow]) -> str:
+    """A limit as a sentence without its end."""
+    took = milliseconds(limit.milliseconds / 1e3)
+    if limit.kind == LimitKind.UNEQUAL and named:
+        own = milliseconds(named[0].own_work_s)
+        return f"{limit.by} takes {own} for its share; others wait up to {took} for it"
+    if limit.kind == LimitKind.EXCHANGE:
+        return f"Exchanging gradients takes {took} that no computation overlaps"
+    if limit.kind == LimitKind.HOST_STARVED:
+        by = f", which others have: {plain(limit.by, 120)}" if limit.by else ""
+        return f"Threads wait for a core {percent(limit.share)} of the time{by}"
+    if limit.kind == LimitKind.HOST_LAUNCHES:
+        return f"The GPU waits for its host to start kernels, in {took} of own work"
+    if limit.kind == LimitKind.BETWEEN:
+        what = (
+            f"between steps, {percent(limit.share)} of the time, for example in logging or clipping"
         )
-        yield Cause("waiting", text, name, waited_s, waited_s / step_s, True)
-    yield from _exchange(timed, step_s)
-
-
-def _exchange(timed: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """The cost of an exchange that nothing overlaps: even in its best steps every rank waits."""
-    exchange_s = min(row.least_waiting_s for row in timed)
-    if exchange_s >= LEAST_EXCHANGE * step_s:
-        took = milliseconds(exchange_s)
-        text = f"Exchanging gradients takes {took} that no computation overlaps."
-        yield Cause("exchange", text, "", exchange_s, exchange_s / step_s)
+        return f"{limit.by} takes {took} {what}" if named else f"{took} pass {what}"
+    everywhere, alone = _WHAT[limit.kind]
+    begin = f"{limit.by} {alone}" if named else everywhere
+    return f"{begin} {took} of a step, {percent(limit.share)}"
 
 
 def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
@@ -318,7 +330,9 @@ def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
             reasons = plain(", ".join(sample.throttle_reasons), 60)
             why = f": {reasons}" if reasons else ""
             text = f"{row.device} is throttled {throttled:.0f} % of the time{why}."
-            yield Cause("throttled", text, row.device, part=throttled / 100)
+            hot = any(word in reasons.lower() for word in HOT)
+            kind = LimitKind.HEAT if hot else LimitKind.POWER
+            yield Cause(kind.value, text, row.device, part=throttled / 100)
 
 
 def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> Iterator[Cause]:
@@ -333,4 +347,4 @@ def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> 
             how_much = f" ({busy:.0f} % of it)" if busy else ""
             where = each.device_label
             text = f"Process {each.pid}{whose} also computes on {where}{how_much}."
-            yield Cause("neighbour", text, where, part=busy / 100)
+            yield Cause(LimitKind.NEIGHBOUR.value, text, where, part=busy / 100)

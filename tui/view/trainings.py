@@ -5,21 +5,18 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from evener.devices.types import Snapshot
-from evener.live.files import ShareChange, Training
-from evener.plan.layout import is_curve
-from evener.plan.solver import join_curves, proportional_curves
-from evener.shares.curves import Curve
+from evener.live.files import PendingShares, ShareChange, Training
+from evener.training.limits import TrainingLimit
 from evener.training.noise_scale import NoiseScale
-from evener.training.rebalance import Advice, advise
+from evener.training.rebalance import Advice
+from evener.training.step_limits import TrainingFigures, judge_training
 
-from .ranks import MEDIAN_ERROR, Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
-
-MOST_ROWS = 1 << 24  # of a step for which shares are looked for
-LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
+from .ranks import Cause, Placed, RankPlace, RankRow, find_causes, measure_rank, place_ranks
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
@@ -47,6 +44,9 @@ class TrainingRow(msgspec.Struct, frozen=True):
     changes: tuple[ShareChange, ...]  # of the shares, oldest first
     retreats: tuple[str, ...] = ()  # of each rank that ran out of memory, the last one
     noise: NoiseScale | None = None  # of its gradient
+    limits: tuple[TrainingLimit, ...] = ()  # of its steps, the largest first
+    starved: float = 0.0  # of the time, in which threads of a rank waited for cores
+    pending: PendingShares | None = None  # the next change of shares that it makes by itself
 
     @property
     def key(self) -> tuple[str, int]:
@@ -67,19 +67,21 @@ def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> TrainingRow:
     reports = sorted(reports, key=lambda each: (each.rank, each.pid))
-    places = [
-        place for each in reports for place in place_ranks(each, samples, snapshot.at_seconds)
-    ]
-    ranks = tuple(place.row for place in places)
-    reporting = [row for row in ranks if not row.silent_s]
     newest = max(reports, key=lambda each: each.updated_at)
-    missing = max(0, max(each.world for each in reports) - len({each.rank for each in reports}))
+    missing = max(0, _most(reports, "world") - len({each.rank for each in reports}))
+    placed = [
+        (report, place)
+        for report in reports
+        for place in place_ranks(report, samples, snapshot.at_seconds)
+    ]
+    judged = _judge(placed, missing)
+    places = [place for _, place in placed]
+    ranks = _add_steps([place.row for place in places], judged)
+    reporting = [row for row in ranks if not row.silent_s]
     speed = sum(row.samples_per_second for row in reporting)
-    plan = max(each.plan_samples_per_second for each in reports)
+    plan = _most(reports, "plan_samples_per_second")
     watts = _watts(places)
-    step_s = max(each.step_s for each in reports)
-    causes = find_causes(places, step_s, snapshot.processes, missing)
-    uneven = not missing and any(cause.kind == "waiting" for cause in causes)
+    whole = not missing
     return TrainingRow(
         training=newest.training,
         workload=newest.workload,
@@ -90,18 +92,44 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         samples_per_second=speed,
         tokens_per_second=sum(row.tokens_per_second for row in reporting),
         watts=watts,
-        samples_per_joule=speed / watts if watts and not missing else 0.0,
+        samples_per_joule=speed / watts if watts and whole else 0.0,
         plan_samples_per_second=plan,
-        of_plan=speed / plan if plan and not missing else 0.0,
-        step_s=step_s,
-        step_spread=max(each.step_spread for each in reports),
-        input_s=max(each.input_s for each in reports),
-        between_s=max(each.between_s for each in reports),
-        causes=causes,
-        advice=_advice(places, step_s) if uneven else None,
+        of_plan=speed / plan if plan and whole else 0.0,
+        step_s=_most(reports, "step_s"),
+        step_spread=_most(reports, "step_spread"),
+        input_s=_most(reports, "input_s"),
+        between_s=_most(reports, "between_s"),
+        causes=find_causes(places, judged, snapshot.processes, missing),
+        advice=judged.advice,
         changes=max((each.changes for each in reports), key=len),
         retreats=tuple(each.retreat for each in reports if each.retreat),
         noise=newest.noise,
+        limits=judged.limits,
+        starved=_most(reports, "starved"),
+        pending=newest.pending,
+    )
+
+
+def _most(reports: Sequence[Training], name: str) -> Any:
+    """The largest figure of this name in any rank's report."""
+    return max(getattr(each, name) for each in reports)
+
+
+def _judge(placed: Sequence[tuple[Training, RankPlace]], missing: int) -> TrainingFigures:
+    """What limits the steps of the ranks that report."""
+    rows = [place.row for _, place in placed]
+    reporting = [
+        measure_rank(place, rows, report) for report, place in placed if not place.row.silent_s
+    ]
+    whole = not missing and len(reporting) == len(placed)
+    return judge_training(reporting, whole)
+
+
+def _add_steps(rows: Sequence[RankRow], judged: TrainingFigures) -> tuple[RankRow, ...]:
+    """The rows with the step of each rank, in its parts; those of silent ranks are without."""
+    steps = iter(judged.steps)
+    return tuple(
+        row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
     )
 
 
@@ -111,40 +139,3 @@ def _watts(places: Sequence[RankPlace]) -> float:
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [each for each in watts if each is not None]
     return sum(known) if len(known) == len(watts) and all(place.sample for place in places) else 0.0
-
-
-def _advice(places: Sequence[RankPlace], step_s: float) -> Advice | None:
-    """The shares that the ranks' own work calls for; None where it says too little, or they
-    wouldn't gain clearly.
-    """
-    rows = [place.row for place in places]
-    shares, own_work_s = [row.share for row in rows], [row.own_work_s for row in rows]
-    if len(rows) < 2 or any(row.silent_s for row in rows) or not all(shares):
-        return None
-    if sum(shares) > MOST_ROWS or not all(map(_is_plausible, own_work_s)):
-        return None
-    in_passes = any(row.micro and row.micro < row.share for row in rows)
-    most = [place.live.most for place in places]
-    found = advise(_curves(places, shares), shares, own_work_s, step_s, most, in_passes)
-    error = 2 * MEDIAN_ERROR * max(row.own_spread for row in rows)
-    return (
-        msgspec.structs.replace(found, error=error)
-        if found is not None and found.gain > error
-        else None
-    )
-
-
-def _curves(places: Sequence[RankPlace], shares: Sequence[int]) -> Sequence[Curve]:
-    """The plan's curves; times in proportion to rows where a rank has none, or its curve can't be
-    true.
-    """
-    curves = join_curves(
-        [place.live.curve if is_curve(place.live.curve) else () for place in places], shares
-    )
-    steps = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
-    return curves if all(map(_is_plausible, steps)) else proportional_curves(shares)
-
-
-def _is_plausible(seconds: float) -> bool:
-    """True if a step can have taken that long: reports are foreign figures."""
-    return LEAST_WORK_S < seconds < MOST_WORK_S

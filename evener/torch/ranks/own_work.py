@@ -9,15 +9,17 @@ rank.
 from __future__ import annotations
 
 import math
+import resource
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
+from statistics import stdev
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -27,21 +29,44 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ...live.files import MOST_CHANGES, Details, Doing, ShareChange, clean
+from ...live.files import (
+    MOST_CHANGES,
+    MOST_STEPS,
+    Details,
+    Doing,
+    LastStep,
+    PendingShares,
+    ShareChange,
+    clean,
+)
 from ...live.journal import TrainingJournal
 from ...live.reporter import DeviceTimes, Reporter, middle, spread, sum_up
 from ...plan.check import describe
+from ...system.thread_writes import ThreadWrites
+from ...training.launched import launched_run
 from ...training.retreat import Retreat, say
+from ...training.step_sums import StepSums
 from ..sums.collectives import own_collectives
 from ..sums.noise import RankNoise
 from .ranks import RankShares
 
 KEPT_STEPS = 25  # that medians are taken over
+KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
+WARM_STEPS = 3  # of a training, which no sum counts: kernels are chosen, memory is allocated
+RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums are over
+BIN_SECONDS = 1.0  # in which they move on
+FEWEST_BINS, ERRORS = 4, 2.4  # that show an error, and its multiple that is half of an interval
+LEAST_FILE_SECONDS = 1e-3  # between two steps, in which they may have written files
+LEAST_FILE_BYTES = 64 << 10  # that they wrote then, from which files took the time
+Phase = Literal[Doing, "validation", "files"]
 OWN: Doing = "own work"
 SUM: Doing = "sum"
 UPDATE: Doing = "update"
 BETWEEN: Doing = "between steps"
 INPUT: Doing = "input"
+VALIDATION: Final = "validation"
+FILES: Final = "files"
+PARTS_END = StepSums.__struct_fields__.index("between_s") + 1  # of fields that don't overlap
 
 
 class HostClock:
@@ -51,6 +76,7 @@ class HostClock:
 
     mark = staticmethod(time.perf_counter)
     computed = staticmethod(time.thread_time)  # seconds that the CPU has computed for this thread
+    computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
         """True for every mark."""
@@ -81,6 +107,8 @@ class GpuClock:
         """NaN: whether a GPU computes all the time isn't known."""
         return math.nan
 
+    computed_by_all = computed
+
     def is_past(self, mark: Any) -> bool:
         """True if the GPU has come to a mark; doesn't wait."""
         return bool(mark.query())
@@ -109,6 +137,8 @@ class TimedStep(NamedTuple):
     behind: float = math.nan  # 1 if the GPU was behind its host when gradients were sent, else 0
     computing: float = math.nan  # the part of own work in which the CPU computed for the loop
     idle_input_s: float = math.nan  # of input_s: the loop's thread waited for others to fetch rows
+    # all of its time, with that since the loop before, in the order of StepSums
+    sums: tuple[float, ...] = ()
 
 
 class _Marked(NamedTuple):
@@ -116,19 +146,24 @@ class _Marked(NamedTuple):
 
     sizes: tuple[int, ...]
     asked: Any  # for this batch; None where a loop began with it
-    marks: Sequence[tuple[Doing, Any]]  # the phase that began at each; own work at the first
+    # from the end of the loop before to this batch, where a loop began with it
+    apart: Sequence[tuple[Phase, Any]]
+    marks: Sequence[tuple[Phase, Any]]  # the phase that began at each; own work at the first
     done: Any  # the next batch is asked for
     number: int
+    counts: bool  # its gradients were computed, or an optimizer has used them
     disturbed: bool
     behind: float
     computed_s: float  # by the CPU, in own work
     idle_input_s: float
+    all_computed_s: float  # the same by all threads of the process
 
 
 class StepTimer:
     """Times the steps of one rank's training; `alone` if no gradient waits for another rank's.
 
-    A step without gradients, such as one of two batches that are taken together, isn't counted.
+    A step without gradients, such as one of two batches that are taken together, isn't counted; its
+    time is part of the sums.
     """
 
     def __init__(self, clock: Any, alone: bool) -> None:
@@ -141,27 +176,40 @@ class StepTimer:
             None
         )  # hears of each batch, and of updates
         self._updates = 0  # of optimizers
-        self._marks: list[tuple[Doing, Any]] = []
+        self._marks: list[tuple[Phase, Any]] = []  # of the batch that is trained
+        self._apart: list[tuple[Phase, Any]] = []  # since the last loop has ended
+        self._before: list[tuple[Phase, Any]] = []  # the same, of the batch that began a loop
+        self._validates = False  # since the last update, or the end of the last loop
         self._batches = 0  # that were begun
         self._computed = self._applied = False  # gradients of the batch
         self._disturbed = False  # the step
         self._behind = math.nan
         self._computed_s = (math.nan, math.nan)  # as own work began, and when gradients were ready
+        self._all_computed_s = (math.nan, math.nan)  # the same, by all threads of the process
         self._thread = 0  # in which own work began
         self._idle_s = math.nan  # of this thread so far, as the loop asked for its batch
         self._idle_input_s = math.nan  # of the newest batch
-        self._steps: deque[_Marked | TimedStep] = deque(maxlen=KEPT_STEPS)
+        self._writes: ThreadWrites | None = None  # of the loop's thread, once they may take long
+        self._written = 0  # bytes, as the time between two steps began
+        self._between_at = 0.0  # by the host's clock, the same
+        self._marked: deque[_Marked] = deque(maxlen=KEPT_MARKED)  # that aren't timed yet
+        self._steps: deque[TimedStep] = deque(maxlen=KEPT_STEPS)
+        self._counted = 0  # steps so far
+        self.sums = RunningSums()  # of all steps but the first
         _timers.add(self)
 
     def begin(self, sizes: tuple[int, ...]) -> None:
         """Begin a batch of which the ranks have these rows."""
         self.sizes = sizes
+        self._note_files(self._apart)
+        self._before, self._apart = self._apart, []
         self._idle_input_s = _idle_seconds() - self._idle_s
         self._marks = [(OWN, self._clock.mark())]
         self._batches += 1
-        self._computed = self._applied = False
+        self._computed = self._applied = self._validates = False
         self._disturbed, self._behind, self._thread = False, math.nan, get_ident()
         self._computed_s = (self._clock.computed(), math.nan)
+        self._all_computed_s = (self._clock.computed_by_all(), math.nan)
         self.begun(sizes, self._updates)
 
     def disturb(self) -> None:
@@ -170,10 +218,33 @@ class StepTimer:
         """
         self._disturbed = True
 
-    def _enter(self, doing: Doing, *after: Doing) -> None:
+    def _enter(self, doing: Phase, *after: Phase) -> None:
         """Begin `doing` if one of `after` goes on."""
         if self._marks and self._marks[-1][0] in after:
+            self._note_files(self._marks)
             self._marks.append((doing, self._clock.mark()))
+            if doing == BETWEEN:
+                self._begin_between()
+
+    def _begin_between(self) -> None:
+        """Begin time between two steps, in which files may be written."""
+        self._between_at = time.perf_counter()
+        if self._writes is not None:
+            self._written = self._writes.count_bytes()
+
+    def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
+        """Note that files were written in the time between two steps that ends now, if so.
+
+        Bytes are counted from the first time on that was long enough.
+        """
+        if not marks or marks[-1][0] != BETWEEN:
+            return
+        if time.perf_counter() - self._between_at < LEAST_FILE_SECONDS:
+            return
+        if self._writes is None:
+            self._writes = ThreadWrites()
+        elif self._writes.count_bytes() - self._written >= LEAST_FILE_BYTES:
+            marks[-1] = (FILES, marks[-1][1])
 
     def note_gradients(self) -> None:
         """Note that the last gradient is ready; with several passes, called for each."""
@@ -188,6 +259,7 @@ class StepTimer:
         self._enter(SUM, OWN)
         ready_s = self._clock.computed() if get_ident() == self._thread else math.nan
         self._computed_s = (self._computed_s[0], ready_s)
+        self._all_computed_s = (self._all_computed_s[0], self._clock.computed_by_all())
 
     def note_sent(self) -> None:
         """Note that the host has enqueued the sum of all gradients.
@@ -203,11 +275,12 @@ class StepTimer:
 
     def note_update(self) -> None:
         """Note that an optimizer begins."""
-        if (
-            self._alone
-            and self._marks
-            and [doing for doing, _ in self._marks[-2:]] != [SUM, BETWEEN]
-        ):
+        marks = self._marks
+        if not (self.has_own_work or self._alone):
+            if marks and marks[-1][0] == BETWEEN:  # another backward pass, before this update
+                marks[-1] = (OWN, marks[-1][1])
+            self._enter(UPDATE, OWN)
+        elif self._alone and marks and [doing for doing, _ in marks[-2:]] != [SUM, BETWEEN]:
             self.note_gradients()  # nothing else says that they are ready
         self._applied = True
         self._updates += 1
@@ -217,9 +290,27 @@ class StepTimer:
         """Note that an optimizer has ended."""
         self._enter(BETWEEN, UPDATE)
 
+    def note_validation(self) -> None:
+        """Note that a batch of a validation begins; nothing while a step computes."""
+        marks = self._marks or self._apart
+        if not marks or marks[-1][0] not in (BETWEEN, VALIDATION):
+            return
+        if self._validates and marks[-1][0] == BETWEEN:
+            self._clock.reuse([marks.pop()[1]])  # the validation goes on
+        phase = BETWEEN if marks[-1][0] == VALIDATION else VALIDATION
+        self._note_files(marks)
+        marks.append((phase, self._clock.mark()))
+        self._validates = True
+        if phase == BETWEEN:
+            self._begin_between()
+
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """A context in which evener waits for other ranks, which is no own work."""
+        if self._validates:  # which goes on
+            with own_collectives():
+                yield
+            return
         before = self._marks[-1][0] if self._marks else SUM
         self._enter(SUM, OWN, UPDATE, BETWEEN)
         with own_collectives():
@@ -229,45 +320,90 @@ class StepTimer:
 
     def now(self) -> tuple[int, Doing]:
         """The number of batches begun, and what the loop is doing now; a GPU may be behind it."""
-        doing = self._marks[-1][0] if self._marks else BETWEEN if self._asked is None else INPUT
-        return self._batches, doing
+        if not self._marks:
+            return self._batches, BETWEEN if self._asked is None else INPUT
+        doing = self._marks[-1][0]
+        if doing == VALIDATION:
+            return self._batches, BETWEEN
+        return self._batches, BETWEEN if doing == FILES else doing
 
     def finish(self) -> bool:
         """End a step as the loop asks for its next batch; True if its gradients were computed and
         exchanged.
         """
+        if not self._marks and self._asked is not None:
+            return False  # it has asked already
         done = self._clock.mark()
-        if self._marks and (self._computed or self._applied):
+        computed, counts = self._computed, self._computed or self._applied
+        if self._marks:
+            self._note_files(self._marks)
             began_s, ready_s = self._computed_s
+            all_began_s, all_ready_s = self._all_computed_s
             step = _Marked(
                 self.sizes,
                 self._asked,
+                self._before,
                 self._marks,
                 done,
                 self._batches,
+                counts,
                 self._disturbed,
                 self._behind,
                 ready_s - began_s,
                 self._idle_input_s,
+                all_ready_s - all_began_s,
             )
-            self._steps.append(step)
-        computed = self._computed
-        self.pause()
+            self._marked.append(step)
+            self._time_past(most=2)
+        self._forget()
         self._asked, self._idle_s = done, _idle_seconds()
         return computed
 
     def pause(self) -> None:
-        """End a loop: time before the next batch belongs to no step."""
+        """End a loop: time before the next batch is part of no step, but of the sums."""
+        left = self._asked
+        self._forget()
+        if left is not None:
+            self._apart = [(BETWEEN, left)]
+            self._begin_between()
+
+    def _forget(self) -> None:
         self._asked, self._marks, self._idle_s = None, [], math.nan
-        self._computed = self._applied = False
+        self._before = []
+        self._computed = self._applied = self._validates = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
         """The steps among the last `count` that the device has computed."""
-        for place, step in enumerate(self._steps):
-            if isinstance(step, _Marked) and self._clock.is_past(step.done):
-                self._steps[place] = self._time(step)
-                self._clock.reuse([mark for _, mark in step.marks])
-        return [step for step in list(self._steps)[-count:] if isinstance(step, TimedStep)]
+        self._time_past(most=KEPT_MARKED)
+        missing = sum(each.counts for each in self._marked)
+        return list(self._steps)[-max(0, count - missing) :] if count > missing else []
+
+    def _time_past(self, most: int) -> None:
+        """Time at most `most` of the steps that the device has computed since the last time."""
+        for _ in range(most):
+            if not self._marked or not self._clock.is_past(self._marked[0].done):
+                return
+            marked = self._marked.popleft()
+            step = self._time(marked)
+            if marked.counts:
+                self._steps.append(step)
+            if self._counted >= WARM_STEPS and not marked.disturbed:
+                self.sums.add(step.sums, sum(step.sums[1:PARTS_END]))
+            self._counted += marked.counts
+            self._clock.reuse([mark for _, mark in (*marked.apart[1:], *marked.marks)])
+
+    def last_steps(self) -> tuple[LastStep, ...]:
+        """The last steps in their parts, oldest first."""
+        return tuple(
+            LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
+        )
+
+    def behind_part(self) -> float:
+        """The part of the last steps in which the GPU was behind its host; -1 if that isn't
+        known.
+        """
+        known = [step.behind for step in self.last() if not math.isnan(step.behind)]
+        return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
         """The medians of the last steps, 0 for unknown ones: of this device, and of the whole
@@ -289,25 +425,119 @@ class StepTimer:
     def _time(self, marked: _Marked) -> TimedStep:
         seconds, asked, marks = self._clock.seconds, marked.asked, marked.marks
         input_s = math.nan if asked is None else seconds(asked, marks[0][1])
-        spans = dict.fromkeys((OWN, SUM, UPDATE, BETWEEN), math.nan)
-        closed = (
-            [*marks, (BETWEEN, marked.done)] if marks[-1][0] == BETWEEN else marks
-        )  # nothing says when others end
-        for (doing, start), (_, end) in pairwise(closed):
-            spans[doing] = seconds(start, end) + (0.0 if math.isnan(spans[doing]) else spans[doing])
+        spans = known = _add_spans(marks, marked.done, seconds)
+        if marks[-1][0] in (OWN, SUM, UPDATE):  # nothing says when these end
+            known = _add_spans(marks[:-1], marks[-1][1], seconds)
+        own_s = known.get(OWN, math.nan)
+        between = [known[each] for each in (BETWEEN, FILES, VALIDATION) if each in known]
         return TimedStep(
             marked.sizes,
-            spans[OWN] if self.has_own_work else math.nan,
-            spans[SUM] if self.has_own_work else math.nan,
+            own_s if self.has_own_work else math.nan,
+            known.get(SUM, math.nan) if self.has_own_work else math.nan,
             input_s,
             math.nan if asked is None else seconds(asked, marked.done),
-            spans[BETWEEN],
+            sum(between) if between else math.nan,
             marked.number,
             marked.disturbed,
             marked.behind,
-            marked.computed_s / spans[OWN] if spans[OWN] > 0 else math.nan,
+            marked.computed_s / own_s if own_s > 0 else math.nan,
             min(input_s, marked.idle_input_s),
+            self._sum_up(marked, spans, 0.0 if asked is None else input_s),
         )
+
+    def _sum_up(
+        self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
+    ) -> tuple[float, ...]:
+        """All of a step's seconds, with those since the loop before."""
+        first = marked.marks[0][1]
+        apart = _add_spans(marked.apart, first, self._clock.seconds) if marked.apart else {}
+        own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
+        if not (self.has_own_work or self._alone):
+            own_s, meeting_s, undivided_s = 0.0, 0.0, own_s + meeting_s
+        idle_input_s = min(input_s, max(0.0, _zero_for_nan(marked.idle_input_s)))
+        computed_s = own_s if math.isnan(marked.all_computed_s) else marked.all_computed_s
+        return (
+            float(marked.counts),
+            input_s,
+            own_s,
+            meeting_s,
+            undivided_s,
+            spans.get(UPDATE, 0.0),
+            spans.get(FILES, 0.0) + apart.get(FILES, 0.0),
+            spans.get(VALIDATION, 0.0) + apart.get(VALIDATION, 0.0),
+            spans.get(BETWEEN, 0.0) + apart.get(BETWEEN, 0.0),
+            idle_input_s,
+            max(0.0, own_s - computed_s),
+        )
+
+
+def _add_spans(
+    marks: Sequence[tuple[Phase, Any]], end: Any, seconds: Callable[[Any, Any], float]
+) -> dict[Phase, float]:
+    """The seconds of each phase, from the first mark to `end`."""
+    spans: dict[Phase, float] = {}
+    for place, (phase, start) in enumerate(marks, 1):
+        stop = marks[place][1] if place < len(marks) else end
+        took_s = max(0.0, seconds(start, stop))  # streams of a GPU may overlap
+        spans[phase] = spans.get(phase, 0.0) + took_s
+    return spans
+
+
+def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
+    """Input, own work, the meeting, and what lies between steps; sums are as in StepSums."""
+    step = StepSums(0, *sums[1:])
+    return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
+
+
+def _zero_for_nan(seconds: float) -> float:
+    return 0.0 if math.isnan(seconds) else seconds
+
+
+class RunningSums:
+    """Sums over all steps, and over the last ones: enough of them, and seconds enough."""
+
+    def __init__(self) -> None:
+        self._now = [0.0] * len(StepSums.__struct_fields__)
+        self._ends = deque([StepSums()])  # what went before each of the last bins
+        self._bin_s = 0.0  # of the newest bin
+
+    @property
+    def whole(self) -> StepSums:
+        """The sums over all steps."""
+        return StepSums(int(self._now[0]), *self._now[1:])
+
+    def add(self, step: Sequence[float], seconds: float) -> None:
+        """Add a step, in the order of StepSums, or what is part of the next one."""
+        for place, figure in enumerate(step):
+            self._now[place] += figure
+        self._bin_s += seconds
+        if step[0] and self._bin_s >= BIN_SECONDS:
+            self._bin_s = 0.0
+            whole = self.whole
+            self._ends.append(whole)
+            while len(self._ends) > 2 and self._is_enough(whole.minus(self._ends[1])):
+                self._ends.popleft()
+
+    def recent(self) -> StepSums:
+        """The sums over the last steps."""
+        return self.whole.minus(self._ends[0])
+
+    def errors(self) -> StepSums:
+        """Half of the 95 % interval of each recent mean per step, by how the bins of it differ; as
+        large as the mean where there are too few.
+        """
+        bins = [after.minus(before) for before, after in pairwise(self._ends)]
+        bins = [each for each in bins if each.steps]
+        names = StepSums.__struct_fields__[1:]
+        if len(bins) < FEWEST_BINS:
+            recent = self.recent()
+            return StepSums(recent.steps, *map(recent.mean, names))
+        found = (stdev([each.mean(name) for each in bins]) for name in names)
+        return StepSums(len(bins), *(ERRORS * each / math.sqrt(len(bins)) for each in found))
+
+    @staticmethod
+    def _is_enough(sums: StepSums) -> bool:
+        return sums.steps >= RECENT_STEPS and sums.seconds >= RECENT_SECONDS
 
 
 def _idle_seconds() -> float:
@@ -324,8 +554,8 @@ RETREATS = "evener/retreats"  # lines of ranks whose journal the first one keeps
 
 
 class StepReporter:
-    """Reports the steps of one rank to the monitor; with `journal`, the first rank keeps one of the
-    whole training.
+    """Reports the steps of one rank to the monitor; with `journal`, and under a launcher, the first
+    rank keeps one of the whole training.
 
     `shares` are those in force, and `timer` has the times of the steps.
     """
@@ -343,8 +573,9 @@ class StepReporter:
             0,
             "",
         )  # passes that ran out of memory, and the last of them in words
+        self.pending: Callable[[], PendingShares | None] = lambda: None  # the next change of shares
         self._journal = None
-        if journal and shares.rank == 0:
+        if (journal or launched_run()) and shares.rank == 0:
             names = tuple(map(describe, shares.shares))
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
@@ -400,6 +631,8 @@ class StepReporter:
     def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
         self._collect_retreats()
         now, (work, step) = self.shares, self._timer.medians()
+        sums = self._timer.sums
+        memory_bytes, memory_of_bytes = _read_memory(now.device)
         details = msgspec.structs.replace(
             step,
             training=now.training,
@@ -410,8 +643,26 @@ class StepReporter:
             retreats=self.retreats,
             retreat=clean(self.retreat),
             noise=None if self._noise is None else self._noise.scale(),
+            recent=sums.recent(),
+            errors=sums.errors(),
+            whole=sums.whole,
+            last_steps=self._timer.last_steps(),
+            behind=self._timer.behind_part(),
+            memory_bytes=memory_bytes,
+            memory_of_bytes=memory_of_bytes,
+            pending=self.pending(),
         )
         return details, (work,)
+
+
+def _read_memory(device: torch.device) -> tuple[int, int]:
+    """The most bytes that this process has held of its device, and those that there are; 0 where
+    that isn't known.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.max_memory_reserved(device), total
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, 0
 
 
 _timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()

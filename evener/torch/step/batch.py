@@ -386,6 +386,7 @@ class Steps(StepListener):
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:
+            training.timer.note_validation()
             return
         weights.note_lengths(batch)
         weights.is_loops = True

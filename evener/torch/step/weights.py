@@ -318,6 +318,7 @@ class BatchWeights(BatchTracker):
         if self._checking:
             return None
         if not torch.is_grad_enabled():
+            self.timer.note_validation()
             if self.current is not None:
                 self.current.used = True
             return None

@@ -1,0 +1,34 @@
+"""The bytes that a thread writes, as Linux counts them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+_WRITTEN = b"wchar:"
+
+
+class ThreadWrites:
+    """Counts what the thread that makes it writes; a call costs about a microsecond.
+
+    Where the kernel keeps no count, it stays 0.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        with suppress(OSError):
+            self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
+
+    def count_bytes(self) -> int:
+        """The bytes that this thread has written so far, to files, pipes and sockets by write()."""
+        if self._descriptor < 0:
+            return 0
+        with suppress(OSError, ValueError, IndexError):  # of a thread that has ended, for example
+            fields = os.pread(self._descriptor, 512, 0).split()
+            return int(fields[fields.index(_WRITTEN) + 1])
+        return 0
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)

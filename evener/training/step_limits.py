@@ -1,0 +1,270 @@
+"""What limits a training, by the steps of its ranks while it trains. Pure.
+
+The rank that comes to the exchange last decides how long a step takes: what other ranks do before
+it is hidden. A part that takes about as long on every rank is the training's; one that takes long
+on one rank alone costs as long as the others wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..plan.layout import is_curve
+from ..plan.solver import join_curves, proportional_curves
+from ..shares.curves import Curve
+from .limits import LEAST_SHARE, LimitKind, StepPart, TrainingLimit, find_limits
+from .rebalance import Advice, advise
+from .step_sums import RankStep, StepSums, divide_meeting
+
+LEAST_EXCHANGE = 0.1  # of a step
+MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
+NOISE_ERRORS = 3.0  # from which ranks differ
+BEHIND_PART = 0.5  # of the steps, in which a GPU is behind its host, from which it is the limit
+MOST_STARVED = 0.5  # of idle own work that want of cores explains, for the rest to be the model's
+MOST_ROWS = 1 << 24  # of a step for which shares are looked for
+LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
+HALF = 0.5  # of a part that goes once for each step, with batches twice as large
+
+REMEDIES = {
+    LimitKind.INPUT: (
+        "Load rows in worker processes, or in more of them: DataLoader(num_workers=4, "
+        "persistent_workers=True)."
+    ),
+    LimitKind.EXCHANGE: "Exchange half as often: a batch twice as large, or twice the passes.",
+    LimitKind.HOST_LAUNCHES: "Take a batch twice as large, or compile the model (torch.compile).",
+    LimitKind.OPTIMIZER: "Update half as often, by a batch twice as large; or use fused=True.",
+    LimitKind.CHECKPOINTS: "Write checkpoints half as often, or in the background.",
+    LimitKind.VALIDATION: "Validate half as often, or on half of the rows.",
+}
+
+
+class MeasuredRank(NamedTuple):
+    """A rank's steps; 0 for what isn't known."""
+
+    name: str
+    share: int
+    sums: StepSums  # of its time
+    errors: StepSums  # half of the 95 % interval of each mean of these
+    own_work_s: float  # median
+    waiting_s: float  # median, with the exchange
+    least_waiting_s: float  # the lowest tenth
+    own_spread: float  # interquartile range of own work over its median
+    curve: tuple[tuple[float, float], ...] = ()  # the plan's, of its device
+    micro: int = 0  # rows of a pass
+    most: int = 0  # rows of a pass that its memory holds
+    behind: float = -1.0  # part of the steps in which the GPU was behind its host; -1: unknown
+    starved: float = 0.0  # part of the time in which its threads waited for cores
+
+
+class TrainingFigures(NamedTuple):
+    """What is known of a training's steps, and what limits them."""
+
+    step_s: float  # mean
+    steps: tuple[RankStep, ...]  # of each rank, in five parts
+    limits: tuple[TrainingLimit, ...]  # the largest first
+    advice: Advice | None  # shares that would be faster
+
+
+def judge_training(
+    ranks: Sequence[MeasuredRank], whole: bool = True, takers: str = ""
+) -> TrainingFigures:
+    """What limits the steps of these ranks.
+
+    Not `whole`: others of its ranks aren't known, so that no shares can be advised. `takers` are
+    the programs that had the cores which this one wanted.
+    """
+    steps = tuple(
+        divide_meeting([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
+    )
+    step_s = max((each.step_s for each in steps), default=0.0)
+    if step_s <= 0:
+        return TrainingFigures(0.0, steps, (), None)
+    parts = [*_list_single_parts(ranks, steps, step_s, takers)]
+    unequal = _find_unequal(ranks, steps, step_s)
+    advice = None
+    if unequal is not None:
+        advice = advise_shares(ranks, step_s) if whole else None
+        parts.append(_with_advice(unequal, advice, step_s))
+    return TrainingFigures(step_s, steps, find_limits(step_s, parts), advice)
+
+
+def _list_single_parts(
+    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, takers: str
+) -> Iterator[StepPart]:
+    """The parts of a step but unequal work."""
+    found = _Finder(ranks, steps, step_s)
+    yield from found.find(LimitKind.INPUT, "input_s", alone=LimitKind.RANK_INPUT)
+    yield from found.find(LimitKind.OPTIMIZER, "update_s", spared=HALF)
+    yield from found.find(LimitKind.CHECKPOINTS, "files_s", spared=HALF)
+    yield from found.find(LimitKind.VALIDATION, "validation_s", spared=HALF)
+    yield from found.find(LimitKind.BETWEEN, "between_s")
+    yield from _find_exchange(ranks, steps, step_s)
+    yield from _find_host(ranks, steps, step_s, takers)
+
+
+class _Finder:
+    """Finds parts that are long on the ranks that come last, or on one of them."""
+
+    def __init__(
+        self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
+    ) -> None:
+        self._ranks, self._steps, self._step_s = ranks, steps, step_s
+        self._last = list_last(steps, step_s)
+
+    def find(
+        self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
+    ) -> Iterator[StepPart]:
+        """The part of this name, of which a remedy spares so much; of one rank it is `alone`."""
+        means = [each.sums.mean(name) for each in self._ranks]
+        place = max(self._last, key=means.__getitem__)
+        seconds = means[place]
+        if seconds < LEAST_SHARE * self._step_s:
+            return
+        error_s = float(getattr(self._ranks[place].errors, name))
+        remedy = REMEDIES.get(kind, "")
+        if min(means) >= seconds / 2:
+            yield StepPart(
+                kind=kind, seconds=seconds, error_s=error_s, spared=spared, remedy=remedy
+            )
+            return
+        waiting = [each.waiting_s for each in self._steps]
+        others_wait_s = max(waiting) - waiting[place]
+        spared *= min(1.0, max(others_wait_s, 0.0) / seconds)
+        yield StepPart(
+            kind=alone or kind,
+            seconds=seconds,
+            error_s=error_s,
+            spared=spared,
+            remedy="" if alone else remedy,
+            by=self._ranks[place].name,
+        )
+
+
+def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
+    """The ranks that come to the exchange about last."""
+    least_s = min(each.waiting_s for each in steps)
+    return [
+        place
+        for place, each in enumerate(steps)
+        if each.waiting_s <= least_s + LEAST_SHARE * step_s
+    ]
+
+
+def _find_exchange(
+    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
+) -> Iterator[StepPart]:
+    """An exchange that nothing overlaps: even in its best steps every rank waits."""
+    if len(ranks) < 2:
+        return
+    seconds = min(each.exchange_s for each in steps)
+    if seconds >= LEAST_EXCHANGE * step_s:
+        yield StepPart(
+            kind=LimitKind.EXCHANGE,
+            seconds=seconds,
+            error_s=min(each.errors.meeting_s for each in ranks),
+            spared=HALF,
+            remedy=REMEDIES[LimitKind.EXCHANGE],
+        )
+
+
+def _find_host(
+    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, takers: str
+) -> Iterator[StepPart]:
+    """Waiting for cores, a GPU that waits for its host, and a model that waits by itself."""
+    last = list_last(steps, step_s)
+    place = max(last, key=lambda each: ranks[each].starved)
+    starved_s = ranks[place].starved * step_s
+    if starved_s > 0:
+        kind = LimitKind.HOST_STARVED
+        yield StepPart(kind=kind, seconds=starved_s, error_s=starved_s / 4, by=takers)
+    slowest = ranks[max(last, key=lambda each: steps[each].own_work_s)]
+    own_s = slowest.sums.mean("own_work_s")
+    if 0 <= slowest.behind < BEHIND_PART:
+        yield StepPart(
+            kind=LimitKind.HOST_LAUNCHES,
+            seconds=own_s,
+            error_s=own_s / 2,
+            spared=HALF,
+            remedy=REMEDIES[LimitKind.HOST_LAUNCHES],
+        )
+    idle_s = slowest.sums.mean("idle_own_s")
+    if idle_s > 0 and starved_s <= MOST_STARVED * idle_s:
+        kind, error_s = LimitKind.OWN_CODE, slowest.errors.idle_own_s + starved_s
+        yield StepPart(kind=kind, seconds=idle_s - starved_s, error_s=error_s)
+
+
+def _find_unequal(
+    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
+) -> StepPart | None:
+    """What the others wait for one rank's own work, where it is more than noise; None else."""
+    timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
+    if len(timed) < 2:
+        return None
+    last = [place for place in list_last(steps, step_s) if place in timed] or timed
+    slowest = ranks[max(last, key=lambda each: ranks[each].own_work_s)]
+    known = [ranks[place] for place in timed]
+    shares = [each.share or 1 for each in known]
+    rates = [share / each.own_work_s for share, each in zip(shares, known, strict=True)]
+    together_s = sum(shares) / sum(rates) if math.fsum(rates) > 0 else 0.0
+    waited_s = max(each.waiting_s for each in known) - slowest.waiting_s
+    noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(each.own_spread * each.own_work_s for each in known)
+    if min(slowest.own_work_s - together_s, waited_s) < max(LEAST_SHARE * step_s, noise_s):
+        return None
+    return StepPart(
+        kind=LimitKind.UNEQUAL,
+        seconds=waited_s,
+        error_s=noise_s,
+        spared=(slowest.own_work_s - together_s) / waited_s,
+        by=slowest.name,
+    )
+
+
+def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
+    """The part with the gain of the shares that are advised."""
+    if advice is None:
+        return part
+    without_s = step_s / (1 + advice.gain)
+    return StepPart(
+        kind=part.kind,
+        seconds=part.seconds,
+        without_s=without_s,
+        without_error_s=advice.error * without_s,
+        remedy=f"Shares {' + '.join(map(str, advice.shares))}, as evener run and rebalance=True "
+        f"find them.",
+        by=part.by,
+    )
+
+
+def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
+    """The shares that the ranks' own work calls for; None where it says too little, or they
+    wouldn't gain clearly.
+    """
+    shares, own_work_s = [each.share for each in ranks], [each.own_work_s for each in ranks]
+    if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:
+        return None
+    if not all(map(_is_plausible, own_work_s)):
+        return None
+    in_passes = any(0 < each.micro < each.share for each in ranks)
+    most = [each.most for each in ranks]
+    found = advise(_read_curves(ranks), shares, own_work_s, step_s, most, in_passes)
+    error = 2 * MEDIAN_ERROR * max(each.own_spread for each in ranks)
+    if found is None or found.gain <= error:
+        return None
+    return Advice(found.shares, found.gain, found.by_curves, error)
+
+
+def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
+    """The plan's curves; times in proportion to rows where a rank has none, or its curve can't be
+    true.
+    """
+    shares = [each.share for each in ranks]
+    curves = join_curves([each.curve if is_curve(each.curve) else () for each in ranks], shares)
+    planned = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
+    return curves if all(map(_is_plausible, planned)) else proportional_curves(shares)
+
+
+def _is_plausible(seconds: float) -> bool:
+    """True if a step can have taken that long: reports are foreign figures."""
+    return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -1,0 +1,101 @@
+"""What a rank's steps were made of, as sums over many steps. Pure.
+
+A step has five parts: input, own work, waiting for other ranks, the exchange of gradients, and what
+lies between the exchange and the next batch. One rank alone can't tell its waiting from the
+exchange; `divide_meeting` does, with the figures of all ranks. Sums and means, and not medians:
+what happens in every tenth step alone, such as a checkpoint, takes time too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class StepSums(msgspec.Struct, frozen=True):
+    """Seconds of a rank over a number of steps, by what they went into.
+
+    The parts, from `input_s` to `between_s`, don't overlap. The other fields lie within them.
+    """
+
+    steps: Steps = 0
+    input_s: Seconds = 0.0  # until the batch is in hand
+    own_work_s: Seconds = 0.0  # from there until the last gradient is ready
+    meeting_s: Seconds = 0.0  # from there until all gradients are exchanged
+    undivided_s: Seconds = 0.0  # both, where ranks wait for each other within a pass
+    update_s: Seconds = 0.0  # the optimizer's step
+    files_s: Seconds = 0.0  # between steps, while files were written
+    validation_s: Seconds = 0.0  # between steps, while the model was validated
+    between_s: Seconds = 0.0  # the rest of the time between steps
+    idle_input_s: Seconds = 0.0  # of input: the loop's thread didn't compute
+    idle_own_s: Seconds = 0.0  # of own work on a CPU: no thread of the process computed
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all steps."""
+        work_s = self.input_s + self.own_work_s + self.meeting_s + self.undivided_s
+        return work_s + self.all_between_s
+
+    @property
+    def all_between_s(self) -> float:
+        """The seconds between steps, with the optimizer."""
+        return self.update_s + self.files_s + self.validation_s + self.between_s
+
+    @property
+    def step_s(self) -> float:
+        """The mean seconds of a step; 0 without one."""
+        return self.seconds / self.steps if self.steps else 0.0
+
+    def mean(self, name: str) -> float:
+        """The mean of a field over the steps; 0 without one."""
+        return float(getattr(self, name)) / self.steps if self.steps else 0.0
+
+    def plus(self, other: StepSums) -> StepSums:
+        """The sums over the steps of both."""
+        mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
+
+    def minus(self, earlier: StepSums) -> StepSums:
+        """The sums over the steps since `earlier`."""
+        mine, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
+        return StepSums(*(max(0, one - less) for one, less in zip(mine, before, strict=True)))
+
+
+class RankStep(NamedTuple):
+    """A rank's mean step in five parts, in seconds."""
+
+    input_s: float
+    own_work_s: float  # with the meeting where the two can't be told apart
+    waiting_s: float
+    exchange_s: float
+    between_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return sum(self)
+
+
+def divide_meeting(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
+    """Each rank's mean step in five parts.
+
+    The exchange is what even the rank that comes last spends in it: the least of `least_meeting_s`,
+    each rank's shortest meetings. A rank alone exchanges nothing.
+    """
+    means = [each.mean("meeting_s") for each in ranks]
+    known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]
+    exchange_s = min(known, default=0.0)
+    parts = []
+    for each, mean in zip(ranks, means, strict=True):
+        own_exchange_s = min(exchange_s, mean)
+        own_s = each.mean("own_work_s") + each.mean("undivided_s")
+        between_s = each.mean("all_between_s")
+        parts.append(
+            RankStep(each.mean("input_s"), own_s, mean - own_exchange_s, own_exchange_s, between_s)
+        )
+    return parts
