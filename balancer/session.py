@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from contextlib import suppress
 
 import msgspec
@@ -141,13 +140,13 @@ class Session(EventThread):
             self._wait_while_paused()
             if self._halt.is_set():
                 return
-            self._run.write(AskedEntry(probes, self._prober.now()))
+            self._run.write(AskedEntry(probes, self._now()))
             self._measure(probes, ())
 
     def _measure(self, probes: tuple[Probe, ...], finished: tuple[Probe, ...]) -> None:
         self._running.clear()
         for probe in probes:
-            self._emit(ProbeStarted(probe, self._prober.now()))
+            self._emit(ProbeStarted(probe, self._now()))
         alarms = self._set_alarms()
         try:
             measured = 0
@@ -168,6 +167,8 @@ class Session(EventThread):
 
     def _report(self, progress: ProbeProgress) -> None:
         """Report progress, from any thread."""
+        at_seconds = progress.at_seconds - self._paused_seconds
+        progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
         self._emit(progress)
 
@@ -180,7 +181,7 @@ class Session(EventThread):
 
     def _take(self, seen: Observation) -> None:
         """Journal an observation, then tell the search."""
-        at = self._prober.now()
+        at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
             self._learn(facts, at)
@@ -238,7 +239,7 @@ class Session(EventThread):
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             return []
-        spent = self._prober.now() - self._paused_seconds
+        spent = self._now()
         alarms = [
             threading.Timer(max(0.0, budget + GRACE_SECONDS - spent), self._ring, (STEPPING,)),
             threading.Timer(max(0.0, latest_end(budget) - spent), self._ring),
@@ -264,11 +265,11 @@ class Session(EventThread):
     def _wait_while_paused(self) -> None:
         if self._going.is_set():
             return
-        started = time.monotonic()
-        self._emit(Paused(self._prober.now()))
+        self._emit(Paused(self._now()))
+        paused_at = self._prober.now()
         while not self._going.wait(POLL_SECONDS):
             pass
-        self._paused_seconds += time.monotonic() - started
+        self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
         """The best plan so far, journalled if that can be; NoLayoutError if there is none, or what
@@ -280,7 +281,7 @@ class Session(EventThread):
             if one.phase_seconds >= 1 or self._interrupted
         )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
-        run, at = self._run, self._prober.now()
+        run, at = self._run, self._now()
         end = RunEnd(self._find_end(), self._seconds(), self._interrupted, unfinished)
         record, report = run.record, self._search.report(self._job.request.own_batch)
         if report is None and self._unwritten is not None:
@@ -306,13 +307,15 @@ class Session(EventThread):
                 self._unwritten = full
         return ended
 
+    def _now(self) -> float:
+        """The session's clock, in seconds: the prober's, which stands still during a pause."""
+        return self._prober.now() - self._paused_seconds
+
     def _seconds(self) -> float:
-        """Seconds that the search took, without pauses; a replayed run that is complete keeps its
-        own.
-        """
+        """Seconds that the search took; a replayed run that is complete keeps its own."""
         if len(self._seen) == self._run.replayed:
             return self._run.record.clock_seconds
-        return max(0.0, self._prober.now() - self._paused_seconds)
+        return max(0.0, self._now())
 
     def _find_end(self) -> End:
         done = self._search.ended()

@@ -347,6 +347,29 @@ def test_a_pause_starts_no_probe_until_it_is_over() -> None:
     session.close()
 
 
+def test_a_pause_takes_none_of_the_runs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later measurements, the budget and the search's own time go by one clock, also where the
+    prober's goes on.
+    """
+    waited = [0.0]
+    own_clock = SimulatedProber.now
+    monkeypatch.setattr(SimulatedProber, "now", lambda self: own_clock(self) + waited[0])
+    session = Session(open_run(PAIR))
+    session.pause()
+    events = session.events()
+    while not isinstance(next(events), Paused):
+        pass
+    waited[0] = 5000.0
+    session.unpause()
+    rest = list(events)
+    session.close()
+    end = rest[-1]
+    assert isinstance(end, Finished)
+    observed = [event.at_seconds for event in rest if isinstance(event, Observed)]
+    assert 0 < max(observed) <= end.at_seconds < 200
+    assert end.plan.search.seconds == pytest.approx(end.at_seconds, abs=1.0)
+
+
 def test_an_interrupt_while_waiting_for_events_leaves_the_session_whole() -> None:
     """Whoever iterates may be torn out and come back."""
     session = Session(open_run(PAIR))
