@@ -64,6 +64,12 @@ def available_memory_bytes() -> int:
     return free if left is None else max(0, min(free, left))
 
 
+def machine_memory_bytes() -> int:
+    """All memory of this machine, whether it is free or not."""
+    total: int = psutil.virtual_memory().total
+    return total
+
+
 @cache
 def product_name() -> str:
     """The processor's product name, without trademark signs and the like."""

@@ -18,6 +18,8 @@ from .registry import find_backend, find_here, open_here
 from .terms import parse_request
 from .types import Device, Source
 
+GIB = 1 << 30
+
 
 def discover(
     spec: str,
@@ -46,7 +48,34 @@ def discover(
     for device in found.devices:
         if counts[device.host, device.id] > 1:
             raise RequestError(f"{device.label} is named twice.", "Name each device once.")
+        _check_limit(device)
     return found
+
+
+def _check_limit(device: Device) -> None:
+    """RequestError for a limit of memory that the device doesn't have, as after a slip of the
+    unit.
+    """
+    wanted, there = device.limit.memory_bytes, _all_memory(device)
+    if wanted is not None and there is not None and wanted > there:
+        raise RequestError(
+            f"{device.label} can't be limited to {wanted / GIB:.4g} GiB of memory: it has "
+            f"{there / GIB:.4g} GiB.",
+            "Give less, or leave the limit out.",
+        )
+
+
+def _all_memory(device: Device) -> int | None:
+    """The most memory that a device could ever have; None where that isn't known. Slices of the
+    CPU share the machine's, of which more may be free another time.
+    """
+    if not device.on_cpu:
+        return device.memory_bytes
+    if device.host:
+        return None
+    from .cpu import machine_memory_bytes
+
+    return machine_memory_bytes()
 
 
 def open_source(discovery: Discovery) -> Source:

@@ -15,7 +15,7 @@ import random
 import re
 import threading
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from os import PathLike
@@ -225,8 +225,49 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
     memory_bytes: int
 
 
+class _LoadMeter:
+    """The mean of a device's loads from one reading to the next, so that work between two readings
+    is seen; times are the source's, in seconds.
+    """
+
+    def __init__(self, load: SimulatedLoad, now: float) -> None:
+        self._load = load
+        self._changed_at = now
+        self._past: list[tuple[float, SimulatedLoad]] = []  # seconds of each load until now
+
+    def change(self, load: SimulatedLoad, now: float) -> None:
+        """The device has this load from now on."""
+        self._note(now)
+        self._load = load
+
+    def read(self, now: float) -> SimulatedLoad:
+        """The mean since the last reading; of memory, which isn't given back at once, the most."""
+        self._note(now)
+        past, self._past = self._past, []
+        seconds = sum(length for length, _ in past)
+        if seconds <= 0:
+            return self._load
+
+        def mean(figure: Callable[[SimulatedLoad], float]) -> float:
+            return sum(length * figure(load) for length, load in past) / seconds
+
+        return SimulatedLoad(
+            mean(lambda load: load.samples_per_second),
+            mean(lambda load: load.busy),
+            mean(lambda load: load.effort),
+            mean(lambda load: load.watts),
+            max(load.memory_bytes for _, load in past),
+        )
+
+    def _note(self, now: float) -> None:
+        length = now - self._changed_at
+        if length > 0:
+            self._past.append((length, self._load))
+        self._changed_at = now
+
+
 class _State(msgspec.Struct):
-    load: SimulatedLoad
+    meter: _LoadMeter
     celsius: float
     joules: float
     random: random.Random
@@ -250,7 +291,7 @@ class SimulatedSource:
         self._lock = threading.Lock()
         self._states = [
             _State(
-                self._load(position, 0.0, 0),
+                _LoadMeter(self._load(position, 0.0, 0), self._builder.clock()),
                 AMBIENT_CELSIUS + 3,
                 0.0,
                 random.Random(f"{seed}/{device.id}"),
@@ -263,18 +304,24 @@ class SimulatedSource:
         return self._devices
 
     def set_load(self, position: int, samples_per_second: float = 0.0, share: int = 0) -> None:
-        """Let the device train at this rate from now on, with `share` samples a step; 0 samples/s:
-        it idles.
+        """Let the device train at this rate from now on, with `share` samples a step; at its own
+        speed where the rate is 0, and not at all without samples.
         """
+        rate = max(0.0, samples_per_second)
+        if share > 0 and not rate:
+            rate = share / self.machine.device_seconds(position, share, False)
         with self._lock:
-            self._states[position].load = self._load(position, max(0.0, samples_per_second), share)
+            self._states[position].meter.change(
+                self._load(position, rate, share), self._builder.clock()
+            )
 
     def sample(self) -> Snapshot:
         """All devices now."""
-        self._builder.begin()
+        now = self._builder.begin()
         with self._lock:
-            together = sum(state.load.samples_per_second > 0 for state in self._states) > 1
-            samples = [self._sample(position, together) for position in range(len(self._devices))]
+            loads = [state.meter.read(now) for state in self._states]
+            together = sum(load.samples_per_second > 0 for load in loads) > 1
+            samples = [self._sample(i, load, together) for i, load in enumerate(loads)]
         notes = ("Simulated devices: every reading is computed, none is measured.",)
         return self._builder.snapshot(samples, notes)
 
@@ -295,11 +342,11 @@ class SimulatedSource:
             samples_per_second, busy, effort, physics.watts(busy, samples_per_second), memory_bytes
         )
 
-    def _sample(self, position: int, together: bool) -> DeviceSample:
+    def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
         """One device now; one that trains alone exchanges nothing."""
         device, state = self._devices[position], self._states[position]
         interval = self._builder.interval_seconds
-        physics, load = self.machine.devices[position], state.load
+        physics = self.machine.devices[position]
         busy, effort = load.busy, load.effort
         limit = physics.power_watts or USUAL_WATTS
         jitter = state.random.gauss(0.0, 0.006)

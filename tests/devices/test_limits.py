@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.devices.discover import discover
 from evener.devices.terms import LARGEST_BYTES, parse_limit, write_limit
 from evener.devices.types import Limit
 from evener.errors import RequestError
@@ -27,6 +28,14 @@ from evener.errors import RequestError
 )
 def test_limits_read_as_people_write_them(text: str, limit: Limit) -> None:
     assert parse_limit(text) == limit
+
+
+@pytest.mark.parametrize("spec", ["sim:t4@900GiB", "cpu/2@60%+900TiB", "cpu:0,1@900TiB"])
+def test_a_limit_above_all_memory_is_a_slip(spec: str) -> None:
+    """A machine's memory, or a card's; below it any limit holds."""
+    with pytest.raises(RequestError, match="of memory: it has"):
+        discover(spec, environ={})
+    assert discover("sim:t4@8GiB", environ={}).devices[0].limit.memory_bytes == 8 << 30
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,29 @@ def test_a_small_batch_looks_busy_at_half_the_power() -> None:
     assert number(small.memory_used_bytes) < number(large.memory_used_bytes)
 
 
+def test_work_between_two_readings_is_seen() -> None:
+    """A probe that has ended by the next reading has its part of it; the one after is idle."""
+    run = Run(catalogue(["t4"]))
+    run.tick()
+    run.source.set_load(0, 900.0, 256)
+    run.now += 0.5
+    run.source.set_load(0)
+    run.now -= 0.5
+    (half,) = run.tick()
+    assert number(half.samples_per_second) == pytest.approx(450, rel=0.05)
+    assert number(half.memory_used_bytes) > 1 << 30
+    assert number(run.tick()[0].samples_per_second) == 0
+
+
+def test_a_device_that_trains_at_an_unknown_rate_is_busy() -> None:
+    """It goes at its own speed until the rate is known."""
+    run = Run(catalogue(["t4"]))
+    run.source.set_load(0, 0.0, 256)
+    (sample,) = run.tick()
+    assert number(sample.utilization_percent) > 90
+    assert number(sample.samples_per_second) > 100
+
+
 def test_links_carry_gradients_only_between_devices() -> None:
     run = Run(catalogue(["t4", "t4"]))
     run.source.set_load(0, 500.0, 512)
