@@ -244,7 +244,7 @@ def test_a_theme_is_checked_where_nothing_is_drawn_too(
     the option.
     """
     assert run([*command, "--devices", PAIR, "--theme", "purple"]) == 2
-    assert "'dark', 'light'" in capsys.readouterr().err
+    assert "Give dark, light or contrast." in capsys.readouterr().err
     assert run([*command, "--devices", PAIR, "--theme", "light"]) == 0
 
 

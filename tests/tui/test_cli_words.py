@@ -173,6 +173,31 @@ def test_a_figure_out_of_bounds_is_told_them(
     assert capsys.readouterr().err == f"evener: {option} can't be used. Give {bounds}.\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "fault", "remedy"),
+    [
+        (["balance", "--seed", "x"], "--seed x can't be used.", "Give a whole number."),
+        (["balance", "--tolerance", "x"], "--tolerance x can't be used.", "Give a number."),
+        (["runs", "--sort", "age"], "--sort age can't be used.", "Give created, workload,"),
+        (["balance", "--seed"], "--seed needs a value.", "See evener balance --help."),
+        (["balance", "--json=1"], "--json takes no value.", "Write --json alone."),
+        (["balance", "--sed", "3"], "evener balance has no option --sed.", "Did you mean --seed"),
+        (["launch"], "evener launch needs PLAN.", "See evener launch --help."),
+        (["demo", "a", "b"], "evener demo has no use for 'a b'.", "See evener demo --help."),
+        (["balanse"], "evener has no command balanse.", "balance"),
+        (["runs", "zzz"], "evener runs has no command zzz.", "Commands: list, show, delete."),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_our_words(
+    words: list[str], fault: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not in the parser's, which change with its version and name types of Python."""
+    assert run(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"evener: {fault} ")
+    assert remedy in said
+
+
 def test_help_knows_its_topics(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", "launch"]) == 0
     assert "Usage: evener launch" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from evener.errors import EvenerError, RequestError
 from evener.printable import plain
 
 from .options import AsciiOption, DevicesOption, ReadonlyOption, ThemeOption
-from .output import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
+from .output import OutputError, ReaderGoneError, guard_streams, report_fault
 
 READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
 _LISTS = ("--gpus", "--batches", "--micro")  # options that take several values
@@ -184,9 +184,10 @@ def run(arguments: list[str]) -> int:
     except ReaderGoneError:
         return READER_GONE_EXIT_CODE  # the journal has what was measured
     except Exception as error:
-        misuse = usage_fault(
-            error, " ".join(["evener", *(word for word in arguments[:1] if word in _MODULES)])
-        )
+        from .misuse import usage_fault
+
+        known = [word for word in arguments[:1] if word in _MODULES]
+        misuse = usage_fault(error, " ".join(["evener", *known]))
         if misuse is None:
             raise
         return report_fault(misuse, as_json)

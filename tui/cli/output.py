@@ -11,7 +11,6 @@ import codecs
 import errno
 import io
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -126,42 +125,6 @@ def report_fault(fault: EvenerError, as_json: bool) -> int:
     else:
         print(f"evener: {plain(str(fault), 2000)}", file=sys.stderr, flush=True)
     return fault.exit_code
-
-
-def usage_fault(error: Exception, command: str) -> EvenerError | None:
-    """The fault behind an argument parser's exception in a command, or None for any other.
-
-    The parser's exception classes are private to typer, so they are recognised by their method.
-    """
-    describe = getattr(error, "format_message", None)
-    if describe is None:
-        return None
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else command
-    outside = _outside_range(error)
-    if outside is not None:
-        return outside
-    message = str(describe()).strip()
-    return RequestError(
-        message if message.endswith((".", "?")) else f"{message}.", f"See {command} --help."
-    )
-
-
-_REFUSED = re.compile(r"^'?(?P<given>.*?)'? is not (a valid|in the range) ", re.DOTALL)
-
-
-def _outside_range(error: Exception) -> RequestError | None:
-    """The fault of a figure that an option with bounds was given, in our own words."""
-    option = getattr(error, "param", None)
-    kind = getattr(option, "type", None)
-    low, high = getattr(kind, "min", None), getattr(kind, "max", None)
-    refused = _REFUSED.match(str(getattr(error, "message", "")))
-    if refused is None or (low is None and high is None):
-        return None
-    what = "a whole number" if isinstance(low if low is not None else high, int) else "a number"
-    bounds = f"of {low:g} or more" if high is None else f"from {low or 0:g} to {high:g}"
-    name = option.opts[0] if option is not None else "The option"
-    return RequestError(f"{name} {refused['given']} can't be used.", f"Give {what} {bounds}.")
 
 
 def check_plan_file(path: Path, option: str) -> None:

@@ -1,0 +1,115 @@
+"""What is wrong with a command line, in evener's own words.
+
+The parser's exception classes are private to typer, so they are recognised by their names and by
+what they hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from evener.balancer.number_format import join_words
+from evener.errors import EvenerError, RequestError
+from evener.printable import plain
+
+MOST_SHOWN = 60  # characters of what was given
+_NUMBERS = {"int": "a whole number", "integer": "a whole number", "float": "a number"}
+_REFUSED = re.compile(r"^'?(?P<given>.*?)'? is not (a valid|in the range|one of) ", re.DOTALL)
+_EXTRA = re.compile(r"^Got unexpected extra arguments? ?\(?s?\)? ?\((?P<given>.*)\)", re.DOTALL)
+_NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
+
+
+def usage_fault(error: Exception, command: str) -> EvenerError | None:
+    """The fault behind an argument parser's exception in a command, or None for any other
+    exception.
+    """
+    describe = getattr(error, "format_message", None)
+    if describe is None:
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else command
+    look = f"See {command} --help."
+    message = str(getattr(error, "message", "") or "")
+    explained = _explain_missing(error, command, look) or _explain_unknown(error, command, look)
+    explained = explained or _explain_value(error, message, look)
+    if explained is not None:
+        return explained
+    if extra := _EXTRA.match(message):
+        given = plain(extra["given"], MOST_SHOWN)
+        return RequestError(f"{command} has no use for {given!r}.", look)
+    text = str(describe()).strip()
+    return RequestError(text if text.endswith((".", "?")) else f"{text}.", look)
+
+
+def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
+    """The fault of an argument, an option or an option's value that isn't there."""
+    kind = type(error).__name__
+    parameter = getattr(error, "param", None)
+    if kind == "MissingParameter" and parameter is not None:
+        return RequestError(f"{command} needs {_name(parameter)}.", look)
+    option = getattr(error, "option_name", None)
+    if kind != "BadOptionUsage" or option is None:
+        return None
+    if "does not take a value" in str(getattr(error, "message", "")):
+        return RequestError(f"{option} takes no value.", f"Write {option} alone.")
+    return RequestError(f"{option} needs a value.", look)
+
+
+def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
+    """The fault of an option or a command that isn't there, with those that are spelled alike."""
+    if type(error).__name__ == "NoSuchOption":
+        option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
+        alike = sorted(getattr(error, "possibilities", None) or ())
+        remedy = f"Did you mean {_either(alike)}?" if alike else look
+        return RequestError(f"{command} has no option {option}.", remedy)
+    message = str(getattr(error, "message", "") or "")
+    unknown = _NO_COMMAND.match(message)
+    if unknown is None:
+        return None
+    alike = re.findall(r"'([^']+)'", message[unknown.end() :])
+    context = getattr(error, "ctx", None)
+    commands = list(context.command.list_commands(context)) if context is not None else []
+    remedy = f"Did you mean {_either(alike)}?" if alike else f"Commands: {', '.join(commands)}."
+    given = plain(unknown["given"], MOST_SHOWN)
+    return RequestError(f"{command} has no command {given}.", remedy)
+
+
+def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
+    """The fault of a value that an option doesn't allow: what it allows."""
+    parameter = getattr(error, "param", None)
+    refused = _REFUSED.match(message)
+    if parameter is None or refused is None:
+        return None
+    given = plain(refused["given"], MOST_SHOWN)
+    wanted = _describe_type(parameter.type)
+    remedy = f"Give {wanted}." if wanted else look
+    return RequestError(f"{_name(parameter)} {given} can't be used.", remedy)
+
+
+def _name(parameter: Any) -> str:
+    """An option as it is written, or an argument as the help names it."""
+    if getattr(parameter, "param_type_name", "") == "option":
+        return str(parameter.opts[0])
+    return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
+
+
+def _describe_type(kind: Any) -> str:
+    """What a parameter takes, in words; empty for other types than numbers and choices."""
+    choices = getattr(kind, "choices", None)
+    if choices is not None:
+        return _either([str(getattr(each, "value", each)) for each in choices])
+    name = str(getattr(kind, "name", ""))
+    number = _NUMBERS.get(name.removesuffix(" range"))
+    if number is None:
+        return ""
+    low, high = getattr(kind, "min", None), getattr(kind, "max", None)
+    if high is not None:
+        return f"{number} from {low or 0:g} to {high:g}"
+    return number if low is None else f"{number} of {low:g} or more"
+
+
+def _either(words: Sequence[str]) -> str:
+    """Words as a choice: created, time or workload."""
+    return join_words(words, "or")
