@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from evener.devices.registry import is_simulated
+from evener.devices.registry import find_backend, is_simulated
 from evener.plan.file import Plan
 from evener.training.noise_scale import write_scale
 
@@ -875,6 +875,9 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
         train = write_training_step(finished.plan, path or "plan.toml")
         write = [] if path else [f"to write the plan: evener export {run} -o plan.toml"]
         steps += [*write, *([train] if train else ())]
+    alone = find_one_device_command(finished)
+    if alone:
+        steps.append(f"to train on it: {alone}")
     if finished.interrupted:
         steps.append(f"to go on: evener balance --resume {run}")
     elif not measured:
@@ -893,6 +896,28 @@ def recommends_plan(finished: Finished) -> bool:
     if found is None or found.advice is None:
         return True
     return found.advice.action == "plan" and not found.simulated
+
+
+def find_one_device_command(finished: Finished) -> str:
+    """The command that trains on the one device that the verdict advises, without a plan; empty
+    for other advice, and where there is no script or no such device.
+    """
+    found = finished.found
+    if found is None or found.advice is None or found.simulated:
+        return ""
+    script = finished.plan.workload.rpartition(":")[0]
+    if found.advice.action != "one_device" or not script:
+        return ""
+    (label,) = found.advice.devices
+    host, _, own = label.rpartition("/")
+    kind, _, number = own.lower().partition(":")
+    shares = finished.plan.layout.share
+    ids = [each.device for each in shares if (each.host, str(each.index)) == (host, number)]
+    if not ids:
+        return ""
+    visible = find_backend(kind).show(ids[:1])
+    before = [f"{name}={shlex.quote(value)}" for name, value in visible.items()]
+    return " ".join([*before, shlex.join(["python", script])])
 
 
 def write_training_step(plan: Plan, path: str) -> str:

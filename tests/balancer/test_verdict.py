@@ -55,6 +55,8 @@ from evener.balancer.types import (
 )
 from evener.balancer.verdict import Verdict
 from evener.devices.types import Device
+from evener.plan.file import Plan
+from evener.plan.layout import Share
 from tests.support.search_outcomes import draw_outcome
 
 
@@ -453,6 +455,34 @@ def test_no_step_leads_to_a_plan_that_is_advised_against() -> None:
         assert any("evener export" in step for step in steps) == pushed
         (written, *_) = write_next_steps("run", finished, "a.toml", measured=True)
         assert written == "plan written to a.toml"
+
+
+def test_the_advice_of_one_device_has_its_command() -> None:
+    """The script as it is, on that GPU alone, also where the plan is a split; other advice has no
+    such command.
+    """
+    tied = standing(SOLO, 998, -0.002, tie=True)
+    uneven = judged(result(SPLIT, 1000), [standing(EVEN, 800, -0.2)])
+    ended = draw_outcome(random.Random(0))[0]
+    shares = tuple(
+        Share(f"GPU-{index}ab", index, "NVIDIA T4", 64, 0.5, micro=64) for index in (0, 1)
+    )
+    layout = msgspec.structs.replace(ended.plan.layout, share=shares)
+    plan = msgspec.structs.replace(ended.plan, workload="my train.py:build", layout=layout)
+
+    def steps(found: Verdict, plan: Plan = plan) -> tuple[str, ...]:
+        finished = msgspec.structs.replace(ended, found=found, plan=plan, interrupted=False)
+        return write_next_steps("run", finished, "", measured=True)
+
+    for_one = judged(result(SPLIT, 1000), [tied])
+    assert for_one.advice is not None
+    assert for_one.advice.action == "one_device"
+    number = for_one.advice.devices[0].partition(":")[2]
+    command = f"CUDA_VISIBLE_DEVICES=GPU-{number}ab python 'my train.py'"
+    assert steps(for_one) == (f"to train on it: {command}",)
+    assert not any("python" in step for step in steps(uneven))
+    built_in = msgspec.structs.replace(plan, workload="keras_maxer")
+    assert not any("python" in step for step in steps(for_one, built_in))
 
 
 def test_a_loss_that_is_not_finite_is_mended_before_anything_else() -> None:
