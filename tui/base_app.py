@@ -376,13 +376,18 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the publisher how fast the running probes train on each device."""
+        """Tell the publisher how fast the running probes train on each device; 0 samples/s where
+        they train and no rate is known yet.
+        """
         loads: dict[str, tuple[float, int]] = {}
         for running in self.balance.running:
+            trains = running.phase in ("warming up", "measuring")
             for position in running.probe.layout.active:
-                if running.samples_per_second is not None and position < len(self._session_devices):
-                    share = running.probe.layout.pass_rows[position]
-                    loads[self._session_devices[position].id] = own_speed(running, position), share
+                if not trains or position >= len(self._session_devices):
+                    continue
+                share = running.probe.layout.pass_rows[position]
+                rate = own_speed(running, position)
+                loads[self._session_devices[position].id] = rate, share
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:

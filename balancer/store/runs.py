@@ -82,11 +82,6 @@ class RunSummary(msgspec.Struct, frozen=True):
         """True if it ran on simulated devices."""
         return is_simulated(self.devices)
 
-    @property
-    def named_workload(self) -> str:
-        """The workload; what ran on simulated devices says so first, as long names are cut."""
-        return f"(simulated) {self.workload}" if self.simulated else self.workload
-
 
 class StoredRun(msgspec.Struct, frozen=True):
     """A run according to its journal; one that was cut off ends with the plan that its measurements

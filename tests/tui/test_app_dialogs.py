@@ -59,7 +59,7 @@ async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: An
     """
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
-        await app.push_screen(plan_dialog(app, plan, "20260101-000000-aaaa"))
+        await app.push_screen(plan_dialog(app, plan, "20260101-000000-aaaa", None))
         for path, reason in UNWRITABLE.items():
             app.screen.query_one("#path", Input).value = path
             await pilot.press("enter")

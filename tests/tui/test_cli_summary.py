@@ -273,6 +273,24 @@ def test_a_figure_has_the_same_error_in_every_place() -> None:
     assert write_error(shown) == "± 120.0 %"
 
 
+def test_a_failure_is_told_once_in_full() -> None:
+    """The end of a search has an exception's sentence and its file; the log has its kind. What is
+    no exception has no other place.
+    """
+    probe = Probe(solo(2, 0, 8), "solo", 5.0)
+
+    def log_line(detail: str) -> str:
+        failed = Failed(probe, "raised", detail, (0,), 3.0)
+        return event_line(Observed(failed, BELIEF, None, 1, 0, 4.0), LABELS) or ""
+
+    raised = log_line(
+        "GPU:0, warming up: /home/a: b/train.py:6: KeyError: 'hiden' (traceback in /s/errors.txt)"
+    )
+    assert raised.endswith("GPU:0[8]: failed while warming up, KeyError")
+    lost = log_line("GPU:0: the device is lost (output in /s/errors.txt)")
+    assert lost.endswith("GPU:0[8]: failed: GPU:0: the device is lost")
+
+
 def test_what_did_not_run_is_said_in_words() -> None:
     """Out of memory names the device; a failure shows its one line, harmless."""
     probe = Probe(layout_of((1024, 710)), "split", 5.0)

@@ -168,10 +168,15 @@ def test_control_signs_never_come_through() -> None:
     assert not any(ord(sign) < 32 or 0x7F <= ord(sign) < 0xA0 or sign == "\u202e" for sign in shown)
 
 
-def test_ascii_text_is_ascii_and_of_the_same_length() -> None:
+def test_ascii_text_is_ascii_and_takes_the_same_cells() -> None:
     text = "╭─ 37 °C … – ± → 训 ▸"
     assert to_ascii(text).isascii()
-    assert len(to_ascii(text)) == len(text)
+    assert len(to_ascii(text)) == cells(text)
+
+
+def test_letters_keep_their_shape_in_ascii() -> None:
+    """A folder's name stays readable."""
+    assert to_ascii("länger/modèle_训.py") == "langer/modele_??.py"
 
 
 def test_an_error_in_ascii_is_no_sum() -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from evener.balancer.events import Finished
 from evener.balancer.journal import Header, Record
 from evener.balancer.request import Request
 from evener.balancer.store.runs import RunSummary, StoredRun
+from evener.tui.text.formatting import cut_path
+from evener.tui.text.summaries import brief_devices
 from evener.tui.view import runs
 from evener.tui.view.cells import span_cells
-from evener.tui.view.runs import RUN_COLUMNS, brief_devices, plan_lines, run_words
+from evener.tui.view.runs import RUN_COLUMNS, plan_lines, run_words
 from evener.tui.view.table import Grid, Order, Position, matches, sort_rows, table_lines
 
 RUN = RunSummary(
@@ -80,6 +84,27 @@ def test_devices_of_several_kinds_keep_their_kinds() -> None:
     assert brief_devices(("GPU:0", "GPU:2", "GPU:3")) == "GPU:0,2,3"
     assert brief_devices(("GPU:0", "CPU:0")) == "GPU:0, CPU:0"
     assert brief_devices(()) == ""
+
+
+def test_a_training_lists_its_cards_and_no_probes() -> None:
+    """It has products' names, and measured nothing by itself."""
+    assert (
+        brief_devices(("NVIDIA H200", "NVIDIA H200", "NVIDIA T4")) == "2 × NVIDIA H200, NVIDIA T4"
+    )
+    cards = ("NVIDIA H200",) * 2
+    training = replace(RUN, kind="training", devices=cards, probes=0)
+    row = table_lines(Grid(RUN_COLUMNS), (training,), 200, 5, Position())[0][1].text
+    assert "2 × NVIDIA H200" in row
+    assert " 0 " not in row
+
+
+@given(st.text(min_size=1), st.integers(2, 60))
+def test_a_path_is_cut_in_front(name: str, most: int) -> None:
+    """Its end says which file it is."""
+    path = f"/home/ada/{name}"
+    shown = cut_path(path, most)
+    assert len(shown) <= most
+    assert shown == path or (shown[0] == "…" and path.endswith(shown[1:]))
 
 
 def _run(script: Any, plan: Any) -> StoredRun:

@@ -26,9 +26,15 @@ from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
 from evener.printable import align, plain, say
 
-from ..text.formatting import folded, harmless_json, json_text, toml_text
+from ..text.formatting import cut_path, folded, harmless_json, json_text, toml_text
 from ..text.parsing import parse_words
-from ..text.summaries import event_line, observation_words, summary_lines, training_report
+from ..text.summaries import (
+    brief_devices,
+    event_line,
+    observation_words,
+    summary_lines,
+    training_report,
+)
 from .options import AsciiOption, JsonOption, RunName, ThemeOption
 from .output import check_new, check_plan_file, check_replaceable, draws_screens, terminal_columns
 
@@ -38,6 +44,7 @@ _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda one: -one.seconds,
 }
 _WIDEST_TEXT = 40
+MOST_DEVICES = 4  # of a run that are named
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 ForceOption = Annotated[
     bool, typer.Option("--force", "-f", help="Replace the file if it is there.")
@@ -144,13 +151,14 @@ def _write_shortfall(summary: RunSummary) -> str:
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
-    devices = plain(", ".join(summary.devices[:4])) + (" …" if len(summary.devices) > 4 else "")
+    devices = _list_devices(summary)
     ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (
         " …" if len(summary.ratios) > 4 else ""
     )
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
     seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
-    workload = plain(summary.named_workload, _WIDEST_TEXT)
+    mark = "(simulated) " if summary.simulated else ""
+    workload = mark + cut_path(plain(summary.workload), _WIDEST_TEXT - len(mark))
     probes = str(summary.probes) if summary.kind == "search" else "-"
     return (
         summary.run,
@@ -163,6 +171,14 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         figure,
         "-" if summary.trained is None else _write_trained(summary.trained),
     )
+
+
+def _list_devices(summary: RunSummary) -> str:
+    """The first few devices; of a training, which has their products' names, how many of each."""
+    if summary.kind == "training":
+        return plain(brief_devices(summary.devices), _WIDEST_TEXT)
+    more = " …" if len(summary.devices) > MOST_DEVICES else ""
+    return plain(", ".join(summary.devices[:MOST_DEVICES])) + more
 
 
 def _write_trained(trained: Trained) -> str:

@@ -149,7 +149,8 @@ class BalanceScreen(RunActions, PanelScreen):
         """Write the plan to a file."""
         finished = self.evener.balance.finished
         if finished is not None:
-            self.app.push_screen(plan_dialog(self.evener, finished.plan, self.chosen_run))
+            dialog = plan_dialog(self.evener, finished.plan, self.chosen_run, finished)
+            self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
         """Write the plan and start the script by it, in this app."""

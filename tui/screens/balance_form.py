@@ -192,9 +192,9 @@ class Setup(UsesApp, Vertical):
 
     can_focus = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+s", "send", "Start", key_display="^s"),
-        Binding("ctrl+t", "try", "Dry run", key_display="^t"),
-        Binding("ctrl+o", "more", "More options", key_display="^o"),
+        Binding("ctrl+s", "send", "Start", key_display="Ctrl-S"),
+        Binding("ctrl+t", "try", "Dry run", key_display="Ctrl-T"),
+        Binding("ctrl+o", "more", "More options", key_display="Ctrl-O"),
     ]
 
     def __init__(self, *, id: str) -> None:  # noqa: A002 - Textual's name
@@ -218,6 +218,8 @@ class Setup(UsesApp, Vertical):
         with Horizontal(id="send"):
             yield Button("Start", id="start", variant="success", compact=True)
             yield Button("Dry run, 10 s", id="try", compact=True)
+            if self.evener.readonly:
+                yield Static(" Read-only: no search starts here.", id="readonly", markup=False)
 
     def _more_rows(self) -> Iterator[Widget]:
         choices: dict[str, Sequence[str]] = {
@@ -260,6 +262,8 @@ class Setup(UsesApp, Vertical):
             (each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices
         ]
         self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
+        for button in self.query(Button):
+            button.display = not self.evener.readonly
         self._offer_models((), None)
         self.run_worker(self.find_own_models())
         self.show_rows()

@@ -51,7 +51,7 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
         """The frame and its content."""
         with Vertical(classes="box") as box:
             box.border_title = self._box_title
-            box.border_subtitle = "esc close"
+            box.border_subtitle = "Esc closes"
             yield from self.content()
 
     def content(self) -> Iterable[Widget]:

@@ -28,7 +28,7 @@ class DryRunDialog(Dialog[bool]):
     """Says what is going on, then what fits; it ends with True where the search is to start."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+s", "start", "Start the search", key_display="^s"),
+        Binding("ctrl+s", "start", "Start the search", key_display="Ctrl-S"),
     ]
 
     def __init__(self, request: Request) -> None:

@@ -32,6 +32,7 @@ from ..view.monitor import (
     process_words,
 )
 from ..view.table import Grid, Order, Position
+from ..view.teaching import NO_TRAINING
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
 from ..widgets.timelines import TimelinePanel
@@ -265,7 +266,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
 
     def __init__(self) -> None:
         super().__init__("Processes", id="processes", order=Order("memory"))
-        self._nothing = ""
+        self._nothing = NO_TRAINING
         self._seen: dict[Identity, tuple[ProcessSample, float]] = {}  # and when last
 
     def identity(self, row: ProcessRow) -> Identity:

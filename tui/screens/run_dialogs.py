@@ -15,8 +15,13 @@ from pathlib import Path
 from textual.widgets import Input
 
 import evener
+from evener.balancer.events import Finished
 from evener.balancer.number_format import duration
-from evener.balancer.result.sentences import find_training_command, write_training_step
+from evener.balancer.result.sentences import (
+    find_training_command,
+    recommends_plan,
+    write_training_step,
+)
 from evener.balancer.store import runs
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
@@ -179,12 +184,13 @@ class SaveDialog(FieldDialog):
         return True
 
 
-def plan_dialog(app: BaseApp, plan: Plan, run: str) -> SaveDialog:
-    """Writes a plan."""
+def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> SaveDialog:
+    """Writes a plan; then the line that trains by it, unless the run's end advises against it."""
 
     def find_step(path: str) -> str:
         app.written_plans[run] = path
-        return write_training_step(plan, path)
+        advised = end is None or recommends_plan(end)
+        return write_training_step(plan, path) if advised else ""
 
     return SaveDialog("plan", "plan.toml", (".toml", ".json"), plan.save, find_step)
 

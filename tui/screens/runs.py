@@ -22,6 +22,7 @@ from ..view.cells import Line, text_lines
 from ..view.run_differences import difference_lines
 from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_page, run_words
 from ..view.table import Grid, Order
+from ..view.teaching import NO_RUN
 from ..widgets.lines import Lines
 from ..widgets.lists import SortedPanel
 from .base import SortedScreen
@@ -56,12 +57,7 @@ class RunPanel(SortedPanel[RunSummary]):
 
     def grid(self) -> Grid[RunSummary]:
         """The table of these rows."""
-        nothing = (
-            "No run matches."
-            if self.words
-            else "No runs yet: make one on the Balance screen, key 2."
-        )
-        return Grid(RUN_COLUMNS, nothing)
+        return Grid(RUN_COLUMNS, "No run matches." if self.words else NO_RUN)
 
 
 class RunsScreen(RunActions, SortedScreen):
@@ -136,7 +132,11 @@ class RunsScreen(RunActions, SortedScreen):
         self.settle_frames()
         panel = self.query_one(RunPanel)
         around = 2 if self.has_class("-bare") else 4
-        panel.styles.height = max(3, min(panel.count + around, (self.app.size.height - 2) * 2 // 5))
+        room = self.app.size.height - 2
+        without_runs = not panel.found
+        listed = max(3, min(panel.count + around, room * 2 // 5))
+        panel.styles.height = room if without_runs else listed
+        self.query_one("#plans").display = not without_runs
         panel.redraw()
         self._draw_plans()
         self.refresh_bindings()
@@ -259,11 +259,10 @@ class RunsScreen(RunActions, SortedScreen):
     def action_export(self) -> None:
         """Write the plan of the run under the cursor."""
         with self.evener.saying_faults():
-            self.app.push_screen(
-                plan_dialog(
-                    self.evener, runs.load_run(self.chosen_run).require_plan(), self.chosen_run
-                )
-            )
+            name = self.chosen_run
+            found = runs.load_run(name)
+            dialog = plan_dialog(self.evener, found.require_plan(), name, found.end)
+            self.app.push_screen(dialog)
 
     def action_replay(self) -> None:
         """Replay the run under the cursor on the Balance screen."""

@@ -111,3 +111,12 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
         escape(sign) if sign > "\x7e" and unicodedata.category(sign) in _UNSAFE else sign
         for sign in text
     )
+
+
+def cut_path(text: str, most: int) -> str:
+    """A path in at most so many characters: its end, with the file's name, stays."""
+    if len(text) <= most:
+        return text
+    kept = text[len(text) - most + 1 :]
+    folder, slash, rest = kept.partition("/")
+    return "…" + (slash + rest if rest else folder)

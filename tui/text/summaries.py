@@ -4,7 +4,9 @@ of a training.
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from evener.balancer.events import Event, Observed, Started
@@ -31,7 +33,7 @@ from evener.balancer.session_state import (
     seconds_left,
 )
 from evener.balancer.statistics import is_known
-from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Timed
+from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Timed
 from evener.balancer.verdict import Verdict
 from evener.devices.registry import is_simulated
 from evener.live.journal import (
@@ -63,6 +65,10 @@ DOUBTS = {  # about one measurement, behind its figure
     "changed": "speed changed",
 }
 
+# CPU:0, building: train.py:6: NameError: name 'x' is not defined (traceback in FILE)
+_RAISED = re.compile(r".*?, (?P<phase>[a-z ]+): .*?:\d+: (?P<kind>\w+)(?::|$)", re.DOTALL)
+_KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
+
 
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
     """The line to print for an event, if it deserves one."""
@@ -70,8 +76,22 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
         kept = f", {event.replayed} measurements kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
     if isinstance(event, Observed):
-        return f"{duration(event.at_seconds):>10}  {observation_words(event.seen, labels)}"
+        return f"{duration(event.at_seconds):>10}  {_brief_words(event.seen, labels)}"
     return None
+
+
+def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
+    """A measurement on a line of the log. Of an exception it has the kind alone: the search's end
+    has the sentence, its place and the file with the traceback.
+    """
+    if not isinstance(seen, Failed):
+        return observation_words(seen, labels)
+    before = f"{seen.probe.stage:<5} {layout_words(seen.probe.layout, labels)}"
+    raised = _RAISED.match(seen.detail)
+    if raised is not None:
+        return f"{before}: failed while {raised['phase']}, {plain(raised['kind'], 60)}"
+    detail = _KEPT_IN.sub("", seen.detail)
+    return f"{before}: failed: {plain(detail, 200)}"
 
 
 def left_words(state: SessionState) -> str:
@@ -85,6 +105,16 @@ def left_words(state: SessionState) -> str:
         if left is None
         else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
     )
+
+
+def brief_devices(labels: Sequence[str]) -> str:
+    """Devices in short: GPU:0, GPU:1 is GPU:0,1, and two of one name are 2 × NVIDIA H200."""
+    kinds = {label.partition(":")[0] for label in labels}
+    numbers = [label.partition(":")[2] for label in labels]
+    if len(kinds) == 1 and all(number.isdigit() for number in numbers):
+        return f"{kinds.pop()}:{','.join(numbers)}"
+    counted = Counter(labels)
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
 
 
 def observation_words(seen: Observation, labels: Sequence[str]) -> str:

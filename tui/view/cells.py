@@ -65,7 +65,16 @@ def to_ascii(text: str) -> str:
     """`text` with every other character replaced by a similar ASCII one, cell for cell."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells in both
         text = text.replace(sign, "+-")
-    return text.translate(_SIMILAR).encode("ascii", "replace").decode("ascii")
+    text = text.translate(_SIMILAR)
+    return text if text.isascii() else "".join(map(_ascii_sign, text))
+
+
+def _ascii_sign(sign: str) -> str:
+    """A letter without its accents; else a question mark in each cell."""
+    if sign.isascii():
+        return sign
+    letter = unicodedata.normalize("NFKD", sign)[0]
+    return letter if letter.isascii() else "?" * _sign_cells(sign)
 
 
 DeviceTone = Literal[

@@ -111,8 +111,9 @@ def _interval(lane: Lane, width: int) -> tuple[Span, ...]:
     if running is None or running.relative_interval is None:
         return (Span(""),)
     settled: Tone = "good" if running.relative_interval <= 0.01 else "text"
-    text = f"±{percent(running.relative_interval, 1)}"
-    rounder = f"±{percent(running.relative_interval)}"
+    # the blank is the second cell of +-, where there is no ±
+    text = f" ±{percent(running.relative_interval, 1)}"
+    rounder = f" ±{percent(running.relative_interval)}"
     return (Span(text if cells(text) <= width else rounder, settled),)
 
 

@@ -35,6 +35,7 @@ from .charts import (
 )
 from .devices import memory_tone
 from .table import TAG, Column, Grid, text_cell
+from .teaching import NO_PROCESS, NO_TRAINING, Lesson
 from .timelines import LEAST_ROWS, MOST_ROWS
 
 GRAPHS_BESIDE = 2  # rows beside the graphs: their heading, and the time axis
@@ -286,10 +287,6 @@ def _token_facts(row: ProcessSample) -> tuple[Line, ...]:
     )
 
 
-NO_TRAINING = (
-    "No training reports here. Start one: evener run -- python train.py (nothing to change), or "
-    "evener launch plan.toml train.py. Without a GPU: evener demo. Key 2 finds the fastest split."
-)
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
 
 
@@ -415,10 +412,9 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
     return msgspec.structs.replace(sample, **old)
 
 
-def nothing_there(devices: Sequence[DeviceSample]) -> str:
-    """The reason why no process is shown: on CPU slices only trainings that report themselves can
-    be seen.
+def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
+    """The reason why no process is shown, and what to do: on CPU slices only trainings that report
+    themselves can be seen.
     """
-    if devices and all(sample.device.on_cpu for sample in devices):
-        return NO_TRAINING
-    return "No process is on these devices."
+    only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
+    return NO_TRAINING if only_cpu else NO_PROCESS

@@ -181,7 +181,9 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
     ]
     lines += [Line(), _title("Compared with")]
     lines += [
-        row for text in rival_texts(finished.plan, labels) for row in whole_lines(text, width)
+        row
+        for text in rival_texts(finished.plan, labels, with_gains=finished.found is None)
+        for row in text_lines(text, width, 3, indent=0)
     ]
     lines += [Line(), _title("Every measurement")]
     if finished.plan.search.probes:

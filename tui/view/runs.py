@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from evener.balancer.number_format import duration, rate
@@ -11,6 +9,7 @@ from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.printable import plain
 
+from ..text.summaries import brief_devices
 from .balance_lines import (
     finished_lines,
     other_warnings,
@@ -18,7 +17,7 @@ from .balance_lines import (
     share_lines,
     warning_lines,
 )
-from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines
+from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines, whole_lines
 from .result_panel import everything_lines
 from .search_log import LOG, log_rows
 from .table import TAG, Column, text_cell, whole_table
@@ -33,16 +32,10 @@ _STATE_TONES: dict[str, Tone] = {
 
 
 def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
-    listed = plain(", ".join(row.devices))
-    return (Span(listed if len(listed) <= width else cut(brief_devices(row.devices), width)),)
-
-
-def brief_devices(labels: Sequence[str]) -> str:
-    """Labels of one kind in short: GPU:0, GPU:1 is GPU:0,1."""
-    kinds = {label.partition(":")[0] for label in labels}
-    if len(kinds) != 1 or not all(":" in label for label in labels):
-        return plain(", ".join(labels))
-    return plain(f"{kinds.pop()}:{','.join(label.partition(':')[2] for label in labels)}")
+    listed = ", ".join(row.devices)
+    if row.kind == "training" or len(listed) > width:
+        listed = brief_devices(row.devices)
+    return (Span(cut(plain(listed), width)),)
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
@@ -51,6 +44,10 @@ def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
     text = row.workload.rpartition("/")[2] or row.trouble
     name = Span(cut(plain(text), width - cells(mark)), "text" if row.workload else "bad")
     return (Span(mark, "warn"), name) if mark else (name,)
+
+
+def _probes(row: RunSummary, _width: int) -> tuple[Span, ...]:
+    return (Span(Mark.NONE, "dim") if row.kind == "training" else Span(str(row.probes)),)
 
 
 def _state(row: RunSummary, width: int) -> tuple[Span, ...]:
@@ -103,7 +100,7 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
         "probes",
         ("probes", "n"),
         (3, 6),
-        text_cell(lambda row: str(row.probes)),
+        _probes,
         value=lambda row: row.probes,
     ),
     Column(
@@ -133,12 +130,12 @@ def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
     state = msgspec.structs.replace(
         _end_state(run), seen=run.record.seen, probes=len(run.record.seen)
     )
-    head = line(Span(plain(run.header.workload), "strong"))
+    head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:
-        return (head, Line(), *everything_lines(state, width, path))
+        return (*head, Line(), *everything_lines(state, width, path))
     tone = _STATE_TONES[run.state]
     words = text_lines(_state_words(run), width, 8, tone)
-    return (head, *words, Line(), *whole_table(LOG, log_rows(state), width))
+    return (*head, *words, Line(), *whole_table(LOG, log_rows(state), width))
 
 
 def _state_words(run: StoredRun) -> str:

@@ -8,10 +8,12 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from evener.printable import plain
 
 from .cells import Line, Mark, Span, Tone, cells, cut, fit, pad, span_cells, text_lines
+from .teaching import Lesson, lesson_lines
 
 RowT = TypeVar("RowT")
 Cell = Callable[[RowT, int], tuple[Span, ...]]  # of a row, in at most this many terminal cells
 _BETWEEN = Span(" ")  # two columns
+ROWS_OF_NOTHING = 3  # for what a whole table without rows says
 
 
 class Column(NamedTuple, Generic[RowT]):
@@ -44,7 +46,7 @@ class Grid(NamedTuple, Generic[RowT]):
     """
 
     columns: tuple[Column[RowT], ...]
-    nothing: str = ""  # is said where there are no rows
+    nothing: str | Lesson = ""  # is said where there are no rows
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
@@ -219,11 +221,13 @@ def table_lines(
             if grid.draw
             else table_row(grid.columns, widths, row, here)
         )
-    if grid.nothing and not rows:
+    if isinstance(grid.nothing, Lesson) and not rows:
+        lines += lesson_lines(grid.nothing, width, max(1, room))
+    elif isinstance(grid.nothing, str) and grid.nothing and not rows:
         lines += text_lines(grid.nothing, width, max(1, room), "dim")
     return tuple(lines), first
 
 
 def whole_table(grid: Grid[RowT], rows: Sequence[RowT], width: int) -> tuple[Line, ...]:
-    """The heading and every row."""
-    return table_lines(grid, rows, width, len(rows) + 1)[0]
+    """The heading and every row; without rows, what the grid says instead, whole."""
+    return table_lines(grid, rows, width, 1 + (len(rows) or ROWS_OF_NOTHING))[0]

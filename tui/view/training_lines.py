@@ -21,9 +21,9 @@ from evener.training.noise_scale import NoiseScale, describe, write_scale
 
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
 from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
-from .monitor import NO_TRAINING
 from .ranks import DOING, RankRow
 from .table import Cell, Column, Grid, text_cell
+from .teaching import NO_TRAINING
 from .trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason

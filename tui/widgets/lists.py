@@ -104,7 +104,9 @@ class ListPanel(Lines, Generic[RowT]):
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
         """Take these rows, with the cursor on the one that it was on."""
-        self.rows = rows
+        was_empty, self.rows = not self.rows, rows
+        if was_empty != (not rows):
+            self.refresh_bindings()
         keys = [self.identity(row) for row in rows]
         if self._under_cursor is not None and self._under_cursor in keys:
             self.cursor = keys.index(self._under_cursor)
@@ -121,8 +123,10 @@ class ListPanel(Lines, Generic[RowT]):
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer details only where there are some."""
-        return action != "open" or bool(self.OPEN)
+        """Offer only what a row can have done."""
+        if action == "tag":
+            return bool(self.count)
+        return action != "open" or bool(self.OPEN and self.count)
 
     async def action_open(self) -> None:
         """Show the row under the cursor in full."""

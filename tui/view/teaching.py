@@ -1,0 +1,80 @@
+"""What an empty list says: that there is nothing, and how to begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .cells import Line, Span, cells, line, text_lines
+
+BETWEEN_CELLS = 3  # from the longest command to the words
+
+
+class Step(NamedTuple):
+    """A way to begin: a key or a command, and what it does; `action` is Textual's, of a click."""
+
+    does: str
+    words: str
+    action: str = ""
+
+
+class Lesson(NamedTuple):
+    """What isn't there, and the ways to have it."""
+
+    nothing: str
+    steps: tuple[Step, ...] = ()
+
+
+BALANCE = Step("2", "find the fastest split of these devices", "app.show('balance')")
+TRAINING_STEPS = (
+    Step("evener run -- python train.py", "train by shares, the script unchanged"),
+    Step("evener launch plan.toml train.py", "train by a plan"),
+    BALANCE,
+    Step("evener demo", "no GPU: watch two simulated cards"),
+)
+NO_TRAINING = Lesson("No training reports here.", TRAINING_STEPS)
+NO_PROCESS = Lesson("No process is on these devices.", TRAINING_STEPS)
+NO_RUN = Lesson(
+    "No run yet: a search keeps all that it measured.",
+    (
+        BALANCE,
+        Step("evener balance -w train.py:build", "the same in a terminal"),
+        Step("evener demo", "no GPU: watch two simulated cards"),
+    ),
+)
+
+
+def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
+    """A block in the middle, a row for each step; where it has no room, as many sentences as fit
+    whole.
+    """
+    block = _block(lesson.steps)
+    widest = max((cells(each.text) for each in block), default=0)
+    if not block or width < widest + 2 or height < len(block) + 2:
+        return _sentences(lesson, width, height)
+    left = (width - widest) // 2
+    title = line(Span(" " * left), Span(lesson.nothing, "strong"))
+    above = (height - len(block) - 2) // 3
+    rows = [Line((Span(" " * left), *each.spans)) for each in block]
+    return (*[Line()] * above, title, Line(), *rows)
+
+
+def _block(steps: Sequence[Step]) -> list[Line]:
+    """The steps below each other, their words aligned."""
+    longest = max((cells(step.does) for step in steps), default=0)
+    rows = []
+    for step in steps:
+        gap = " " * (longest - cells(step.does) + BETWEEN_CELLS)
+        rows.append(line(Span(step.does, "key", step.action), Span(gap), Span(step.words, "dim")))
+    return rows
+
+
+def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
+    """What isn't there, then the steps from the first on, as far as they fit."""
+    text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
+    for step in lesson.steps:
+        text += f" {step.does}: {step.words}."
+        if len(text_lines(text, width, height + 1)) > height:
+            break
+        shown = text_lines(text, width, height, "dim")
+    return shown
