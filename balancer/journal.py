@@ -348,6 +348,7 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
         ordered
         and len(seen.memory_bytes) == len(seen.device_seconds) == devices
         and len(seen.work) in (0, devices)
+        and len(seen.parts) in (0, devices)
     )
 
 

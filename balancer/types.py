@@ -191,6 +191,28 @@ class Power(msgspec.Struct, frozen=True):
         )
 
 
+class PartSeconds(msgspec.Struct, frozen=True):
+    """Parts of one device's step, in seconds, beside its own work; None: unknown.
+
+    They may overlap: a process that is starved of cores also fetches its rows late.
+    """
+
+    input_seconds: Amount | None = None  # waiting for the rows of a batch
+    update_seconds: Amount | None = None  # the optimizer's own step
+    starved_seconds: Amount = 0.0  # its threads were ready to run and had no core
+    # neither the CPU, nor rows, nor other devices were at work; None where that can't be known
+    idle_seconds: Amount | None = None
+    taken_by: str = ""  # the programs that had the cores meanwhile
+
+
+class KeptBatch(msgspec.Struct, frozen=True):
+    """Seconds of a step on a batch that is kept and used again, with the 95 % interval."""
+
+    step_seconds: Amount
+    low_seconds: Amount
+    high_seconds: Amount
+
+
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     """A layout that ran: seconds per synchronised optimizer step, with its 95 % interval."""
 
@@ -218,6 +240,10 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     watts: tuple[
         float | None, ...
     ] = ()  # mean power of each device of the request, idle ones too; None: unknown
+    parts: tuple[PartSeconds | None, ...] = ()  # of each device; empty: unknown
+    kept: KeptBatch | None = None  # the same step without input, where that takes a part of it
+    # a GPU's step whose kernels the host has enqueued before, on that batch; None: unknown
+    enqueued_seconds: Amount | None = None
 
     @property
     def restart_seconds(self) -> float:

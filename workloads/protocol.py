@@ -58,6 +58,13 @@ class Place(msgspec.Struct, frozen=True):
         return max(1, len(self.peers))
 
 
+class PhaseSeconds(msgspec.Struct, frozen=True):
+    """What the steps since the last reading took in two of their phases; None: unknown."""
+
+    input_seconds: float | None = None  # waiting for the rows of a batch
+    update_seconds: float | None = None  # the optimizer's own step
+
+
 class Workload(ABC):
     """A model that trains, built at its place. Its constructor may take minutes; `step` returns
     when it is enqueued.
@@ -110,6 +117,24 @@ class Workload(ABC):
     def read_waits(self) -> float | None:
         """The seconds that its device waited for others since this was last read; None where that
         can't be known.
+        """
+        return None
+
+    def read_phases(self) -> PhaseSeconds:
+        """The phases of all steps since this was last read; called when nothing is pending."""
+        return PhaseSeconds()
+
+    def keep_batch(self, kept: bool) -> bool:
+        """Step on one batch that is kept and used again, or no longer; False where that can't be
+        done.
+
+        `prepare` ends it too.
+        """
+        return False
+
+    def time_on_device(self) -> float | None:
+        """The seconds that a device needs for one step whose kernels are all enqueued before; None
+        where there is no such device. All ranks of a group call it at once.
         """
         return None
 

@@ -18,7 +18,7 @@ from statistics import fmean, median
 import msgspec
 
 from ..statistics import LONE_BLOCK, NORMAL_95, relative_half_width, student
-from ..types import Interval, Warned
+from ..types import Interval, PartSeconds, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
 HOPELESS_FROM = 0.5  # of the time: then a probe also ends
@@ -56,13 +56,14 @@ class Block(msgspec.Struct, frozen=True):
 
     steps: int
     wall_seconds: float
-    # CPU time / wall time of a process that owns its cores and never waits
+    # part of the time in which a process that owns its cores had those that it wanted
     cpu_share: float | None = None
     own_seconds: tuple[float | None, ...] = ()
     # share of the block in which a device held itself back (heat, a power brake, a fault)
     slowed: float = 0.0
     capped: float = 0.0  # share of it in which one was at its power limit
     slowest: int = -1  # position of the device that was slowed most; -1: none, or unknown
+    parts: tuple[PartSeconds, ...] = ()  # of each rank, of the whole block; empty: unknown
     # True if processes took new memory in the block: a training does so in its first steps only
     grew: bool = False
 
@@ -84,6 +85,7 @@ class StepTiming(msgspec.Struct, frozen=True):
     steps: int
     own_seconds: tuple[float | None, ...]  # per step
     warnings: tuple[Warned, ...]
+    parts: tuple[PartSeconds, ...] = ()  # per step, of each rank
 
 
 class BlockTimer:
@@ -147,7 +149,7 @@ class BlockTimer:
             return None
         step = interval_of(clean)
         steps = self._done() if self._whole else sum(block.steps for block in clean)
-        return StepTiming(step, steps, _own(clean), self._warnings(clean, step))
+        return StepTiming(step, steps, _own(clean), self._warnings(clean, step), mean_parts(clean))
 
     def _sized(self, last: Block) -> int:
         """Steps that fill a block; after a tiny block not more than 16 times as many, as its time
@@ -328,6 +330,32 @@ def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
     return tuple(
         None if None in column else sum(s for s in column if s is not None) / steps
         for column in columns
+    )
+
+
+def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
+    """The parts of each rank's step over all blocks; none where one of the blocks has none."""
+    steps = sum(block.steps for block in blocks)
+    if not steps or not all(block.parts for block in blocks):
+        return ()
+    ranks = zip(*(block.parts for block in blocks), strict=True)
+    return tuple(_add_parts(parts, steps) for parts in ranks)
+
+
+def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
+    """The sum of one rank's blocks, for one of this many steps."""
+
+    def mean(seconds: Sequence[float | None]) -> float | None:
+        known = [each for each in seconds if each is not None]
+        return sum(known) / steps if len(known) == len(seconds) else None
+
+    most = max(parts, key=lambda part: part.starved_seconds)
+    return PartSeconds(
+        input_seconds=mean([part.input_seconds for part in parts]),
+        update_seconds=mean([part.update_seconds for part in parts]),
+        starved_seconds=sum(part.starved_seconds for part in parts) / steps,
+        idle_seconds=mean([part.idle_seconds for part in parts]),
+        taken_by=most.taken_by,
     )
 
 

@@ -81,6 +81,7 @@ class ChildProber:
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=resolved.driver)
+        self._looked_at: set[Layout] = set()  # for what limits them
         self._used: set[int] = (
             set()
         )  # positions of devices that have been in a probe, and so are watched
@@ -196,7 +197,14 @@ class ChildProber:
                 group = self._start(key, progress, stop)
             row_tokens = fmean(self._facts.lengths or (0,))
             measurement = Measurement(
-                probe, group, self._timeouts, progress, self._hosts, row_tokens, idle
+                probe,
+                group,
+                self._timeouts,
+                progress,
+                self._hosts,
+                row_tokens,
+                idle,
+                closer=self._wants_closer_look(probe),
             )
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except BaseException:
@@ -206,6 +214,19 @@ class ChildProber:
         self._running.discard(probe)
         self._keep(key, group, seen, measurement.busy_cores, stop)
         return seen
+
+    def _wants_closer_look(self, probe: Probe) -> bool:
+        """True for the first measurement of a layout that may become the plan: what limits its
+        step is measured too.
+        """
+        explores = probe.stage == "solo" and len(self._devices) > 1
+        if explores or self._resolved.request.input != "host":
+            return False
+        with self._lock:
+            if probe.layout in self._looked_at:
+                return False
+            self._looked_at.add(probe.layout)
+        return True
 
     def _take_idle(self, key: Layout) -> ChildGroup | None:
         with self._lock:

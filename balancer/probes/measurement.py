@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import TypeVar, cast
 
@@ -14,20 +15,32 @@ import msgspec
 
 from evener.devices.backend import Vitals
 from evener.shares.curves import Work
+from evener.training.limits import LEAST_SHARE
 
 from ..events import ProbeProgress, Report
 from ..statistics import relative_half_width
-from ..types import Layout, Probe, Timed, Warned
+from ..types import KeptBatch, Layout, PartSeconds, Probe, Timed, Warned
 from .block_timing import Block, BlockTimer, StepTiming, has_grown
 from .children import ChildGroup
-from .failures import GroupError, RankFailure
+from .failures import GroupError, RankFailure, StoppedError
 from .interference import DriverReader, ProbeInterference
 from .launch_plan import RankMap
-from .protocol import Prepare, Prepared, Ran, RunSteps, Stack
+from .protocol import (
+    BatchKept,
+    KeepBatch,
+    Prepare,
+    Prepared,
+    Ran,
+    RunSteps,
+    Stack,
+    TimedOnDevice,
+    TimeOnDevice,
+)
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
 BLOCK_SLACK = 20.0  # times the expected seconds of a block: its limit
+CLOSER_SHARE = 0.2  # of a probe's seconds, to measure what holds its step up
 CHUNKS = 8  # per block of a pack: how often each training looks at the clock
 PACK_STEPS = 4  # of each training in a block, as they don't end together,
 LONGEST_PACK_SECONDS = 2.0  # as far as there is that much time
@@ -98,7 +111,10 @@ class ProgressReporter:
 
 
 class Measurement:
-    """One probe on one group of children; GroupError and StoppedError come from the group."""
+    """One probe on one group of children; GroupError and StoppedError come from the group.
+
+    With `closer`, what holds a step up is measured after it.
+    """
 
     def __init__(
         self,
@@ -109,6 +125,8 @@ class Measurement:
         monitor: DriverReader,
         row_tokens: float = 0.0,
         idle: Mapping[int, Vitals] | None = None,
+        *,
+        closer: bool = False,
     ) -> None:
         self._probe, self._group, self._ranks = probe, group, group.ranks
         self._row_tokens = row_tokens  # of a row on average, where rows have lengths
@@ -120,6 +138,9 @@ class Measurement:
             int | None
         ] = ()  # the peak of each rank or device of the group
         self._not_finite: tuple[Warned, ...] = ()
+        self._closer = closer
+        self._kept: KeptBatch | None = None
+        self._enqueued_seconds: float | None = None
         self._cpu_seconds, self._work_seconds = (
             0.0,
             0.0,
@@ -146,6 +167,9 @@ class Measurement:
         first = self._prepare(command, stop)
         start_seconds = time.monotonic() - started if self._group.fresh else 0.0
         timing = self._time_blocks(first, stop)
+        if self._closer and self._probe.layout.processes == 1:
+            with suppress(GroupError, StoppedError):  # the step's own figure stays valid
+                self._look_closer(timing, stop)
         return Timed(
             probe=self._probe,
             step_seconds=timing.step.value,
@@ -164,7 +188,49 @@ class Measurement:
             watts=tuple(map(self._watts.get, range(len(self._probe.layout.shares))))
             if self._watts
             else (),
+            parts=self._by_position(timing.parts) if timing.parts else (),
+            kept=self._kept,
+            enqueued_seconds=self._enqueued_seconds,
         )
+
+    def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:
+        """Measure the step without input, where that takes a part of it; and on GPUs the step as
+        it is when no kernel waits for the host.
+        """
+        on_cpu = self._ranks.own_cores
+        known = [part.input_seconds for part in timing.parts]
+        largest = max((each for each in known if each is not None), default=None)
+        if on_cpu and largest is not None and largest < LEAST_SHARE * timing.step.value:
+            return
+        if not self._keep_batch(True, stop):
+            return
+        self._kept = self._time_kept(timing.step.value, stop)
+        if not on_cpu:
+            timed = self._group.call(
+                lambda _: TimeOnDevice(), TimedOnDevice, self._timeouts.block, stop
+            )
+            seconds = [cast(TimedOnDevice, reply).seconds for reply in timed]
+            self._enqueued_seconds = max((each for each in seconds if each), default=None)
+        self._keep_batch(False, stop)
+
+    def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
+        """Have every rank keep its next batch, or none; True if all can."""
+        replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
+        return all(cast(BatchKept, reply).able for reply in replies)
+
+    def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
+        """The step on the batch that is kept, in a few blocks of some tenths of a second."""
+        seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
+        timer = BlockTimer(seconds)
+        while steps := timer.next_steps():
+            limit = max(self._timeouts.block, BLOCK_SLACK * steps * step_seconds)
+            command = RunSteps(steps)
+            replies = self._group.call(lambda _, command=command: command, Ran, limit, stop)  # type: ignore[misc]
+            wall = max(cast(Ran, reply).wall_seconds for reply in replies)
+            timer.add(Block(steps, wall))
+        timing = timer.result()
+        assert timing is not None, "a timer without blocks asks for more"
+        return KeptBatch(timing.step.value, timing.step.low, timing.step.high)
 
     @property
     def busy_cores(self) -> float | None:
@@ -236,20 +302,39 @@ class Measurement:
         wall = max(reply.wall_seconds for reply in ran)
         ranks = self._ranks
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
+        parts = tuple(self._describe_parts(reply) for reply in ran)
         if len(ranks.unique_positions) == 1:
             share = self._cpu_share(ran[0])
-            return Block(ran[0].steps, wall, share, (wall * min(1.0, share or 1.0),))
+            own = (wall * min(1.0, share or 1.0),)
+            return Block(ran[0].steps, wall, share, own, parts=parts)
         if any(reply.waited_seconds is not None for reply in ran):
-            return Block(
-                ran[0].steps, wall, None, tuple(_less(wall, reply.waited_seconds) for reply in ran)
-            )
+            rest = tuple(_less(wall, reply.waited_seconds) for reply in ran)
+            return Block(ran[0].steps, wall, None, rest, parts=parts)
         if not ranks.own_cores or ranks.one_process:
-            return Block(ran[0].steps, wall)
-        own = zip(ran, ranks.busy_cores, strict=True)
+            return Block(ran[0].steps, wall, parts=parts)
+        computed = zip(ran, ranks.busy_cores, strict=True)
         compute = tuple(
-            min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in own
+            min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in computed
         )
-        return Block(ran[0].steps, wall, None, compute)
+        return Block(ran[0].steps, wall, None, compute, parts=parts)
+
+    def _describe_parts(self, ran: Ran) -> PartSeconds:
+        """The parts of a rank's block.
+
+        A process that is alone on its CPU is idle while none of its threads computes or is ready
+        to, and it doesn't fetch rows.
+        """
+        idle = None
+        if self._ranks.own_cores and len(self._ranks.positions) == 1:
+            busy = ran.cpu_seconds + ran.spun_seconds + (ran.starved_seconds or 0.0)
+            idle = max(0.0, ran.wall_seconds - busy - (ran.input_seconds or 0.0))
+        return PartSeconds(
+            input_seconds=ran.input_seconds,
+            update_seconds=ran.update_seconds,
+            starved_seconds=min(ran.starved_seconds or 0.0, ran.wall_seconds),
+            idle_seconds=idle,
+            taken_by=ran.taken_by,
+        )
 
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
         """The times that the same steps would take with as many tokens as the data have on average.
@@ -274,13 +359,17 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """CPU time over wall time of one process that never waits; None where that can't show a
-        disturbance.
+        """The part of the wall time in which a lone process had the cores that it wanted.
+
+        Where the kernel doesn't say that, CPU time over wall time of a single thread, which waits
+        for nothing else; None where that can't show a disturbance either.
         """
         if not self._ranks.own_cores:
             return None
         self._cpu_seconds += ran.cpu_seconds
         self._work_seconds += max(0.0, ran.wall_seconds - ran.spun_seconds)
+        if ran.starved_seconds is not None:
+            return max(0.0, 1 - ran.starved_seconds / ran.wall_seconds)
         return (
             (ran.cpu_seconds + ran.spun_seconds) / ran.wall_seconds
             if self._ranks.threads == 1
@@ -325,7 +414,15 @@ def _less(wall: float, waited: float | None) -> float | None:
 
 
 def _scale_times(ran: Ran, factor: float) -> Ran:
-    names = ("wall_seconds", "cpu_seconds", "spun_seconds", "waited_seconds")
+    names = (
+        "wall_seconds",
+        "cpu_seconds",
+        "spun_seconds",
+        "waited_seconds",
+        "input_seconds",
+        "update_seconds",
+        "starved_seconds",
+    )
     times = {name: time * factor for name in names if (time := getattr(ran, name)) is not None}
     return msgspec.structs.replace(ran, **times)
 

@@ -69,11 +69,21 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
+class KeepBatch(msgspec.Struct, frozen=True, tag=True):
+    """Step on one batch that is kept and used again, or on the next ones again."""
+
+    kept: bool
+
+
+class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
+    """Time one step that a device computes after the host has enqueued all of it."""
+
+
 class Rest(msgspec.Struct, frozen=True, tag=True):
     """No step follows for now: give back memory that isn't in use."""
 
 
-Command = Build | Prepare | RunSteps | Rest
+Command = Build | Prepare | RunSteps | KeepBatch | TimeOnDevice | Rest
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -107,6 +117,23 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     work: Work | None = None  # of all its steps, where rows have lengths
     # of its device, for other ranks' gradients and the sum; None: unknown
     waited_seconds: Seconds | None = None
+    input_seconds: Seconds | None = None  # waiting for rows; None: unknown
+    update_seconds: Seconds | None = None  # the optimizer's own step; None: unknown
+    # its threads were ready to run and had no core; None: the kernel doesn't say
+    starved_seconds: Seconds | None = None
+    taken_by: str = ""  # the programs that had the cores meanwhile
+
+
+class BatchKept(msgspec.Struct, frozen=True, tag=True):
+    """One batch is kept, or none any more; `able` is False if the workload can't keep one."""
+
+    able: bool
+
+
+class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
+    """The seconds that the device took for a step; None if it has no clock of its own."""
+
+    seconds: Seconds | None
 
 
 class Rested(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +155,7 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     traceback: str = ""
 
 
-Reply = Ready | Built | Prepared | Ran | Rested | ChildError
+Reply = Ready | Built | Prepared | Ran | BatchKept | TimedOnDevice | Rested | ChildError
 
 command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

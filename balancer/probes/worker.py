@@ -30,12 +30,19 @@ import msgspec
 from evener.live.reporter import Reporter
 from evener.shares.curves import Work
 from evener.system.cores import cap_address_space
+from evener.system.taken_cores import (
+    CoreWatch,
+    Starvation,
+    look_at_processes,
+    name_takers,
+)
 from evener.workloads import user_code
 from evener.workloads.protocol import Workload
 
 from . import protocol
 from .fork_server import ForkServer, die_with_parent, import_first
 
+NAMED_FROM = 0.05  # of a block's time without a core: who had it is looked up
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
 
 
@@ -87,6 +94,8 @@ class Worker:
         self._steps = 0  # since the workload was built
         self._not_finite_step = 0
         self._reporter = Reporter()
+        self._cores = CoreWatch()
+        self._use = look_at_processes()
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
         """Carry out one command."""
@@ -97,6 +106,10 @@ class Worker:
                 return self._prepare(command)
             case protocol.RunSteps():
                 return self._run(command)
+            case protocol.KeepBatch():
+                return protocol.BatchKept(self._built()[0].keep_batch(command.kept))
+            case protocol.TimeOnDevice():
+                return protocol.TimedOnDevice(self._built()[0].time_on_device())
             case protocol.Rest():
                 return protocol.Rested(tuple(self._built()[0].release_memory()) or (None,))
             case _:
@@ -162,21 +175,46 @@ class Worker:
         gc.disable()
         spun, steps, before = 0.0, 0, workload.work()
         workload.read_waits()  # those of steps before this block
+        workload.read_phases()
+        self._cores.read()
         cpu, started = time.process_time(), time.perf_counter()
         while not steps or time.perf_counter() - started < command.seconds:
             spun += self._run_steps(command.steps, workload, build)
             steps += command.steps
         wall = time.perf_counter() - started
         cpu = time.process_time() - cpu
+        starved = self._cores.read()
         gc.enable()
         gc.collect()
         memory = tuple(workload.max_memory_bytes()) or (None,)
         work = _subtract(workload.work(), before)
         self._account(steps, workload, build)
-        waited = workload.read_waits()
+        phases = workload.read_phases()
         return protocol.Ran(
-            steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work, waited
+            steps=steps,
+            wall_seconds=wall,
+            cpu_seconds=max(0.0, cpu - spun),
+            spun_seconds=spun,
+            memory_bytes=memory,
+            not_finite_step=self._not_finite_step,
+            work=work,
+            waited_seconds=workload.read_waits(),
+            input_seconds=phases.input_seconds,
+            update_seconds=phases.update_seconds,
+            starved_seconds=starved.starved_s if self._cores.known else None,
+            taken_by=self._name_takers(starved),
         )
+
+    def _name_takers(self, starved: Starvation) -> str:
+        """The programs that had the cores while this process was starved of them; empty if it
+        wasn't.
+
+        Processes of this search have the server of children above them.
+        """
+        if starved.part < NAMED_FROM:
+            return ""
+        before, self._use = self._use, look_at_processes()
+        return name_takers(before, self._use, os.getppid(), starved.throttled_s)
 
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True

@@ -52,6 +52,7 @@ from .rivals import (
     name_rivals,
     printed_gain,
 )
+from .training_limits import find_training_limits
 
 MARGIN = 1.3  # on top of a budget that would just have been enough: starts of children are guessed
 STEP_SECONDS = 10  # to which it is rounded up
@@ -130,6 +131,7 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
         failed=sum(isinstance(one, Failed) for one in seen),
         sum_loss=_find_sum_loss(report) if known else None,
         unequal_twins=measurements.find_unequal_twins(seen, devices),
+        limits=find_training_limits(report, seen, devices),
     )
     return msgspec.structs.replace(verdict, advice=advise(verdict))
 

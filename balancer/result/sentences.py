@@ -14,6 +14,7 @@ import msgspec
 
 from evener.devices.registry import find_backend, is_simulated
 from evener.plan.file import Plan
+from evener.training.limits import LimitKind, TrainingLimit
 from evener.training.noise_scale import write_scale
 
 from ..events import Finished
@@ -296,6 +297,48 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 # ---------------------------------------------------------------------- remarks
+
+
+def _say_limits(verdict: Verdict) -> Iterator[str]:
+    """What the training's time goes to, the largest first, with what takes it away."""
+    for limit in verdict.limits:
+        took = f"{milliseconds(limit.milliseconds / 1e3)} of a step, {percent(limit.share)}"
+        by = f" Cause: {limit.by}." if limit.by else ""
+        yield (
+            f"{LIMITS[limit.kind]}: {took}. {limit.kind.meaning}{by} "
+            f"{_write_promise(verdict, limit)} {limit.remedy}"
+        )
+
+
+LIMITS = {
+    LimitKind.INPUT: "Limited by input",
+    LimitKind.RANK_INPUT: "Limited by one rank's input",
+    LimitKind.HOST_LAUNCHES: "Limited by the host, which starts kernels too slowly",
+    LimitKind.HOST_STARVED: "Limited by the host, which is starved of cores",
+    LimitKind.EXCHANGE: "Limited by the exchange between devices",
+    LimitKind.UNEQUAL: "Limited by unequal devices",
+    LimitKind.MEMORY: "Limited by memory",
+    LimitKind.POWER: "Limited by power",
+    LimitKind.HEAT: "Limited by heat",
+    LimitKind.NEIGHBOUR: "Limited by another process on the device",
+    LimitKind.OPTIMIZER: "Limited by the optimizer's step",
+    LimitKind.CHECKPOINTS: "Limited by checkpoints",
+    LimitKind.VALIDATION: "Limited by validation",
+    LimitKind.BETWEEN: "Limited by work between steps",
+    LimitKind.OWN_CODE: "Limited by waiting in the model's own code",
+}
+
+
+def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
+    """The samples/s that the remedy would give, as measured or as expected."""
+    speed = verdict.figure.samples_per_second
+    low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
+    gain = f"+{percent(limit.gain)}"
+    if limit.gain >= 2:
+        gain = f"{factor(1 + limit.gain)} times as fast"
+    about = f"about {rate(speed * (1 + limit.gain))} samples/s, {gain}"
+    span = "" if low == high else f" ({low} to {high})"
+    return f"Without it, {'measured' if limit.measured else 'expected'}: {about}{span}."
 
 
 def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
@@ -640,6 +683,7 @@ def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
 
 
 REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
+    _say_limits,
     _say_unknown,
     _say_equal_shares,
     _say_one_would_do,

@@ -81,14 +81,14 @@ def _least(
 ) -> float | None:
     """The least that `read` finds in this process' groups; those without a limit are skipped."""
     found: list[float] = []
-    for folder, version in _list_groups(controller, root, membership):
+    for folder, version in list_groups(controller, root, membership):
         with suppress(OSError, ValueError, ZeroDivisionError):
             found.append(read(folder, version))
     return min(found, default=None)
 
 
-def _list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """The folders of this process' groups and of those above, and their version."""
+def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's control groups and of those above, and their version."""
     lines: list[str] = []
     with suppress(OSError):
         lines = membership.read_text().splitlines()

@@ -144,13 +144,20 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
     """The limits of a step of `step_s` seconds, the largest first.
 
-    Parts of less than 5 % of the step aren't limits. The order goes by the expected gain, which a
+    Parts of less than 5 % of the step aren't limits, nor are those without which the step was
+    measured and wasn't 5 % shorter. The order goes by the expected gain, which a
     measured step without the limit may put above or below the part's own size.
     """
     if step_s <= 0:
         return ()
-    limits = [_describe(step_s, part) for part in parts if part.seconds >= LEAST_SHARE * step_s]
+    limits = [_describe(step_s, part) for part in parts if _is_limit(step_s, part)]
     return tuple(sorted(limits, key=lambda limit: (-limit.gain, -limit.share, limit.kind)))
+
+
+def _is_limit(step_s: float, part: StepPart) -> bool:
+    least_s = LEAST_SHARE * step_s
+    gains = part.without_s is None or step_s - part.without_s >= least_s
+    return part.seconds >= least_s and gains
 
 
 def _describe(step_s: float, part: StepPart) -> TrainingLimit:

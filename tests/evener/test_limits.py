@@ -41,12 +41,18 @@ def scale(part: StepPart, by: float) -> StepPart:
     )
 
 
+def _is_clear(part: StepPart) -> bool:
+    """Not so near to the edge of 5 % that rounding decides."""
+    without = 0.0 if part.without_s is None else part.without_s
+    return min(abs(part.seconds - LEAST_SHARE), abs(1 - without - LEAST_SHARE)) > 1e-6
+
+
 @given(relative_parts())
 def test_limits_are_those_of_five_percent_the_largest_gain_first(parts: list[StepPart]) -> None:
     limits = find_limits(1.0, parts)
-    assert {each.kind for each in limits} == {
-        part.kind for part in parts if part.seconds >= LEAST_SHARE
-    }
+    large = [part for part in parts if part.seconds >= LEAST_SHARE]
+    gained = [part for part in large if part.without_s is None or 1 - part.without_s >= LEAST_SHARE]
+    assert {each.kind for each in limits} == {part.kind for part in gained}
     gains = [each.gain for each in limits]
     assert gains == sorted(gains, reverse=True)
 
@@ -78,14 +84,14 @@ def test_a_step_without_the_part_is_faster_by_the_gain(
 
 @given(relative_parts(), st.floats(1e-3, 1e3))
 def test_limits_are_the_same_in_any_unit_of_time(parts: list[StepPart], unit: float) -> None:
-    near = [part for part in parts if abs(part.seconds - LEAST_SHARE) > 1e-6]
+    near = [part for part in parts if _is_clear(part)]
     scaled = [scale(part, unit) for part in near]
     for one, other in zip(find_limits(1.0, near), find_limits(unit, scaled), strict=True):
         assert one.gain == pytest.approx(other.gain, rel=1e-6, abs=1e-9)
         assert one.share == pytest.approx(other.share)
 
 
-@given(st.floats(0.05, 0.9), st.floats(0.05, 0.99))
+@given(st.floats(0.05, 0.9), st.floats(0.05, 0.94))
 def test_a_measured_step_without_the_limit_decides_the_gain(share: float, without: float) -> None:
     part = StepPart(kind=LimitKind.INPUT, seconds=share, without_s=without)
     (limit,) = find_limits(1.0, [part])

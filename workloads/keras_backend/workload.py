@@ -161,6 +161,7 @@ class KerasWorkload(Workload):
         self.steps.attach(self.model)
         self.data = None if training_data is None else as_training_data(training_data())
         self._callbacks = keras.callbacks.CallbackList(add_history=True, model=self.model)
+        self._source: Any = None
         self._batches: Any = None
         self._position = 0
         self._logs: Any = None
@@ -180,8 +181,17 @@ class KerasWorkload(Workload):
             self._batches = repeat(self.steps.send(batch, shares))
         else:
             self.data = self.data or pool(self.sample_batch)
-            self._batches = iter(self.data.batches(self.steps.split, sum(shares)))
+            self._source = self.data.batches(self.steps.split, sum(shares))
+            self._batches = iter(self._source)
         self._position = 0
+
+    def keep_batch(self, kept: bool) -> bool:
+        """Step on one batch again and again, or on the data's again, from its beginning."""
+        if self.place.input == "device":
+            return True
+        source = self._source.take(1).cache().repeat() if kept else self._source
+        self._batches = iter(source)
+        return True
 
     def step(self) -> None:
         """Take an optimizer step on the next batch, with what `fit` does around it."""

@@ -220,11 +220,13 @@ class Batches:
         self._steps: Iterator[Any] = iter(())
         self.rows = 0
         self.on_host = False
+        self._kept: Any = None
 
     def drop(self) -> None:
         """Release every batch, also those fetched ahead."""
         if isinstance(self._steps, Generator):
             self._steps.close()
+        self._kept = None
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
@@ -252,8 +254,17 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """The next batch, on the device."""
-        return next(self._steps)
+        """The next batch, on the device; the kept one, if one is kept."""
+        return next(self._steps) if self._kept is None else self._kept
+
+    def keep(self, kept: bool) -> bool:
+        """Keep the next batch and give it again and again, or no longer; False if the work of each
+        batch is counted, as that is of the rows drawn.
+        """
+        if hasattr(self._sampler, "works"):
+            return False
+        self._kept = next(self._steps) if kept else None
+        return True
 
     def works(self, batch: Any) -> list[Work]:
         """The work of the current batch's passes; none where rows have no lengths."""

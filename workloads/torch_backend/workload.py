@@ -9,6 +9,7 @@ from host memory each step unless the place says otherwise.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import count_passes, gradient_weight, split_passes
-from evener.torch.ranks.own_work import GpuClock
+from evener.torch.ranks.own_work import GpuClock, HostClock
 from evener.torch.ranks.ranks import fetching_threads
 from evener.torch.rows.loader import StepListener
 from evener.torch.rows.sampler import UnevenBatchSampler
@@ -36,8 +37,9 @@ from evener.torch.stores import open_file_store, open_tcp_store
 from evener.torch.sums.exchange import Exchange
 from evener.training.dealing import Dealer
 
-from ..protocol import MemoryMeter, Place, Workload
+from ..protocol import MemoryMeter, PhaseSeconds, Place, Workload
 from .batches import Batches, Data, Pool, SampleBatch, as_pair
+from .phases import PhaseClock, enqueue_pause
 from .shards import RecipeShards
 
 MEETING_TIME = timedelta(seconds=300)  # in which the ranks of a group come
@@ -131,6 +133,7 @@ class TorchWorkload(Workload, StepListener):
         self._passes = Passes(place.rank, self.device, lambda _: None)
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._waits: Waits | None = None
+        self._phases = PhaseClock(GpuClock() if _on_gpu(self.device) else HostClock())
         self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
         self._model: Any = (
             self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
@@ -193,7 +196,9 @@ class TorchWorkload(Workload, StepListener):
         """Take an optimizer step on the next batch, in step with the other ranks."""
         if self._batches is None or not self._batches.rows:
             return
+        self._phases.enter("input")
         batch = self._batches.take()
+        self._phases.leave()
         optimizer = self.recipe.optimizer
         optimizer.zero_grad(set_to_none=True)
         passes = 1
@@ -207,8 +212,10 @@ class TorchWorkload(Workload, StepListener):
                 parts, [self._model], ()
             ):  # as in a training, which survives
                 part.backward(self._scaled_loss(*as_pair(part.batch)))
+        self._phases.enter("update")
         self._scaler.step(optimizer)
         self._scaler.update()
+        self._phases.leave()
         self._count(self._batches.works(batch), passes)
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
@@ -243,7 +250,43 @@ class TorchWorkload(Workload, StepListener):
             if _on_gpu(device):
                 torch.cuda.synchronize(device)
         if self._batches is not None:
+            started = time.perf_counter()
             self._batches.settle()
+            self._phases.add("input", time.perf_counter() - started)
+
+    def read_phases(self) -> PhaseSeconds:
+        """The input and the optimizer's update of all steps since this was last read."""
+        seconds = self._phases.read()
+        return PhaseSeconds(seconds["input"], seconds["update"])
+
+    def keep_batch(self, kept: bool) -> bool:
+        """Step on the next batch again and again; False where rows have lengths, as another batch
+        is then other work.
+        """
+        if self._batches is None or not self._batches.rows:
+            return True  # a rank without rows has none to keep
+        return self._batches.keep(kept)
+
+    def time_on_device(self) -> float | None:
+        """The seconds of a GPU for a step that waits behind a pause, until the host has enqueued
+        all of it.
+
+        What the step itself waits for, as `.item()`, is part of them.
+        """
+        if not _on_gpu(self.device):
+            return None
+        self.synchronize()
+        started = time.perf_counter()
+        self.step()
+        enqueued = time.perf_counter() - started
+        self.synchronize()
+        clock = GpuClock()
+        enqueue_pause(2 * enqueued)
+        start = clock.mark()
+        self.step()
+        end = clock.mark()
+        self.synchronize()
+        return clock.seconds(start, end)
 
     def loss_is_finite(self) -> bool:
         """True if the loss of the last step's last pass was finite."""

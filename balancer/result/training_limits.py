@@ -1,0 +1,196 @@
+"""What limits the training by the chosen layout, from what its probes measured beside their step.
+
+Only probes of real children have parts; of simulated devices nothing is said. Seconds are of one
+optimizer step, of the rank in which a part is longest, as the others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from evener.devices.types import Device
+from evener.training.limits import LimitKind, StepPart, TrainingLimit, find_limits
+
+from ..search.report import SearchReport
+from ..types import Layout, Observation, PartSeconds, Timed
+
+TWICE = 0.5  # of a part that doesn't grow with the batch: what twice the batch spares of it
+STARVED_ERROR = 0.3  # relative: cores that are taken now may be free in the next minute
+LARGER_BATCH = "A larger batch: twice as many samples a step halve its part."
+KERAS_INPUT = (
+    "Let tf.data work ahead: dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE), cache(), "
+    "prefetch(tf.data.AUTOTUNE)."
+)
+
+
+def find_training_limits(
+    report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
+) -> tuple[TrainingLimit, ...]:
+    """The limits of the chosen layout, the largest first."""
+    chosen = report.chosen
+    layout = chosen.layout
+    turns = [one for one in report.turns_of(layout) if one.parts] or _find_turns(seen, layout)
+    if not turns or layout.traits.side_by_side or not chosen.throughput.value:
+        return ()
+    step_s = layout.global_batch / chosen.throughput.value
+    measured = _Measured(layout, turns, _find_closer(seen, layout), step_s)
+    parts = (
+        *_find_input(measured),
+        *_find_host(measured),
+        *_find_exchange(measured, devices),
+        *_find_update(measured),
+        *_find_idle(measured),
+    )
+    return find_limits(step_s, parts)
+
+
+def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
+    """All measurements of a layout that have parts."""
+    found = [one for one in seen if isinstance(one, Timed) and one.probe.layout == layout]
+    return [one for one in found if one.parts]
+
+
+def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
+    """The measurement after which the layout was looked at more closely."""
+    found = [one for one in _find_turns(seen, layout) if one.kept is not None]
+    return found[-1] if found else None
+
+
+class _Measured:
+    """The measurements of one layout, for its step of `step_s` seconds."""
+
+    def __init__(
+        self, layout: Layout, turns: Sequence[Timed], closer: Timed | None, step_s: float
+    ) -> None:
+        self.layout, self.turns, self.closer, self.step_s = layout, turns, closer, step_s
+
+    def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
+        """The parts of a device's step in each measurement."""
+        return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
+
+    def share(self, position: int, name: str) -> float | None:
+        """The part of a step, 0 to 1, on one device; None where it isn't known."""
+        shares = [
+            seconds / one.step_seconds
+            for one, part in self.parts_of(position)
+            if (seconds := getattr(part, name)) is not None and one.step_seconds > 0
+        ]
+        return fmean(shares) if shares else None
+
+    def largest_s(self, name: str) -> float | None:
+        """The seconds of a part on the device where it is longest; None where it isn't known."""
+        shares = [self.share(position, name) for position in self.layout.active]
+        known = [share for share in shares if share is not None]
+        return max(known) * self.step_s if known else None
+
+    def scale(self, seconds: float) -> float:
+        """Seconds of the closer look, as the step's figure has them."""
+        assert self.closer is not None
+        return seconds * self.step_s / self.closer.step_seconds
+
+
+def _find_input(measured: _Measured) -> Iterator[StepPart]:
+    """Waiting for rows; the step without was measured with a batch that is kept."""
+    seconds = measured.largest_s("input_seconds")
+    closer = measured.closer
+    if closer is None or closer.kept is None:
+        if seconds is not None:
+            yield StepPart(kind=LimitKind.INPUT, seconds=seconds)
+        return
+    without = measured.scale(closer.kept.step_seconds)
+    error = measured.scale((closer.kept.high_seconds - closer.kept.low_seconds) / 2)
+    known = seconds is not None
+    yield StepPart(
+        kind=LimitKind.INPUT,
+        seconds=max(0.0, measured.step_s - without) if seconds is None else seconds,
+        without_s=without,
+        without_error_s=error,
+        remedy="" if known else KERAS_INPUT,
+    )
+
+
+def _find_host(measured: _Measured) -> Iterator[StepPart]:
+    """A host whose cores are taken, and one that starts kernels more slowly than a GPU runs
+    them.
+    """
+    starved = measured.largest_s("starved_seconds") or 0.0
+    named = [
+        part
+        for position in measured.layout.active
+        for _, part in measured.parts_of(position)
+        if part.taken_by
+    ]
+    most = max(named, key=lambda part: part.starved_seconds, default=None)
+    yield StepPart(
+        kind=LimitKind.HOST_STARVED,
+        seconds=starved,
+        error_s=STARVED_ERROR * starved,
+        by=most.taken_by if most else "",
+    )
+    closer = measured.closer
+    if closer is None or closer.kept is None or closer.enqueued_seconds is None:
+        return
+    launches = measured.scale(max(0.0, closer.kept.step_seconds - closer.enqueued_seconds))
+    yield StepPart(
+        kind=LimitKind.HOST_LAUNCHES,
+        seconds=launches,
+        error_s=measured.scale((closer.kept.high_seconds - closer.kept.low_seconds) / 2),
+    )
+
+
+def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
+    """What the device that others wait for waits itself: that is the exchange alone."""
+    layout = measured.layout
+    if len(layout.active) < 2 or not layout.traits.together:
+        return
+    rests = [_wait_share(measured, i, devices[i].on_cpu) for i in layout.active]
+    known = [rest for rest in rests if rest is not None]
+    if len(known) < len(rests):
+        return
+    seconds = max(0.0, min(known)) * measured.step_s
+    yield StepPart(
+        kind=LimitKind.EXCHANGE,
+        seconds=seconds,
+        spared=TWICE,
+        error_s=seconds / 2,
+        remedy=LARGER_BATCH,
+        by=" – ".join(devices[i].label for i in layout.active),
+    )
+
+
+def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | None:
+    """The part of a step that a device waits for others or their sum.
+
+    On a CPU, own work is CPU time: waiting for rows and for a core come on top of it.
+    """
+    shares = []
+    for one, part in measured.parts_of(position):
+        own = one.device_seconds[position]
+        if own is None:
+            return None
+        beside = (part.input_seconds or 0.0) + part.starved_seconds if on_cpu else 0.0
+        shares.append(1 - (own + beside) / one.step_seconds)
+    return fmean(shares) if shares else None
+
+
+def _find_update(measured: _Measured) -> Iterator[StepPart]:
+    """The optimizer's own step, without its part of the time in which a host is starved."""
+    update = measured.largest_s("update_seconds")
+    if update is not None:
+        starved = (measured.largest_s("starved_seconds") or 0.0) / measured.step_s
+        seconds = update * max(0.0, 1 - starved)
+        yield StepPart(
+            kind=LimitKind.OPTIMIZER,
+            seconds=seconds,
+            spared=TWICE,
+            error_s=seconds / 2,
+            remedy=f"A fused optimizer (fused=True), where its class has one. {LARGER_BATCH}",
+        )
+
+
+def _find_idle(measured: _Measured) -> Iterator[StepPart]:
+    """Time of a lone CPU in which nothing computes and no rows are fetched."""
+    seconds = measured.largest_s("idle_seconds")
+    if seconds is not None:
+        yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)

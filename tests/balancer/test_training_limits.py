@@ -1,0 +1,246 @@
+"""What limits a training, as a search sees it: by figures made up, and by real trainings with one
+known cause each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.request import Job, Request
+from evener.balancer.result.sentences import write_verdict
+from evener.balancer.result.training_limits import find_training_limits
+from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.search.report import SearchReport
+from evener.balancer.types import (
+    Interval,
+    KeptBatch,
+    Layout,
+    PartSeconds,
+    Probe,
+    Problem,
+    Result,
+    Stage,
+    Timed,
+    layout_of,
+    solo,
+)
+from evener.devices.cpu import slices
+from evener.devices.types import Device
+from evener.training.limits import LimitKind, TrainingLimit
+from tests.balancer.test_verdict import SPLIT, judged, result
+from tests.support import limited_trainings
+from tests.support.frameworks import skip_without
+
+ALONE = solo(1, 0, 64)
+CPUS = tuple(Device(f"cpu-{i}-of-2", i, "CPU", "cpu", None) for i in range(2))
+NOTHING = PartSeconds(input_seconds=0.0, update_seconds=0.0)
+
+
+def timed(layout: Layout, *parts: PartSeconds | None, step: float = 0.1, **known: Any) -> Timed:
+    """A measurement with these parts; every device works for all of the step, unless said."""
+    own = known.pop("device_seconds", tuple(step if share else None for share in layout.shares))
+    stage: Stage = "rest" if len(layout.active) == 1 else "split"
+    return Timed(
+        probe=Probe(layout, stage, 4.0),
+        step_seconds=step,
+        low_seconds=step,
+        high_seconds=step,
+        steps=40,
+        memory_bytes=(None,) * len(layout.shares),
+        device_seconds=own,
+        first_step_seconds=step,
+        elapsed_seconds=5.0,
+        parts=parts,
+        **known,
+    )
+
+
+def limits_of(seen: Timed, devices: tuple[Device, ...]) -> list[TrainingLimit]:
+    """The limits of the layout of one measurement, if it is chosen."""
+    layout = seen.probe.layout
+    figure = Interval(*(layout.global_batch / seen.step_seconds,) * 3)
+    report = SearchReport(
+        problem=Problem(len(devices), (None,) * len(devices)),
+        options=LayoutOptions(),
+        chosen=Result(layout, figure, 1),
+        turns={layout: (seen,)},
+    )
+    return list(find_training_limits(report, [seen], devices))
+
+
+def kinds(limits: list[TrainingLimit]) -> list[LimitKind]:
+    return [each.kind for each in limits]
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def test_input_has_the_gain_that_was_measured_with_a_batch_at_hand() -> None:
+    part = PartSeconds(input_seconds=0.09, update_seconds=0.001)
+    (limit,) = limits_of(timed(ALONE, part, kept=KeptBatch(0.02, 0.019, 0.021)), CPUS[:1])
+    assert limit.kind is LimitKind.INPUT
+    assert limit.milliseconds == pytest.approx(90.0)
+    assert (limit.gain, limit.measured) == (pytest.approx(4.0), True)
+    assert limit.gain_low == pytest.approx(0.1 / 0.021 - 1)
+    assert "num_workers" in limit.remedy
+
+
+def test_input_of_a_framework_that_fetches_within_its_step_is_what_the_kept_batch_spares() -> None:
+    part = PartSeconds(input_seconds=None)
+    (limit,) = limits_of(timed(ALONE, part, kept=KeptBatch(0.06, 0.06, 0.06)), CPUS[:1])
+    assert (limit.kind, limit.share) == (LimitKind.INPUT, pytest.approx(0.4))
+    assert "tf.data" in limit.remedy
+
+
+def test_a_starved_host_says_by_whom_and_a_larger_limit_comes_first() -> None:
+    part = PartSeconds(
+        input_seconds=0.01,
+        update_seconds=0.02,
+        starved_seconds=0.05,
+        taken_by="train.py (1.9 cores)",
+    )
+    limits = limits_of(timed(ALONE, part), CPUS[:1])
+    assert kinds(limits)[0] is LimitKind.HOST_STARVED
+    assert limits[0].by == "train.py (1.9 cores)"
+    assert set(kinds(limits)) == {LimitKind.HOST_STARVED, LimitKind.INPUT, LimitKind.OPTIMIZER}
+
+
+def test_a_gpu_that_waits_for_kernels_is_limited_by_its_host() -> None:
+    gpu = Device("GPU-1", 0, "NVIDIA A", "gpu", None)
+    seen = timed(ALONE, NOTHING, kept=KeptBatch(0.1, 0.1, 0.1), enqueued_seconds=0.04)
+    (limit,) = limits_of(seen, (gpu,))
+    assert (limit.kind, limit.gain) == (LimitKind.HOST_LAUNCHES, pytest.approx(1.5))
+
+
+def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
+    """The other device waits for its gradients too, which more even shares would spare."""
+    layout = layout_of((40, 24))
+    (limit,) = limits_of(timed(layout, NOTHING, NOTHING, device_seconds=(0.07, 0.02)), CPUS)
+    assert (limit.kind, limit.milliseconds) == (LimitKind.EXCHANGE, pytest.approx(30.0))
+    assert limit.by == "CPU:0 – CPU:1"
+
+
+def test_waiting_for_rows_is_not_taken_for_an_exchange() -> None:
+    layout = layout_of((40, 24))
+    parts = (PartSeconds(input_seconds=0.06), PartSeconds(input_seconds=0.06))
+    found = kinds(limits_of(timed(layout, *parts, device_seconds=(0.039, 0.039)), CPUS))
+    assert found == [LimitKind.INPUT]
+
+
+def test_simulated_devices_and_measurements_of_older_versions_have_no_limits() -> None:
+    assert limits_of(timed(ALONE), CPUS[:1]) == []
+
+
+def test_the_verdict_names_its_limits_behind_the_answer_the_largest_first() -> None:
+    parts = (PartSeconds(input_seconds=0.08, update_seconds=0.006),) * 2
+    seen = timed(SPLIT.layout, *parts, kept=KeptBatch(0.02, 0.02, 0.02))
+    verdict = judged(result(SPLIT, 2560), seen=[seen])
+    words = write_verdict(verdict)
+    lines = words.text.splitlines()
+    assert kinds(list(verdict.limits)) == [LimitKind.INPUT, LimitKind.OPTIMIZER]
+    assert lines[1] == words.headline
+    assert lines[2].startswith("Limited by input: 80 ms of a step, 80 %.")
+    assert "12 800 samples/s" in lines[2]
+    assert lines[3].startswith("Limited by the optimizer")
+
+
+# ---------------------------------------------------------------------- real trainings
+
+SECONDS = 1.0
+
+
+@pytest.fixture
+def prober_of(tmp_path: Path, shared_servers: None) -> Iterator[Any]:
+    """Makes a prober of a training in a file of its own, on one slice of the CPU."""
+    skip_without("torch")
+    made: list[ChildProber] = []
+
+    def make(code: str) -> ChildProber:
+        script = tmp_path / "train.py"
+        script.write_text(code)
+        made.append(ChildProber(Job(Request(), slices(2)[:1], f"{script}:build", "torch")))
+        return made[-1]
+
+    yield make
+    for prober in made:
+        prober.close()
+
+
+def measure(prober: ChildProber, rows: int) -> Timed:
+    """One device alone on so many rows."""
+    probe = Probe(solo(1, 0, rows), "solo", SECONDS)
+    (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
+    assert isinstance(seen, Timed), seen
+    return seen
+
+
+def find(prober: ChildProber, rows: int) -> list[TrainingLimit]:
+    """The limits of a training, without the host's: other tests run beside it."""
+    limits = limits_of(measure(prober, rows), slices(2)[:1])
+    return [each for each in limits if each.kind is not LimitKind.HOST_STARVED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "rows", "kind"),
+    [
+        (limited_trainings.SLOW_ROWS, 64, LimitKind.INPUT),
+        (limited_trainings.SLOW_COLLATE, 64, LimitKind.INPUT),
+        (limited_trainings.LARGE_OPTIMIZER, 8, LimitKind.OPTIMIZER),
+        (limited_trainings.SLEEPING_MODEL, 64, LimitKind.OWN_CODE),
+    ],
+    ids=["slow rows", "slow collate", "large optimizer", "a model that sleeps"],
+)
+def test_a_training_with_one_cause_is_limited_by_it_first(
+    prober_of: Any, code: str, rows: int, kind: LimitKind
+) -> None:
+    found = find(prober_of(code), rows)
+    assert kinds(found)[:1] == [kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code", [limited_trainings.PLAIN, limited_trainings.DEEPER], ids=["plain", "deeper"]
+)
+def test_a_plain_training_has_no_limit(prober_of: Any, code: str) -> None:
+    assert find(prober_of(code), 512) == []
+
+
+@pytest.mark.slow
+def test_a_training_whose_cores_are_taken_is_starved_and_says_by_whom(
+    prober_of: Any, tmp_path: Path
+) -> None:
+    core = slices(2)[0].cores[0]
+    script = tmp_path / "busy_load.py"
+    script.write_text(f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass\n")
+    load = [subprocess.Popen([sys.executable, str(script)]) for _ in range(3)]
+    try:
+        seen = measure(prober_of(limited_trainings.PLAIN), 64)
+    finally:
+        for each in load:
+            each.kill()
+            each.wait()
+    starved = {each.kind: each for each in limits_of(seen, slices(2)[:1])}[LimitKind.HOST_STARVED]
+    assert starved.share > 0.3
+    assert "cores)" in starved.by
+    assert str(os.getpid()) not in starved.by
+
+
+@pytest.mark.slow
+def test_the_ceiling_without_input_is_the_speed_with_rows_at_hand(prober_of: Any) -> None:
+    """Of rows that take 2 ms each; both are measured one right after the other."""
+    prober = prober_of(limited_trainings.SLOW_ROWS)
+    slow = measure(prober, 64)
+    fast = measure(prober_of(limited_trainings.PLAIN), 64)
+    assert slow.kept is not None
+    assert 0.3 < slow.kept.step_seconds / fast.step_seconds < 3
+    assert slow.step_seconds > 10 * slow.kept.step_seconds

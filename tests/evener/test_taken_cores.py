@@ -1,0 +1,105 @@
+"""Whether a process is starved of cores, how long, and by whom: with real processes on one core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evener.system.taken_cores import (
+    CoreWatch,
+    look_at_processes,
+    name_takers,
+    read_throttled_seconds,
+)
+
+BUSY = "while True: pass"
+NOBODY = -1  # no process is under it
+SCHEDSTAT = Path("/proc/self/schedstat")
+pytestmark = pytest.mark.skipif(not SCHEDSTAT.exists(), reason="the kernel doesn't count delays")
+
+
+def spin(seconds: float) -> None:
+    """Compute for this long by the clock."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def start_load(folder: Path, core: int, count: int) -> list[subprocess.Popen[bytes]]:
+    """Processes that compute without an end on one core: `python busy_load.py`."""
+    script = folder / "busy_load.py"
+    script.write_text(
+        f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\n{BUSY}\n"
+    )
+    load = [
+        subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+        for _ in range(count)
+    ]
+    for each in load:
+        assert each.stdout is not None
+        each.stdout.readline()
+    return load
+
+
+def end(load: list[subprocess.Popen[bytes]]) -> None:
+    """Kill these processes."""
+    for each in load:
+        each.kill()
+        each.communicate()
+
+
+def test_a_process_beside_three_others_on_a_core_waits_three_quarters_of_the_time(
+    tmp_path: Path,
+) -> None:
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    load = start_load(tmp_path, core, 3)
+    try:
+        os.sched_setaffinity(0, {core})
+        watch, before = CoreWatch(), look_at_processes()
+        spin(1.0)
+        starved, after = watch.read(), look_at_processes()
+        named = name_takers(before, after, NOBODY, 0.0, most=100)
+    finally:
+        os.sched_setaffinity(0, cores)
+        end(load)
+    assert starved.part > 0.5
+    assert "busy_load.py" in named
+
+
+def test_a_process_that_sleeps_is_not_starved() -> None:
+    watch = CoreWatch()
+    time.sleep(0.3)
+    assert watch.read().part < 0.1
+
+
+def test_programs_under_the_root_are_not_others(tmp_path: Path) -> None:
+    load = start_load(tmp_path, min(os.sched_getaffinity(0)), 1)
+    try:
+        before, named, until = look_at_processes(), "", time.monotonic() + 60
+        while "busy_load.py" not in named and time.monotonic() < until:
+            time.sleep(0.2)
+            after = look_at_processes()
+            named = name_takers(before, after, NOBODY, 0.0, most=100)
+        assert "busy_load.py" in named
+        assert "busy_load.py" not in name_takers(before, after, os.getpid(), 0.0, most=100)
+    finally:
+        end(load)
+
+
+def test_what_a_container_may_not_have_is_read_in_both_versions(tmp_path: Path) -> None:
+    for version, text in (("2", "nr_throttled 3\nthrottled_usec 2500000\n"), ("1", "")):
+        root = tmp_path / version
+        (root / "job").mkdir(parents=True)
+        (root / "job" / "cpu.stat").write_text(text or "throttled_time 2500000000\n")
+        membership = tmp_path / f"membership{version}"
+        membership.write_text("0::/job\n" if version == "2" else "4:cpu:/job\n")
+        if version == "1":
+            (root / "cpu").mkdir()
+            (root / "job").rename(root / "cpu" / "job")
+        assert read_throttled_seconds(root, membership) == 2.5

@@ -1,0 +1,85 @@
+"""Small PyTorch trainings with one known limit each, as a user would write them in a file."""
+
+from __future__ import annotations
+
+HEAD = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+def plain_data(rows=2048, width=256):
+    return TensorDataset(torch.randn(rows, width), torch.randint(10, (rows,)))
+
+def training_data():
+    return plain_data()
+
+def plain_model(width=256, layers=3):
+    hidden = [each for _ in range(layers) for each in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+def build():
+    model = plain_model()
+    return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+"""
+PLAIN = HEAD
+DEEPER = (
+    HEAD
+    + """
+def build():
+    model = plain_model(layers=8)
+    return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), nn.CrossEntropyLoss()
+"""
+)
+SLOW_ROWS = (
+    HEAD
+    + """
+class Rows(Dataset):
+    def __len__(self):
+        return 20000
+
+    def __getitem__(self, row):
+        time.sleep(0.002)  # a picture from a slow disk
+        return torch.randn(256), row % 10
+
+def training_data():
+    return Rows()
+"""
+)
+SLOW_COLLATE = (
+    HEAD
+    + """
+def collate(rows):
+    until = time.perf_counter() + 0.05
+    while time.perf_counter() < until:  # text is cut into tokens here, batch by batch
+        pass
+    return torch.stack([row for row, _ in rows]), torch.stack([label for _, label in rows])
+
+def training_data():
+    return plain_data(), {"collate_fn": collate}
+"""
+)
+LARGE_OPTIMIZER = (
+    HEAD
+    + """
+def build():
+    model = nn.Sequential(nn.Embedding(30000, 64), nn.Flatten(), nn.Linear(64 * 8, 10))
+    return model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
+
+def training_data():
+    return TensorDataset(torch.randint(30000, (2048, 8)), torch.randint(10, (2048,)))
+"""
+)
+SLEEPING_MODEL = (
+    HEAD
+    + """
+class Sleeps(nn.Module):
+    def forward(self, x):
+        time.sleep(0.05)  # a lock, or a request to some server
+        return x
+
+def build():
+    model = nn.Sequential(Sleeps(), plain_model())
+    return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+"""
+)

@@ -1,0 +1,62 @@
+"""The time of the phases of a step that a workload takes itself, by the clock of its device."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+Phase = Literal["input", "update"]
+MOST_MARKED = 512  # phases between two readings: of more, these stand for all
+HIGHEST_CLOCK_HZ = 2e9  # of a GPU: a pause may only be longer than asked for
+LONGEST_PAUSE_SECONDS = 2.0
+
+
+class PhaseClock:
+    """Sums the seconds of phases; on a GPU those in which it had nothing else to do, as its clock
+    marks the end of all work that was enqueued before.
+    """
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self._marks: list[tuple[Phase, Any, Any]] = []
+        self._counts: dict[Phase, int] = {"input": 0, "update": 0}
+        self._added: dict[Phase, float] = {"input": 0.0, "update": 0.0}
+        self._begun: tuple[Phase, Any] | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase."""
+        self._counts[phase] += 1
+        self._begun = None
+        if len(self._marks) < MOST_MARKED:
+            self._begun = phase, self._clock.mark()
+
+    def leave(self) -> None:
+        """End the phase that was begun."""
+        if self._begun is not None:
+            self._marks.append((*self._begun, self._clock.mark()))
+            self._begun = None
+
+    def add(self, phase: Phase, seconds: float) -> None:
+        """Add seconds in which the device had nothing to do."""
+        self._added[phase] += seconds
+
+    def read(self) -> dict[Phase, float]:
+        """The seconds of each phase since this was last read; the device is done with them."""
+        found = dict(self._added)
+        for phase, count in self._counts.items():
+            own = [
+                self._clock.seconds(start, end) for name, start, end in self._marks if name == phase
+            ]
+            if own:
+                found[phase] += sum(own) * count / len(own)
+        self._clock.reuse([mark for _, start, end in self._marks for mark in (start, end)])
+        self._marks = []
+        self._counts = {"input": 0, "update": 0}
+        self._added = {"input": 0.0, "update": 0.0}
+        return found
+
+
+def enqueue_pause(seconds: float) -> None:
+    """Have the current GPU do nothing for at least this long, while the host goes on."""
+    torch.cuda._sleep(int(min(seconds, LONGEST_PAUSE_SECONDS) * HIGHEST_CLOCK_HZ))
