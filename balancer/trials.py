@@ -81,6 +81,10 @@ class TimedRun(msgspec.Struct, frozen=True):
     samples_per_joule: float | None = None  # of this run, by all devices of the request
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
@@ -94,24 +98,21 @@ def choose_layout(
             f"A batch of {min(batches)} can't be trained.", "Give 1 or more for each device."
         )
     if positions is None:
-        positions = range(len(batches))
         if len(batches) > devices:
-            message = (
-                f"--batches gives {len(batches)} batches for {devices} "
-                f"device{'' if devices == 1 else 's'}."
+            raise RequestError(
+                f"--batches gives {len(batches)} batches for {_count(devices, 'device')}.",
+                "Give at most one for each device, or more --devices.",
             )
-            raise RequestError(message, "Give at most one for each device, or more --devices.")
+        positions = range(len(batches))
     if len(positions) != len(batches):
-        names = f"--gpus names {len(positions)} device{'' if len(positions) == 1 else 's'}"
         raise RequestError(
-            f"{names}, and --batches gives {len(batches)}.", "Give one batch for each device."
+            f"--gpus names {_count(len(positions), 'device')}, and --batches gives {len(batches)}.",
+            "Give one batch for each device.",
         )
     if max(positions) >= devices:
-        there = (
-            f"There are {devices} devices, from 0 to {devices - 1}."
-            if devices > 1
-            else "There is one device, 0."
-        )
+        there = "There is one device, 0."
+        if devices > 1:
+            there = f"There are {devices} devices, from 0 to {devices - 1}."
         raise RequestError(f"--gpus names {max(positions)}.", there)
     _check_micro(batches, micro)
     shares, rows = (

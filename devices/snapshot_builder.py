@@ -225,6 +225,13 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     return Reading(state, sum(rate for rate, _ in used), max(age for _, age in used))
 
 
+def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
+    """A training's device with the id that its index has here, unless it has one of its own."""
+    if live.id or live.index not in by_index:
+        return live
+    return msgspec.structs.replace(live, id=by_index[live.index].id)
+
+
 def _place(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
@@ -236,21 +243,16 @@ def _place(
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
-        parts = [
-            LiveDevice(each.id, each.index, 0, training.samples_per_second / len(seen))
-            for each in seen
-        ]
+        rate = training.samples_per_second / max(1, len(seen))
+        parts = [LiveDevice(each.id, each.index, 0, rate) for each in seen]
         return msgspec.structs.replace(training, devices=tuple(parts))
-    by_index = {device.index: device for device in devices if find_backend(device.kind).own_memory}
     bare = sorted({live.index for live in training.devices if not live.id and live.index >= 0})
     if not bare:
         return training
     if len(bare) == len(seen):
         by_index = dict(zip(bare, sorted(seen, key=lambda device: device.index), strict=True))
-    named = (
-        live
-        if live.id or live.index not in by_index
-        else msgspec.structs.replace(live, id=by_index[live.index].id)
-        for live in training.devices
-    )
+    else:
+        accelerators = [device for device in devices if find_backend(device.kind).own_memory]
+        by_index = {device.index: device for device in accelerators}
+    named = [_name(live, by_index) for live in training.devices]
     return msgspec.structs.replace(training, devices=tuple(named))

@@ -56,26 +56,18 @@ def trainer(
     _check(chosen, options)
     nodes = find_plan_nodes(chosen, ray_address)
     active = chosen.layout.active
-    gpus = {
-        host: [share.device for share in active if share.host == host and not is_cpu(share)]
-        for host in nodes
-    }
-    held = [
-        agent
-        for host, node in nodes.items()
-        if gpus[host]
-        for agent in hold_other_gpus(node, gpus[host])
-    ]
+    uses_gpus = not all(map(is_cpu, active))
+    held = _hold_other_gpus(chosen, nodes)
     base = torch_config or TorchConfig()
     given = {each.name: getattr(base, each.name) for each in fields(TorchConfig)}
-    if any(gpus.values()) and not base.backend:
+    if uses_gpus and not base.backend:
         given["backend"] = "cpu:gloo,cuda:nccl"  # as Split makes it
     made = TorchTrainer(
         _with_plan(chosen, train_loop),
         torch_config=PlanConfig(**given, hosts={node.id: host for host, node in nodes.items()}),
         scaling_config=ScalingConfig(
             num_workers=len(active),
-            use_gpu=any(gpus.values()),
+            use_gpu=uses_gpus,
             resources_per_worker=_choose_resources(chosen, nodes),
             label_selector=[{NODE_LABEL: nodes[share.host].id} for share in active],
         ),
@@ -83,6 +75,19 @@ def trainer(
     )
     made.held = held
     return made
+
+
+def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
+    """Reserve the GPUs that the plan leaves out on hosts where it uses some; what is returned keeps
+    them.
+    """
+    held = []
+    for host, node in nodes.items():
+        own = [share for share in plan.layout.active if share.host == host]
+        gpus = [share.device for share in own if not is_cpu(share)]
+        if gpus:
+            held += hold_other_gpus(node, gpus)
+    return held
 
 
 def _check(plan: Plan, options: dict[str, Any]) -> None:

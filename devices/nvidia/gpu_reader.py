@@ -297,17 +297,19 @@ class GpuReader:
             if rate.current is not None
         }
         if shares:
-            named = sorted(
-                (field for field in shares if shares[field] >= SPOKEN_SHARE),
-                key=lambda f: -shares[f],
-            )
+            named = [field for field, share in shares.items() if share >= SPOKEN_SHARE]
+            named.sort(key=lambda field: -shares[field])
             age = max(rate.age_seconds for rate in rates.values())
             return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
         rate = first_value(*rates.values())
         if rate.value is not None or rate.state is State.DENIED:
             return rate, ()
+        return rate, self._reasons_now(now)
+
+    def _reasons_now(self, now: float) -> tuple[str, ...]:
+        """The reasons for which the clocks are lowered at this moment."""
         mask = int(self._metrics["reasons"].read_one(now).current or 0)
-        return rate, tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
+        return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
         """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where GPM

@@ -326,50 +326,66 @@ def find_shares(
         raise RequestError(
             "Both a plan and ratios are given.", "Give one of them; the plan has its own ratios."
         )
-    stand, gpus, machine = find_stand(), visible_gpus(), socket.gethostname()
+    stand, gpus = find_stand(), visible_gpus()
     try:
         chosen = None if ratios is not None else open_plan(plan)
     except EvenerError as fault:  # no rank then waits for one that can't read its plan
-        gather_infos(RankInfo(machine, "", fault=fault.message), stand)
+        gather_infos(RankInfo(socket.gethostname(), "", fault=fault.message), stand)
         raise
-    on_gpu = [
-        name
-        for name, i in gpus.items()
-        if device is not None and (device.type, device.index) == ("cuda", i)
-    ]
     if chosen is None:
-        device = device or choose_device(None, stand, gpus)
-        name = next(
-            (name for name, i in gpus.items() if (device.type, device.index) == ("cuda", i)),
-            str(device),
-        )
-        share = Share(name, device.index or 0, str(device), 0, 0.0)  # as the monitor shows it
-        divided = divide_by_ratios(ratios, global_batch, stand.world)
-        own = RankInfo(machine, "", plan=zlib.crc32(msgspec.json.encode(divided)))
-    else:
-        fits = partial(check_fit, chosen, workload_digest=None, global_batch=global_batch)
-        fits(
-            devices=None, world=stand.world, strict=False
-        )  # before anyone waits for a process that never comes
-        host = find_host(share.host for share in chosen.layout.active)
-        named = on_gpu[0] if on_gpu else launched_device()
-        digest = zlib.crc32(msgspec.json.encode((chosen.layout, global_batch)))
-        own = RankInfo(machine, host, named, tuple(gpus), stand.local_rank, digest)
-    ranks = gather_infos(
-        msgspec.structs.replace(own, options=dict(options), training=secrets.token_hex(8)), stand
-    )
+        return _share_by_ratios(ratios, global_batch, stand, gpus, options, device)
+    fits = partial(check_fit, chosen, workload_digest=None, global_batch=global_batch)
+    # before any rank waits for a process that never comes
+    fits(devices=None, world=stand.world, strict=False)
+    digest = zlib.crc32(msgspec.json.encode((chosen.layout, global_batch)))
+    host = find_host(share.host for share in chosen.layout.active)
+    named = _name_gpu(device, gpus) or launched_device()
+    own = RankInfo(socket.gethostname(), host, named, tuple(gpus), stand.local_rank, plan=digest)
+    ranks = _meet(own, stand, options)
+    seen = _seen(chosen.layout.active, ranks)
+    differences = fits(devices=seen, world=None, strict=strict, framework="torch")
+    return _share_by_plan(chosen, global_batch, stand, gpus, differences, ranks, device)
+
+
+def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
+    """The id of this process's GPU among those that it sees, by their index; "" if it has none."""
+    if device is None or device.type != "cuda":
+        return ""
+    return next((name for name, index in gpus.items() if index == device.index), "")
+
+
+def _meet(own: RankInfo, stand: Stand, options: Mapping[str, bool | str]) -> list[RankInfo]:
+    """What all ranks are, in their order; RequestError if they don't agree."""
+    training = secrets.token_hex(8)
+    told = msgspec.structs.replace(own, options=dict(options), training=training)
+    ranks = gather_infos(told, stand)
     check_agreement(ranks)
-    if chosen is not None:
-        seen = _seen(chosen.layout.active, ranks)
-        differences = fits(devices=seen, world=None, strict=strict, framework="torch")
-        return _share_by_plan(chosen, global_batch, stand, gpus, differences, ranks, device)
-    script, training, alike = (
+    return ranks
+
+
+def _share_by_ratios(
+    ratios: Sequence[float] | None,
+    global_batch: int | None,
+    stand: Stand,
+    gpus: dict[str, int],
+    options: Mapping[str, bool | str],
+    device: Any,
+) -> RankShares:
+    device = device or choose_device(None, stand, gpus)
+    name = _name_gpu(device, gpus) or str(device)
+    share = Share(name, device.index or 0, str(device), 0, 0.0)  # as the monitor shows it
+    divided = divide_by_ratios(ratios, global_batch, stand.world)
+    digest = zlib.crc32(msgspec.json.encode(divided))
+    ranks = _meet(RankInfo(socket.gethostname(), "", plan=digest), stand, options)
+    return RankShares(
+        stand.rank,
+        divided,
+        divided,
+        (1,) * stand.world,
+        (share,) * stand.world,
         os.path.basename(sys.argv[0]),
         ranks[0].training,
-        (share,) * stand.world,
-    )
-    return RankShares(
-        stand.rank, divided, divided, (1,) * stand.world, alike, script, training, device=device
+        device=device,
     )
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import count, islice
 from pathlib import Path
@@ -125,12 +125,7 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
     """
     for flat in _flats(sharded):
         slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
-        kinds = (
-            kind
-            for slot in slots
-            for kind, value in optimizer.state[slot.piece].items()
-            if _is_shard(value)
-        )
+        kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
         for kind in dict.fromkeys(kinds):
             values = {slot: optimizer.state[slot.piece].get(kind) for slot in slots}
             values = {slot: value for slot, value in values.items() if _is_shard(value)}
@@ -140,11 +135,13 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
                 low, high = flat.range_of(slot)
                 shard[low:high].copy_(value)
             names = {slot.names[0] for slot in values}
-            yield {
-                f"{name}/{kind}": tensor
-                for name, tensor in _whole(flat, shard).items()
-                if name in names
-            }
+            whole = _whole(flat, shard).items()
+            yield {f"{name}/{kind}": tensor for name, tensor in whole if name in names}
+
+
+def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
+    """The kinds of an optimizer's state of one parameter that are cut as the parameter is."""
+    return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:

@@ -208,9 +208,8 @@ def _place(tensor: torch.Tensor) -> Any:
 class BatchTracker:
     """The batches that loaders have yielded and loops may still use."""
 
-    newest: ClassVar[Callable[[], Any]] = staticmethod(
-        lambda: None
-    )  # the tracker that took a batch last
+    # the tracker that took a batch last
+    newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.current: TakenBatch | None = None  # None after an epoch
@@ -224,23 +223,16 @@ class BatchTracker:
         """Take the next batch of a loader."""
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
-            self._epochs = [each for each in self._epochs if each not in (origin, self._manual)] + [
-                origin
-            ]
-        batches = origin.batches
-        before = batches[-1] if batches else None
-        if before is not None and before.used:
-            del batches[:-1]
-        while len(batches) > 2 and not batches[0].is_alive():
-            del batches[0]
-        self.current = self.last = taken = TakenBatch(
-            origin, sizes, data, before.number + 1 if before else 0
-        )
-        batches.append(taken)
-        alone = len(self._epochs) == 1 and (
-            before is None or (before.used and before.sizes == sizes)
-        )
-        self._only = taken if alone else None
+            others = [each for each in self._epochs if each not in (origin, self._manual)]
+            self._epochs = [*others, origin]
+        before = origin.batches[-1] if origin.batches else None
+        _drop_computed(origin.batches)
+        number = before.number + 1 if before else 0
+        taken = TakenBatch(origin, sizes, data, number)
+        self.current = self.last = taken
+        origin.batches.append(taken)
+        follows = before is None or (before.used and before.sizes == sizes)
+        self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a batch of no loader's, which forward passes compute until a loader yields its next
@@ -256,12 +248,9 @@ class BatchTracker:
         self._only = None
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
-        used = [
-            each
-            for each in self._epochs
-            if each.training and (each is origin or each.batches[-1].is_alive())
-        ]
-        self._epochs = [each for each in self._epochs if each.open or each in used]
+        trained = [each for each in self._epochs if each.training]
+        kept = [each for each in trained if each is origin or each.batches[-1].is_alive()]
+        self._epochs = [each for each in self._epochs if each.open or each in kept]
         if self.current is not None and self.current.origin is origin:
             left = [each.batches[-1] for each in self._epochs if each.open]
             self.current = left[-1] if left else None
@@ -327,25 +316,34 @@ class BatchTracker:
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
         possible = matched
-        for each in (
-            () if matched else epochs
-        ):  # the newest, and those taken early, unless the loop skipped them
-            waiting = [batch for batch in each.batches[:-1] if not batch.used]
-            possible += [
-                batch for batch in waiting if batch.is_alive() or len(waiting) == 1
-            ] + each.batches[-1:]
-        if all(batch.mixes_with(possible[-1]) for batch in possible) and (
-            len(possible) == len(epochs) or possible[-1].origin.tail is None
-        ):
+        if not matched:
+            possible = [batch for each in epochs for batch in _list_waiting(each)]
+        newest = possible[-1]
+        one_each = len(possible) == len(epochs) or newest.origin.tail is None
+        if one_each and all(batch.mixes_with(newest) for batch in possible):
             return None
         raise RequestError(
             f"It isn't clear which of {len(possible)} fetched batches this forward pass "
-            f"computes, and batches weigh"
-            " differently at the end of an epoch.",
+            f"computes, and batches weigh differently at the end of an epoch.",
             "Take the next batch after backward(), give the model the loader's own tensors, "
-            "or use drop_last=True in"
-            " each split.loader, and no rebalance=True.",
+            "or use drop_last=True in each split.loader, and no rebalance=True.",
         )
+
+
+def _drop_computed(batches: list[TakenBatch]) -> None:
+    """Forget batches of an epoch that no forward pass will compute any more."""
+    if batches and batches[-1].used:
+        del batches[:-1]
+    while len(batches) > 2 and not batches[0].is_alive():
+        del batches[0]
+
+
+def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
+    """The newest batch, and those taken early that a loop may still compute."""
+    waiting = [batch for batch in epoch.batches[:-1] if not batch.used]
+    if len(waiting) > 1:
+        waiting = [batch for batch in waiting if batch.is_alive()]
+    return [*waiting, *epoch.batches[-1:]]
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
