@@ -41,7 +41,6 @@ from .keras_step import OwnRows, Tensors, count_rows, cut_rows, pad_rows
 from .loss_kinds import first_line
 from .measuring import peek
 from .passes import is_seed
-from .surviving_step import SurvivingStep
 
 FEW = 8  # rows that are always audited, where the batch has them
 MOST = 32
@@ -180,6 +179,8 @@ class StepAudit:
             self._specs[signature] = spec
             try:
                 self._traced[signature] = self._trace_both(rows, spec)
+            except RequestError:
+                raise
             except Exception as error:
                 self._traced[signature] = None
                 place = find_users_line(error)
@@ -191,14 +192,11 @@ class StepAudit:
         return steps
 
     def _trace_both(self, rows: Tensors, spec: Any) -> tuple[TracedStep, TracedStep]:
-        model, engine = self._model, self._engine
+        model = self._model
         with tf.device(self._device):
             plain = TracedStep(model, lambda data: type(model).train_step(model, data), spec)
         with self._in_small_passes(int(count_rows(rows))):
-            step = engine.train_step
-            if engine.cut.in_passes and self._group is not None:
-                step = SurvivingStep(engine, None, lambda _: None).as_one
-            return plain, TracedStep(model, step, spec)
+            return plain, TracedStep(model, model.train_step, spec)
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:

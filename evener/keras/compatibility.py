@@ -69,15 +69,8 @@ def check_compiled(model: Any) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Refuse what no engine can split: a model without a loss, with a train_step of its own, with
-    states of rows.
-    """
+    """Refuse what no engine can split: a model without a loss, or with states of rows."""
     check_compiled(model)
-    if overrides(model, "train_step"):
-        raise RequestError(
-            f"{type(model).__name__} has a train_step of its own, which a split would replace.",
-            "Move its loss to compute_loss, or write a loop that weights the gradients itself.",
-        )
     for layer in all_layers(model):
         if getattr(layer, "stateful", False):
             raise RequestError(

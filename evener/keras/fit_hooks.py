@@ -45,6 +45,7 @@ from .data import (
 from .group import check_same_arrays
 from .keras_step import from_frame, warn_of_own_loop
 from .measuring import MOST_ROWS, build_model, measure_first
+from .own_train_step import OwnTrainStep
 
 ARRAYS = ("x", "y", "sample_weight")
 
@@ -84,14 +85,9 @@ class FitHooks:
 
     def attach(self) -> None:
         """Replace the model's steps by the engine's, and what prepares them."""
-        model, engine, split = self.model, self.engine, self.split
+        model, split = self.model, self.split
         for name in ("train_step", "test_step", "predict_step"):
-            own = not hasattr(engine, name) or (name != "train_step" and overrides(model, name))
-            setattr(
-                model,
-                name,
-                functools.partial(self._own_step, name) if own else getattr(engine, name),
-            )
+            setattr(model, name, self._step_of(name))
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make, name))
         if split.engine == "multiworker":
@@ -107,6 +103,18 @@ class FitHooks:
         if split.engine != "solo" and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
+
+    def _step_of(self, name: str) -> Any:
+        """The engine's step of this name, the model's own around it, or the model's own alone."""
+        model, engine = self.model, self.engine
+        if not hasattr(engine, name):
+            return functools.partial(self._own_step, name)
+        step = getattr(engine, name)
+        if not overrides(model, name):
+            return step
+        if name == "train_step":
+            return OwnTrainStep(model, step)
+        return functools.partial(self._own_step, name)
 
     def _as_own(self, name: str) -> Any:
         """The hook of this name with the signature and documentation of the method that it
@@ -294,8 +302,9 @@ class FitHooks:
         return self._in_form(arrays, endless=False), arrays.steps
 
     def _in_form(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Batches in the engine's form; whole ones for a group whose metrics may ask for x."""
-        if self.group is not None and overrides(self.model, "compute_metrics"):
+        """Batches in the engine's form; whole ones for a group whose model may ask for all of x."""
+        asks = overrides(self.model, "compute_metrics") or overrides(self.model, "train_step")
+        if self.group is not None and asks:
             return arrays.global_batches(endless)
         return self.split.batches(arrays, endless)
 

@@ -96,7 +96,9 @@ class Workers:
         """Keras' function that trains some steps, or a surviving step, with what comes after
         them.
         """
-        step = SurvivingStep(self, self.limit, self.note_retreat) if self.cut.in_passes else train
+        step = train
+        if self.cut.in_passes and not overrides(self.model, "train_step"):
+            step = SurvivingStep(self, self.limit, self.note_retreat)
 
         def train_and_look(iterator: Any) -> Any:
             try:
@@ -160,6 +162,8 @@ class Workers:
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
+        if self.cut.in_passes:
+            return SurvivingStep(self, None, self.note_retreat).as_one(data)
         own = self.own_rows(data)
         digest = _digest(data)
         began = self.times.now([own.size])

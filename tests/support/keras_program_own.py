@@ -117,6 +117,43 @@ class OwnTracker(keras.Model):
         return loss
 
 
+class OwnStep(keras.Model):
+    """A train_step around Keras' own: it scales the rows of the batch, adds to what is logged, and
+    follows a weight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(1)
+        self.slow = self.add_weight(shape=(6, 1), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        """The outputs."""
+        return self.out(x)
+
+    def train_step(self, data: Any) -> Any:
+        """Keras' step of scaled rows, and a figure of theirs."""
+        x, y = data
+        scaled = x / ops.std(x)
+        logs = super().train_step((scaled, y))
+        self.slow.assign(0.9 * self.slow + 0.1 * self.out.kernel)
+        return {**logs, "rate": self.optimizer.learning_rate, "seen": ops.mean(scaled)}
+
+
+class OwnGradients(OwnStep):
+    """A train_step with gradients of its own, which no split may replace."""
+
+    def train_step(self, data: Any) -> Any:
+        """A step by the signs of the gradients."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+        gradients = tape.gradient(loss, list(self.trainable_weights))
+        signs = [tf.sign(each) for each in gradients]
+        self.optimizer.apply_gradients(zip(signs, self.trainable_weights, strict=True))
+        return {"loss": loss}
+
+
 class OwnPrior(keras.losses.Loss):
     """Keeps a mean of the labels so far, by which it divides."""
 
@@ -186,6 +223,8 @@ def own_programs() -> dict[str, Made]:
         "own metric of an attribute": subclass(OwnMetric),
         "own metric in compute_loss": subclass(lambda: OwnTracker(weighed=False)),
         "own metric in compute_loss, weighed": subclass(lambda: OwnTracker(weighed=True)),
+        "own train_step": subclass(OwnStep),
+        "own train_step: signs": subclass(OwnGradients),
         "own state of a loss": subclass(OwnMetric, loss=OwnPrior),
         "own weights of pictures": pictures(),
         "own graph": subclass(Graph, (X, joined)),

@@ -428,8 +428,8 @@ class OwnStep(keras.Sequential):
     """A model with a train step of its own."""
 
     def train_step(self, data: Any) -> Any:
-        """As the base class."""
-        return super().train_step(data)
+        """No step that a split could take."""
+        return {"loss": self.compute_loss(y=data[1], y_pred=self(data[0]))}
 
 
 def own_step() -> Any:
