@@ -70,6 +70,23 @@ class HostJob(msgspec.Struct, frozen=True):
     executable: str = ""  # that takes the command as its arguments, where it isn't for Python
 
     @property
+    def release(self) -> Path | None:
+        """The file that ranks after a program's first one wait for; None where all start at
+        once.
+        """
+        several = self.executable and len(self.processes) > 1
+        return self.folder / f"released-{self.attempt}" if several else None
+
+    @property
+    def has_several(self) -> bool:
+        """True if several processes of a training run here; ranks of a program do once they were
+        released.
+        """
+        if self.release is None:
+            return len(self.processes) > 1
+        return any(self.folder.glob("released-*[0-9]"))
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """All hosts that take part, in the plan's order."""
         return tuple(dict.fromkeys(share.host for share in self.plan.layout.active))
@@ -140,6 +157,7 @@ class HostJob(msgspec.Struct, frozen=True):
             "variables": variables,
             "cores": child.cores,
             "executable": self.executable,
+            "release": str(self.release or ""),
             **launcher,
         }
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
 
@@ -85,14 +85,23 @@ _EMPTY = b"\r\n"  # begins a line of evener's own, and ends that of a progress b
 _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # of lines, also a progress bar's
 
 
+def _always() -> bool:
+    return True
+
+
 @contextmanager
-def named_output(names: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+def named_output(
+    names: Sequence[str], has_several: Callable[[], bool] = _always
+) -> Iterator[tuple[tuple[str, str], ...]]:
     """The files that each process opens as its standard output and error; after it, all that was
     written is out.
+
+    Lines begin with the process's name, unless one process alone has run so far.
     """
     end = secrets.token_bytes(16)  # the pipes may stay open, in what the processes have started
     pipes = [
-        (*os.pipe(), f"[{name}] ".encode(), stream) for name, stream in product(names, STREAMS)
+        (*os.pipe(), _LineNames(name, has_several), stream)
+        for name, stream in product(names, STREAMS)
     ]
     threads = [
         threading.Thread(target=_copy, args=(read, end, *place), daemon=True)
@@ -108,6 +117,19 @@ def named_output(names: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
             _end_copy(write, end, thread)
 
 
+class _LineNames:
+    """What a process's lines begin with."""
+
+    def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
+        self._name, self._has_several = f"[{name}] ".encode(), has_several
+        self._is_named = False
+
+    def find(self) -> bytes:
+        """Its name, once there are several processes."""
+        self._is_named = self._is_named or self._has_several()
+        return self._name if self._is_named else b""
+
+
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
     """End a thread that copies from a pipe, once all that was written to it is out."""
     with suppress(OSError):
@@ -116,7 +138,7 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
     os.close(write)
 
 
-def _copy(read: int, end: bytes, name: bytes, stream: int) -> None:
+def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
     """Copy until `end`, or until nobody takes what is written: then the process hears of it."""
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
@@ -125,6 +147,7 @@ def _copy(read: int, end: bytes, name: bytes, stream: int) -> None:
             *lines, begun = _ENDS.split(text)
             if found or len(begun) > LONGEST_LINE:
                 lines, begun = [*lines, begun and begun + b"\n" * bool(found)], b""
+            name = names.find()
             for line in lines:
                 if line not in (b"", _EMPTY):
                     _write(stream, name + line)

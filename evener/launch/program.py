@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,6 @@ from ..system.signals import end_with_parent
 from ..training.launched import PROGRAM, PROGRAM_COMMAND, RUN
 from ..training.step_record import StepFigures, compare
 
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 PLAN_FILE = "plan.toml"  # beside the journal of a program's training
 SAVED_FILE = "saved_shares.json"  # beside that plan
 
@@ -70,16 +68,12 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """The command behind `--`; RequestError for one that isn't there, or that starts processes
-    itself.
-    """
+    """The command behind `--`; RequestError for one that isn't there."""
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
     first, *rest = words
     if first == "-m" or first.endswith(".py"):
         first, rest = sys.executable, [*words]
-    if Path(first).name in LAUNCHERS:
-        raise _starts_itself(Path(first).name, rest)
     executable = shutil.which(first)
     if executable is None:
         raise RequestError(
@@ -95,12 +89,6 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
     _refuse_isolation(rest[: len(rest) - len(options)])
     script = options[0] if options else ""
     if script == "-m" and len(options) > 1:
-        if options[1] in (
-            "torch.distributed.run",
-            "torch.distributed.launch",
-            "accelerate.commands.launch",
-        ):
-            raise _starts_itself(f"python -m {options[1]}", options[2:])
         module = Path(*options[1].split("."))
         _refuse_tensorflow(module / "__main__.py" if module.is_dir() else module.with_suffix(".py"))
         return ProgramCommand(executable, tuple(rest), f"-m {options[1]}", tuple(options[2:]))
@@ -146,19 +134,6 @@ def _skip_options(words: Sequence[str]) -> list[str]:
         takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")
         del left[:takes_value]
     return left
-
-
-def _starts_itself(name: str, rest: Sequence[str]) -> RequestError:
-    """The error for a launcher, with the command that it would start, as far as it is clear."""
-    place = next((i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m"), None)
-    command = shlex.join(rest[place:]) if place is not None else "python train.py ARGS"
-    return RequestError(
-        f"{name} starts a process for each device itself, which evener run does in its place.",
-        (
-            f"Write evener run -- {command}; what {name} would set beside that, set in the "
-            f"environment."
-        ),
-    )
 
 
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
@@ -310,6 +285,10 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
     ):
         return None
     shares = {note.device: notes[0].last.shares[note.rank] for note in notes}
+    if len(shares) < len(notes) or not shares.keys() <= {
+        each.device for each in plan.layout.active
+    }:
+        return None  # several processes of the program's own had one device
     active = [share for share in plan.layout.active if share.device in shares]
     made = make_plan(command.identity, active, [shares[share.device] for share in active])
     path = runs_folder() / notes[0].run / PLAN_FILE

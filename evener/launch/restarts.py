@@ -36,7 +36,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
     After a loss every device is tried, also one that was left out before. On several hosts nobody
     sees all failures: there, each is taken for a loss, and a device that is lost ends the training.
-    The exit code.
+    The exit code, which is a program's own where only its first process ran.
     """
     job = first
     several = len(first.hosts) > 1
@@ -47,6 +47,11 @@ def run_job(first: HostJob, max_restarts: int) -> int:
         if ended.signal or not ended.failures:
             return 128 + ended.signal if ended.signal else 0
         if attempt > restarts or not (ended.is_loss or several):
+            if job.executable and not job.has_several:
+                code = ended.failures.get(0, 1)
+                alone = Ending(failures={0: code}).words
+                say(f"the program {alone.removeprefix('rank 0 ')}")
+                return code if code > 0 else 128 - code
             others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
             say(f"{ended.words}{others}")
             return 1

@@ -222,7 +222,7 @@ def find_caller(frame: FrameType | None) -> str:
     if frame is None or _module(frame).partition(".")[0] in LIBRARIES:
         return ""
     own: FrameType | None = frame
-    while own is not None and _is_installed(own.f_code.co_filename):
+    while own is not None and is_installed(own.f_code.co_filename):
         own = own.f_back
     chosen = own or frame
     return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno}"
@@ -238,7 +238,7 @@ def _is_between(frame: FrameType) -> bool:
 
 
 @cache
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
     """True for a file of Python's own or of an installed library."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]

@@ -41,12 +41,13 @@ _HOOKS = {
     "torch": (
         ("nn.parallel.DistributedDataParallel.__init__", "program:PROGRAM.make_model"),
         ("utils.data.DataLoader.__iter__", "loops:begin_loop"),
-        ("multiprocessing.spawn", "notes:note_spawn"),
         ("nn.utils.clip_grad_norm_", "program:PROGRAM.clip"),
         ("nn.utils.clip_grad_value_", "program:PROGRAM.clip"),
         *((f"distributed.{name}", _EXCHANGED) for name in _EXCHANGES),
+        ("distributed.init_process_group", "group:begin"),
         ("distributed.destroy_process_group", "install:leave_group"),
     ),
+    "torch.multiprocessing.spawn": (("start_processes", "group:begin_processes"),),
     "torch.distributed._functional_collectives": tuple((name, _EXCHANGED) for name in _FUNCTIONAL),
     "accelerate.data_loader": (
         ("DataLoaderShard.__iter__", "loops:begin_outer"),
@@ -54,18 +55,25 @@ _HOOKS = {
     ),
     "accelerate.accelerator": (("Accelerator.gather", "loops:gather"),),
     "timm.data.loader": (("PrefetchLoader.__iter__", "loops:begin_outer"),),
-    "accelerate.commands.launch": (("launch_command", "notes:refuse_accelerate"),),
-    "torch.distributed.launcher.api": (("launch_agent", "notes:refuse_torchrun"),),
     "transformers.trainer": (("Trainer.train", "trainers:train"),),
     "lightning.pytorch.loops.fit_loop": _FIT_LOOP,
     "pytorch_lightning.loops.fit_loop": _FIT_LOOP,
+}
+# those of a process that evener run started alone, and that has no shares: it may start processes,
+# and a Trainer can survive out-of-memory
+_ALONE = {
+    "torch": (("distributed.init_process_group", "group:begin"),),
+    "torch.multiprocessing.spawn": _HOOKS["torch.multiprocessing.spawn"],
+    "transformers.trainer": _HOOKS["transformers.trainer"],
 }
 _GLOO = "pt_gloo_runloop"  # the threads in which gloo works
 _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
 def install() -> None:
-    """Have the hooks registered, in a process that trains on a device of its own."""
+    """Have the hooks registered, in a process that trains on a device of its own or may start
+    some.
+    """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return
     if _LIBRARIES & sys.modules.keys():
@@ -101,11 +109,12 @@ def _register() -> None:
         return
     sys.excepthook = partial(end_in_a_sentence, sys.excepthook)
     atexit.register(wait_until_asleep, _GLOO)  # the first one registered runs last
-    alone = (
-        os.environ.get("WORLD_SIZE") == "1"
-    )  # without shares: only a Trainer can then survive out-of-memory
-    for module in ["transformers.trainer"] if alone else _HOOKS:
-        register_post_import_hook(_wrap, module)
+    alone = os.environ.get("WORLD_SIZE") == "1"
+    hooks = _ALONE if alone else _HOOKS
+    for module in hooks:
+        register_post_import_hook(partial(_wrap, hooks), module)
+    if not alone:
+        register_post_import_hook(_watch_steps, "torch")
 
 
 def _replace_rendezvous(torch: Any) -> None:
@@ -125,21 +134,23 @@ def _begin_fits(keras: Any) -> None:
     wrap_function_wrapper(keras, "Model.fit", _later("plan_check:begin_fit"))
 
 
-def _wrap(module: Any) -> None:
+def _wrap(hooks: Any, module: Any) -> None:
     from wrapt import wrap_function_wrapper
 
-    for name, target in _HOOKS[module.__name__]:
+    for name, target in hooks[module.__name__]:
         if target == _EXCHANGED and not _has(module, name):
             continue
         wrap_function_wrapper(module, name, _later(target))
-    if module.__name__ == "torch":
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
 
-        register_optimizer_step_pre_hook(_later("program:PROGRAM.begin_update"))
-        register_optimizer_step_post_hook(_later("program:PROGRAM.note_update"))
+
+def _watch_steps(_: Any) -> None:
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    register_optimizer_step_pre_hook(_later("program:PROGRAM.begin_update"))
+    register_optimizer_step_post_hook(_later("program:PROGRAM.note_update"))
 
 
 def end_in_a_sentence(

@@ -37,7 +37,7 @@ _SHARDS = (
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Take part in each loop over a DataLoader in which the program trains."""
-    PROGRAM.has_begun = True
+    PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # by a loop around this one
     return (
         wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)

@@ -5,22 +5,20 @@ it must end.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
-import shlex
 import sys
-import time
-from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from ..errors import RequestError
 from ..training.launched import PROGRAM, launched_device, launched_run
 from ..training.step_record import StepFigures, StepRecord
+from .group import current_rank
 
 READ_STEPS = 10  # after which the timer, which keeps 25, is read
-SECONDS = 30.0  # in which the first rank's end stops the others
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
@@ -70,46 +68,10 @@ def say(words: str) -> None:
 
     What copies the lines of several processes leaves out an empty one that ends so.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if current_rank() == 0:
         begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         sys.stderr.write(f"{begin}evener: {words}\n")
         sys.stderr.flush()
-
-
-def refuse_accelerate(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
-    """End the program in a sentence where it starts processes as `accelerate launch` does."""
-    given = arguments[0] if arguments else keywords["args"]
-    module = ["-m"] if given.module else []
-    _refuse("accelerate launch", [*module, given.training_script, *given.training_script_args])
-
-
-def refuse_torchrun(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
-    """End the program in a sentence where it starts processes as torchrun does."""
-    words = list(arguments[2] if len(arguments) > 2 else keywords["args"])
-    _refuse("torchrun", words[1:] if words[:1] == ["-u"] else words)
-
-
-def note_spawn(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Say what becomes of processes that each of evener run's own starts, as torch.multiprocessing
-    does.
-    """
-    say(
-        "this program starts processes by torch.multiprocessing.spawn; if they train, let it "
-        "read RANK and WORLD_SIZE"
-        " instead, as under torchrun"
-    )
-    return wrapped(*arguments, **keywords)
-
-
-def _refuse(launcher: str, words: Sequence[str]) -> NoReturn:
-    say(
-        f"this program starts its processes by {launcher}, which evener run does in its "
-        f"place. Write evener run --"
-        f" {shlex.join(words)}"
-    )
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(SECONDS)
-    raise SystemExit(RequestError.exit_code)
 
 
 class Notebook:
@@ -130,6 +92,8 @@ class Notebook:
         self._steps = 0
         self._read = 0  # the newest step in the record
         atexit.register(self.leave)
+        if multiprocessing.parent_process() is not None:  # a fork leaves out what atexit has
+            Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
         """Note the figures of this PlannedTraining, which these hooks made, and say how it
@@ -146,11 +110,11 @@ class Notebook:
             f"step, by {hooks}"
         )
 
-    def stay(self, why: str) -> None:
-        """Note why the program trains as it is, and say so once."""
+    def stay(self, why: str, more: str = "") -> None:
+        """Note why the program trains as it is, and say so once, with `more` behind it."""
         if not self.why:
             self.why = why.rstrip(".")
-            say(f"shares stay even: {self.why}")
+            say(f"shares stay even: {self.why}{more}")
 
     def suppose(self, why: str) -> None:
         """Say why shares stay even as far as can be seen; a later loop may still train by them."""
@@ -187,7 +151,7 @@ class Notebook:
         elif not self.hooks and self.last_words:
             self.stay(self.last_words)
         note = RankNote(
-            int(os.environ.get("RANK", "0")),
+            current_rank(),
             launched_device(),
             launched_run(),
             self.hooks,

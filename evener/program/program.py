@@ -25,7 +25,9 @@ from ..torch.step.batch import Steps
 from ..torch.step.checks import OPTIMIZER_CHECK
 from ..torch.step.loose import trains_others
 from ..torch.step.wrapped import model_digest
+from ..training.first_rank import is_released, is_started_rank
 from . import views
+from .advice import advise
 from .exchanges import Exchanges
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
@@ -57,7 +59,8 @@ class Program:
         self._steps = 0  # by shares
         self._uneven = 0  # of them with different shares
         self._look = LOOK_AGAIN  # the step at which the guard looks next
-        self.has_begun = False  # a loop over a DataLoader
+        # to the loader over which a loop has begun last
+        self._newest_loader: weakref.ref[Any] | None = None
         self._others = 0  # trainers that train, and have hooks of their own
         self._met = 0  # times that ranks have exchanged something
         self.exchanges = Exchanges(self.note_exchange)
@@ -98,6 +101,10 @@ class Program:
     def is_uneven(self) -> bool:
         """True once ranks of a loop have had different numbers of rows."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
+
+    def note_loader(self, loader: Any) -> None:
+        """A loop over this DataLoader begins."""
+        self._newest_loader = weakref.ref(loader)
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
         """An optimizer steps."""
@@ -145,9 +152,24 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
         self._rates = crc32(repr(rates).encode(), self._rates)
         if not (dist.is_available() and dist.is_initialized()):
-            self.stay(views.NO_GROUP)
+            self._stay_alone(optimizer)
+        elif dist.get_world_size() == 1:
+            self.stay(views.ONE_PROCESS)
         elif self._loop is None and not self.notebook.last_words:
             self._note_obstacle(optimizer)
+
+    def _stay_alone(self, optimizer: Any) -> None:
+        """Say that this process trains by itself, and, where no other does, what would change
+        that.
+        """
+        if self.notebook.why:
+            return
+        if not is_started_rank() or is_released():
+            self.stay(views.NO_GROUP)
+            return
+        loader = None if self._newest_loader is None else self._newest_loader()
+        self.notebook.stay(views.FOR_ONE, f". {advise(optimizer, loader)}")
+        self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
         """Note the rates of optimizers as a batch begins: a schedule changes them between batches,
@@ -160,7 +182,7 @@ class Program:
         """Say why this step isn't one of a loop that can be followed; one that begins later still
         can.
         """
-        words = views.find_obstacle(optimizer, list(self.models), self.has_begun)
+        words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
             self.notebook.suppose(words)
             self._end_strictly(words)
@@ -367,7 +389,8 @@ class Program:
         if origin in (None, SharesOrigin(self.notebook.model, global_batch)):
             return None
         given = open_plan(None)
-        assert given is not None
+        if given is None:  # the program has started another number of processes
+            return None
         devices = given.layout.active
         self.notebook.warn(
             "the last training's shares were of another model or batch, so they start even"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,7 +116,10 @@ def build() -> Any:
 
     ended = "ended"
     try:
-        with mock.patch.object(Trainer, "train", _find):
+        with (
+            mock.patch.object(Trainer, "train", _find),
+            mock.patch.object(subprocess.Popen, "__init__", _start_no_python),
+        ):
             _run(json.loads(os.environ[PROGRAM_COMMAND]))
     except _Found as found:
         return found.trainer
@@ -126,6 +130,23 @@ def build() -> Any:
         f"to measure.",
         "Give it a function build() that returns its model and data, or leave --balance out.",
     )
+
+
+_start = subprocess.Popen.__init__
+
+
+def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
+    """RequestError where the program starts another Python, as a launcher does: that would
+    train.
+    """
+    first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
+    if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):
+        raise RequestError(
+            "The program trains in processes that it starts itself, and --balance measures a "
+            "trainer in its own.",
+            "Leave --balance out: its shares follow its devices' speed.",
+        )
+    _start(process, words, *more, **options)
 
 
 def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:

@@ -14,6 +14,8 @@ NO_GROUP = (
     "it trains without a process group, so each process trains on all rows; wrap the model in"
     " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
 )
+FOR_ONE = "it trains without a process group, so it runs once, on its first device alone"
+ONE_PROCESS = "its process group has one process"
 CLIPPED = (
     "each rank clips its own gradients before they are summed, so what is learned "
     "depends on the shares"

@@ -184,6 +184,13 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
     return cut(groups, count)[position]
 
 
+def pin_threads(cores: Iterable[int]) -> None:
+    """Pin all threads of this process to these CPUs."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+
+
 def cap_address_space(room_bytes: int) -> None:
     """Let this process grow by `room_bytes` from now on; more ends in a failed allocation, which
     torch can catch.

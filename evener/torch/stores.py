@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
+from ..training.first_rank import is_started_rank, release_others
 from ..training.launched import GROUPS, meeting_file
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -66,11 +67,18 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
     if path is None or rank is None or world is None:
         yield from original(url, **options)
         return
+    _let_others_meet()
     store = dist.PrefixStore(_choose_prefix(), open_file_store(path))
     if "timeout" in options:
         store.set_timeout(options["timeout"])
     yield store, int(rank), int(world)
     raise RuntimeError("A second rendezvous isn't possible by the same handler.")
+
+
+def _let_others_meet() -> None:
+    """Let the other ranks start, which a store of all of them is for."""
+    if is_started_rank():
+        release_others()
 
 
 def _read_address(url: str) -> str:
@@ -108,6 +116,8 @@ def _limit_tcp_stores() -> None:
     @wraps(original)
     def begin(store: Any, *given: Any, **named: Any) -> None:
         arguments = dict(zip(_STORE_ARGUMENTS, given, strict=False)) | named
+        if meeting_file(f"{arguments['host_name']}:{arguments['port']}") is not None:
+            _let_others_meet()
         if arguments.get("is_master") and arguments.get("master_listen_fd") is None:
             arguments |= listen_at(arguments["host_name"], arguments["port"])
         original(store, **arguments)

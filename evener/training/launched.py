@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from .first_rank import is_in_other_run
+
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
 # the file that was launched, where PLAN is one for the devices that are left
 REPLACED_PLAN = "EVENER_REPLACED_PLAN"
@@ -64,9 +66,11 @@ def launched_device() -> str:
 
 def meeting_file(address: str) -> str | None:
     """The file in which the processes of this host meet in place of HOST:PORT; None where there is
-    a port.
+    a port, as in a run of another launcher, which may have been told the same one.
     """
     named, _, path = os.environ.get(MEETING, "").partition(" ")
+    if is_in_other_run():
+        return None
     return path if path and named == address.replace("localhost", "127.0.0.1") else None
 
 

@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 
+from .first_rank import RELEASE, STARTED_AS, describe_rank, wait_for_release
+
 # JSON: variables and cores of each process of this host; the launcher's pid and folder
 STARTS = "EVENER_STARTS"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
@@ -29,9 +31,14 @@ def main() -> None:
         sys.exit(1)
     for stream, path in enumerate(own.get("output", ()), 1):
         os.dup2(os.open(path, os.O_WRONLY), stream)
-    if own["cores"]:
+    rank = os.environ.get("RANK", "0")
+    release = own.get("release", "")
+    if release:
+        wait_for_release(release, int(rank))
+    if own["cores"] and not (release and rank == "0"):  # which may start ranks of its own
         os.sched_setaffinity(0, own["cores"])
     variables = {**own["variables"], **_count_starts(own["folder"])}
+    variables |= {RELEASE: release, STARTED_AS: describe_rank()}
     start = [own["executable"]] if own.get("executable") else [sys.executable, "-u"]
     os.execve(start[0], [*start, *sys.argv[1:]], {**os.environ, **variables})
 

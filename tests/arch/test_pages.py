@@ -15,7 +15,6 @@ import msgspec
 import pytest
 from typer.main import get_group
 
-from evener.launch.program import LAUNCHERS
 from evener.plan.file import Plan
 from evener.plan.layout import PlanLayout, Share
 from evener.tui.cli.main import app, spread_lists
@@ -119,13 +118,6 @@ def _find_fault(text: str) -> str:
     for stop in ("|", ">", "2>", "&", "&&"):
         arguments = arguments[: arguments.index(stop)] if stop in arguments else arguments
     arguments = [PLACES.sub("1", word) for word in arguments]
-    started = (
-        arguments[arguments.index("--") + 1 :]
-        if arguments[:1] == ["run"] and "--" in arguments
-        else []
-    )
-    if set(started[:1]) & set(LAUNCHERS):
-        return "evener run starts the processes itself."
     group: Any = get_group(app)
     rest = arguments if arguments[:1] in (["launch"], ["run"]) else spread_lists(arguments)
     try:

@@ -157,25 +157,6 @@ def test_nothing_is_imported_for_hooks_until_a_library_is() -> None:
     assert (ended.stdout.split(), ended.stderr) == ([], "")
 
 
-def test_a_launcher_inside_is_one_sentence(server: RankServer, tmp_path: Path) -> None:
-    """Once, though each of the two processes of evener run starts it."""
-    from tests.support.run_parts import PLAN
-
-    script, plan = tmp_path / "inside.py", tmp_path / "plan.toml"
-    script.write_text(
-        "from torch.distributed.run import main\nmain(['--nproc-per-node', '2', 'train.py', "
-        "'--epochs', '3'])"
-    )
-    plan.write_text(PLAN)
-    with pytest.raises(AssertionError) as ended:
-        server.run(
-            f"{SCRIPTS}.run_by_shares", tmp_path, str(plan), str(script), ranks=place_ranks(2)
-        )
-    assert str(ended.value).count("by torchrun, which evener run does in its place") == 1
-    assert "evener run -- train.py --epochs 3" in str(ended.value)
-    assert "SystemExit: 2" in str(ended.value)
-
-
 def test_a_row_is_fetched_twice_without_drawing_from_the_programs_numbers() -> None:
     """The copy has generators of its own, also in the data sets that it is made of."""
     import numpy

@@ -8,7 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -164,19 +164,6 @@ def save_step_alone(folder: Path, rank: int, strict: bool) -> None:
     except RequestError as error:
         raised = str(error)
     torch.save([raised, program.notebook.why], folder / f"{rank}.pt")
-
-
-def save_spawned(folder: Path, rank: int) -> None:
-    """What is said as a program under evener run starts processes itself, none here."""
-    import torch
-
-    from evener.program.install import install
-
-    os.environ |= {launched.PROGRAM: "{}", launched.DEVICE: "cpu-0-of-2", "WORLD_SIZE": "2"}
-    install()
-    with redirect_stderr(io.StringIO()) as said:
-        torch.multiprocessing.spawn(print, nprocs=0)
-    torch.save(said.getvalue(), folder / f"{rank}.pt")
 
 
 def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:

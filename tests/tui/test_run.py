@@ -201,11 +201,6 @@ def test_one_device_is_one_sentence(tmp_path: Path) -> None:
         ([], "No command is given"),
         (["nowhere-to-be-found"], "There is no command nowhere-to-be-found"),
         (["python", "nowhere.py"], "There is no script nowhere.py"),
-        (
-            ["torchrun", "--nproc-per-node", "2", "train.py", "--x", "1"],
-            r"evener run -- train.py --x 1",
-        ),
-        (["python", "-m", "torch.distributed.run", "train.py"], "evener run -- train.py"),
     ],
 )
 def test_a_command_that_cannot_be_balanced_is_one_sentence(words: list[str], named: str) -> None:
@@ -246,13 +241,6 @@ def test_a_training_in_each_process_alone_is_said_and_ends_where_it_has_to_be_ba
     ((raised, noted),) = trainer_ranks(f"{SCRIPTS}.save_step_alone", strict)
     assert "trains without a process group" in noted
     assert ("Leave --strict out" in raised) is strict
-
-
-@pytest.mark.slow
-def test_processes_that_a_program_starts_itself_are_said(trainer_ranks: Ranks) -> None:
-    """As PyTorch's tutorials do: each of evener run's would start them, at the same port."""
-    (said,) = trainer_ranks(f"{SCRIPTS}.save_spawned")
-    assert "this program starts processes by torch.multiprocessing.spawn" in said
 
 
 def test_a_script_for_tensorflow_alone_is_refused(tmp_path: Path) -> None:

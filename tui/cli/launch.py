@@ -115,7 +115,7 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
     say(f"{name} {starts}")
     began = time.monotonic()
     job = msgspec.structs.replace(job, run=guard.run, folder=guard.folder)
-    with named_output(job.names) as output:
+    with named_output(job.names, lambda: job.has_several) as output:
         code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
     if not code and job.use_file and not is_used(job.use_file):
         text = describe_unused(find_imports(job), program=job.framework == "torch")

@@ -11,7 +11,7 @@ import socket
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -27,7 +27,7 @@ from ...plan.check import check_fit, describe
 from ...plan.file import Plan, Share, load_plan
 from ...plan.use import note_use
 from ...shares.whole_rows import count_passes, even
-from ...system.cores import allowed_cpus, core_groups, slice_cores
+from ...system.cores import allowed_cpus, core_groups, pin_threads, slice_cores
 from ...training.launched import abort_on_device_error, find_host, launched_device, launched_plan
 from ...training.share_order import RankInfo, check_agreement, divide_by_ratios, order_shares
 from ..messages import gather_messages
@@ -141,20 +141,12 @@ def settle(device: Any, share: Share | None, trainings: int = 1) -> None:
         and not launched_device()
         and (cores := slice_cores(share.device, _ALLOWED))
     ):
-        _pin_threads(cores)
+        # also threads of a trainer's earlier group: on other cores they would slow other ranks
+        pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))
         # what a step frees is kept for the next one: by its own choice glibc maps and unmaps 15 %
         # of a step's time
         _tell_glibc({_MMAP_THRESHOLD: 2**31 - 1, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
-
-
-def _pin_threads(cores: Iterable[int]) -> None:
-    """Pin all threads, also those of a trainer's earlier process group: on other cores they would
-    slow other ranks.
-    """
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)
 
 
 def fetching_threads(processes: int) -> int:

@@ -1,0 +1,193 @@
+"""The process group of a program: of ranks that evener started, or of processes that the program,
+or a launcher in it, started itself.
+
+The first rank of evener's releases the others as it makes a group with them. Any other process
+that makes one gets a device by its rank there, and the number of ranks stays the program's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+
+from ..plan.file import load_plan
+from ..system.cores import allowed_cpus, pin_threads, slice_cores
+from ..training.first_rank import (
+    RANK_VARIABLES,
+    STARTED_AS,
+    is_in_other_run,
+    is_released,
+    is_started_rank,
+    release_others,
+)
+from ..training.launched import DEVICE, MEETING, PLAN, RUN, launched_device
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+class GroupPlace(msgspec.Struct, frozen=True):
+    """A process's rank among those that make a group together."""
+
+    rank: int
+    world: int
+    is_given: bool  # by the call that makes the group, and not by the environment
+
+
+_place: GroupPlace | None = None
+
+
+def current_rank() -> int:
+    """This process's rank: in its group, else as its launcher says; 0 where nobody does."""
+    if _place is not None:
+        return _place.rank
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """The program makes its process group."""
+    global _place
+    given = _signature(wrapped).bind(*arguments, **keywords).arguments
+    place = _read_place(given)
+    if place is not None and os.environ.get(STARTED_AS):
+        if _is_evener_s(place, given.get("init_method")):
+            release_others()
+            _keep_to(launched_device())
+        else:
+            _take_device(place)
+        _place = place
+    return wrapped(*arguments, **keywords)
+
+
+@cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _read_place(given: dict[str, Any]) -> GroupPlace | None:
+    """The rank in a group that is about to be made; None where only its backend knows."""
+    query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
+    rank = query.get("rank", given.get("rank", -1))
+    world = query.get("world_size", given.get("world_size", -1))
+    is_given = int(rank) >= 0
+    numbers = [
+        value if int(value) >= 0 else os.environ.get(name, "")
+        for value, name in ((rank, "RANK"), (world, "WORLD_SIZE"))
+    ]
+    if not all(str(each).isdecimal() for each in numbers):
+        return None
+    return GroupPlace(int(numbers[0]), int(numbers[1]), is_given)
+
+
+def _is_evener_s(place: GroupPlace, method: str | None) -> bool:
+    """True if the group is one of the ranks that evener started.
+
+    A script, and what starts it, may choose an address of its own for them; a launcher also starts
+    the other ranks.
+    """
+    known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+    if not is_started_rank() or known != (str(place.rank), str(place.world)):
+        return False
+    if multiprocessing.parent_process() is not None:
+        return not place.is_given and _address_of(method, dict(os.environ)) == _own_address()
+    variables = _read_environment("self")
+    return _address_of(None, variables) == _own_address() or not _has_sibling(variables)
+
+
+def _own_address() -> str:
+    return os.environ.get(MEETING, "").partition(" ")[0]
+
+
+def _address_of(method: str | None, variables: dict[str, str]) -> str:
+    """HOST:PORT where a group's processes meet."""
+    if method and urlsplit(method).scheme == "tcp":
+        return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
+    host, port = (variables.get(name, "") for name in _ADDRESS)
+    return f"{host.replace('localhost', '127.0.0.1')}:{port}"
+
+
+def _read_environment(process: str) -> dict[str, str]:
+    """The environment that a process was started with; empty for one of another user."""
+    with suppress(OSError):
+        text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
+        pairs = (each.partition("=") for each in text.split("\0") if each)
+        return {name: value for name, _, value in pairs}
+    return {}
+
+
+def _has_sibling(own: dict[str, str]) -> bool:
+    """True if a launcher in this program has started another rank beside this one."""
+    alike = (RUN, "WORLD_SIZE", *_ADDRESS)
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        other = _read_environment(process)
+        is_beside = all(other.get(name) == own.get(name) for name in alike)
+        if is_beside and other.get("RANK", own.get("RANK")) != own.get("RANK"):
+            return True
+    return False
+
+
+def _take_device(place: GroupPlace) -> None:
+    """Give this process, which evener didn't start, a device of the plan's by its rank.
+
+    Where the program has started another number of processes than the plan has shares, it starts
+    without the plan, evenly.
+    """
+    if place.is_given and is_started_rank():  # they are the process's that started this one
+        for name in RANK_VARIABLES:
+            os.environ.pop(name, None)
+    _free_interfaces(place)
+    path = os.environ.get(PLAN)
+    if not path:
+        return
+    shares = load_plan(path).layout.active
+    local = os.environ.get("LOCAL_RANK", str(place.rank))
+    os.environ[DEVICE] = shares[int(local) % len(shares)].device
+    if place.world <= len(shares):
+        _keep_to(launched_device())
+    if place.world != len(shares):
+        del os.environ[PLAN]
+
+
+def _free_interfaces(place: GroupPlace) -> None:
+    """Let ranks of several machines meet: evener keeps those of one machine to its loopback."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
+    if is_in_other_run() and here != str(place.world):
+        for name in _INTERFACES:
+            if os.environ.get(name) == "lo":
+                del os.environ[name]
+
+
+def _keep_to(device: str) -> None:
+    """Run on the cores of a slice of the CPU from now on, if the device is one."""
+    cores = slice_cores(device, allowed_cpus())
+    if cores:
+        pin_threads(cores)
+
+
+def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """The program starts processes as torch.multiprocessing does."""
+    with _without_rank():
+        return wrapped(*arguments, **keywords)
+
+
+@contextmanager
+def _without_rank() -> Iterator[None]:
+    """A context in which a process that is still alone has no rank: its children, and what they
+    start, are no ranks of evener's.
+    """
+    alone = is_started_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
+    kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

@@ -1,0 +1,80 @@
+"""The first rank of a program, which starts alone: the others wait until it makes a process group.
+
+A script for one GPU then runs once, and a launcher that the program starts has the devices for
+itself. Whether a process is a rank that evener started shows in its environment: a launcher gives
+its own ranks other numbers, another address or another run of PyTorch's elastic agent.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+RELEASE = "EVENER_RELEASE"  # the file that the other ranks wait for
+STARTED_AS = "EVENER_STARTED_AS"  # this process's rank, as describe_rank names it, when it started
+POLL_SECONDS = 0.05
+# of a rank, as PyTorch's elastic agent sets them
+RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+
+
+def describe_rank() -> str:
+    """This process's rank, the number of ranks and the name of the elastic run that they are of."""
+    names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    return " ".join(os.environ.get(name, "-") for name in names)
+
+
+def is_started_rank() -> bool:
+    """True if this process's variables are those of a rank that evener itself started."""
+    return os.environ.get(STARTED_AS) == describe_rank()
+
+
+def is_in_other_run() -> bool:
+    """True if an elastic agent that the program itself has started runs this process."""
+    started = os.environ.get(STARTED_AS)
+    return started is not None and started.split(" ")[2] != describe_rank().split(" ")[2]
+
+
+def is_released() -> bool:
+    """True once the other ranks may start; also where none waits."""
+    path = os.environ.get(RELEASE)
+    return not path or os.path.exists(path)
+
+
+def release_others() -> None:
+    """Let the other ranks start."""
+    path = os.environ.get(RELEASE)
+    if path:
+        with suppress(OSError):  # the launcher may have ended
+            Path(path).touch()
+
+
+def wait_for_release(path: str, rank: int) -> None:
+    """Wait in a rank after the first until the others may start; ends this process if the first one
+    ends before.
+    """
+    first = Path(f"{path}.first")
+    if rank == 0:
+        written = Path(f"{path}.writing")
+        written.write_text(str(os.getpid()))
+        written.rename(first)
+        return
+    while not first.exists():
+        time.sleep(POLL_SECONDS)
+    try:
+        held = os.pidfd_open(int(first.read_text()))
+    except ProcessLookupError:
+        held = -1
+    while not os.path.exists(path):
+        has_ended = held < 0 or select.select([held], [], [], POLL_SECONDS)[0]
+        if has_ended and not os.path.exists(path):
+            sys.exit(0)
+    if held >= 0:
+        os.close(held)

@@ -1,0 +1,135 @@
+"""`evener run` of programs that start their processes themselves, and of scripts for one GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cores import two_cores
+from tests.support.forked_evener import ForkedEvener
+from tests.support.frameworks import LazyModule, skip_without
+from tests.support.listeners import ListenerLog
+from tests.support.rank_server import RankServer
+from tests.tui.test_run import PROGRAM, ROOT, UNEVEN, difference, make_variables
+
+torch = LazyModule("torch")
+SPAWNING, FOR_ONE = (ROOT / f"tests/support/{name}_program.py" for name in ("spawning", "one_gpu"))
+SECONDS = 240.0
+Start = Callable[..., ForkedEvener]
+
+
+@pytest.fixture
+def start(tmp_path: Path, rank_server: Callable[[str], RankServer]) -> Start:
+    """`start(*words)`: evener run with these words behind its plan of 3:1."""
+    skip_without("torch")
+    (tmp_path / "plan.toml").write_text(UNEVEN)
+    server = rank_server("tests.support.torch_imports")
+
+    def run(*words: str) -> ForkedEvener:
+        given = ("run", "--plan", "plan.toml", "--", *words)
+        return ForkedEvener(server, tmp_path, tmp_path / "evener", given, make_variables(tmp_path))
+
+    return run
+
+
+def free_port() -> str:
+    """A port that nobody listens at."""
+    from tests.support.torch_start import free_port
+
+    return str(free_port())
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_launcher_s_own_processes_train_by_shares(
+    start: Start, tmp_path: Path, trainer_ranks: Callable[..., list[Any]]
+) -> None:
+    """It keeps its number of processes, which learn the same, and nothing listens beyond this
+    machine.
+    """
+    evenly = trainer_ranks("tests.support.script_ranks.run_saving_script", PROGRAM, world=2)
+    launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", free_port())
+    evener = start(*launcher, PROGRAM, f"{tmp_path}/")
+    with ListenerLog(evener.pid) as log:
+        _, errors = evener.communicate(SECONDS)
+    assert not evener.returncode, errors
+    first, second = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert first["rows"] == [4, *[6] * 5, 3, *[6] * 6, 3]
+    assert second["rows"] == [4, *[2] * 5, 1, *[2] * 6, 1]
+    assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
+    assert errors.count("6+2 = 8 rows a step, by DistributedDataParallel and DataLoader") == 1
+    assert "[rank" not in errors  # torchrun's own lines are as it writes them
+    assert {each.address for each in log.seen} == {"127.0.0.1"}
+
+
+@two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["spawn", "Process"])
+def test_processes_that_a_program_starts_train_by_shares(
+    way: str, start: Start, tmp_path: Path
+) -> None:
+    evener = start("python", str(SPAWNING), way, free_port(), f"{tmp_path}/")
+    _, errors = evener.communicate(SECONDS)
+    assert not evener.returncode, errors
+    first, second = [torch.load(tmp_path / str(rank)) for rank in (0, 1)]
+    assert [first["rows"], second["rows"]] == [[4, *[6] * 7], [4, *[2] * 7]]
+    assert first["weights"] == second["weights"]
+    assert first["RANK"] is None  # as without evener
+    assert errors.count("6+2 = 8 rows a step") == 1
+    assert "share at the end" in errors
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_script_for_one_gpu_runs_once_and_its_lines_work(start: Start, tmp_path: Path) -> None:
+    """The exit code is its own; with the lines that evener prints it learns the same by shares."""
+    log = tmp_path / "log"
+    alone = start("python", str(FOR_ONE), str(log), "3")
+    printed, errors = alone.communicate(SECONDS)
+    assert alone.returncode == 3
+    (learned,) = map(float, log.read_text().split())
+    assert printed == "has trained\n"
+    assert "it runs once, on its first device alone" in errors
+    lines = [line.strip() for line in errors.splitlines() if line.startswith("    ")]
+    assert len(lines) == 4
+
+    script = tmp_path / "pasted.py"
+    script.write_text(FOR_ONE.read_text().replace("# the loop", "\n".join(lines)))
+    (tmp_path / "evener/code").unlink()
+    shared = start("python", str(script), str(log), "0")
+    _, errors = shared.communicate(SECONDS)
+    assert not shared.returncode, errors
+    assert "6+2 = 8 rows a step" in errors
+    assert [float(each) for each in log.read_text().split()] == pytest.approx(
+        [learned] * 3, abs=1e-12
+    )
+
+
+@two_cores
+@pytest.mark.slow
+def test_ctrl_c_ends_a_launcher_and_all_that_it_has_started(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pid' + os.environ['RANK']).write_text(str(os.getpid()))"
+        "\ntime.sleep(600)\n"
+    )
+    launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", free_port())
+    evener = start(*launcher, str(script))
+    files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
+    end = time.monotonic() + SECONDS
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    evener.send_signal(signal.SIGINT)
+    evener.communicate(SECONDS)
+    assert evener.returncode == 130
+    while any(os.path.exists(f"/proc/{file.read_text()}") for file in files):
+        assert time.monotonic() < end
+        time.sleep(0.05)
