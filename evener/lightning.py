@@ -29,6 +29,7 @@ from .torch.sums.collectives import own_collectives
 from .torch.sums.exchange import Exchange
 
 try:
+    from .lightning_audits import ModuleAudit
     from .lightning_passes import (
         LIGHTNING,
         PassFigures,
@@ -97,6 +98,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Train by these shares; for a strategy that was made before it was of this class."""
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
+        self._audit = ModuleAudit(self)
+        self._newest = 0  # batch of the epoch
         self._rows = 0  # of the current global batch
         self._parts: list[Part] = []  # of this rank's share of it
         self._arguments: tuple[Any, ...] = ()  # of its training_step
@@ -124,6 +127,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def planned(self) -> PlannedTraining:
         """The training by shares."""
         return self._planned
+
+    @property
+    def count(self) -> OfPart | None:
+        """What a loss is a mean over, if it isn't rows."""
+        return self._count
 
     @property
     def root_device(self) -> Any:
@@ -296,6 +304,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Begin the trainer's next batch."""
         loader: ShareLoader = self._trainer.fit_loop._combined_loader.flattened[0]
         loader.done = batch_idx + 1
+        self._newest = batch_idx
         sizes = loader.take(batch_idx)
         self._planned.begin(sizes)
         self._planned.weights.look_for_tensors()
@@ -330,7 +339,16 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._parts, [self.model], again, begins=self._begins, move=False
         )
         self._begins = False
-        return self._take_next()
+        result = self._take_next()
+        if not self.lightning_module.automatic_optimization:
+            self._audit_step()
+        return result
+
+    def _audit_step(self) -> None:
+        """Audit the batch at hand, if that is due."""
+        if self._checks and self.trains:
+            loader = self._trainer.fit_loop._combined_loader.flattened[0]
+            self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _take_next(self) -> Any:
         """What training_step returns for the next pass, or the next piece of one, that memory
@@ -420,8 +438,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         moves a weight.
         """
 
+        looked = list[None]()  # LBFGS computes several times in a step
+
         def compute() -> Any:
             result = closure()
+            if not looked and self.lightning_module.automatic_optimization:
+                looked.append(None)
+                self._audit_step()
             trained = [
                 each
                 for group in optimizer.param_groups

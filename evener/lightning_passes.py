@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -47,10 +47,10 @@ def check_module_loss(strategy: Any, loader: Any, count: OfPart | None) -> bool:
         batch_sampler=loader.batch_sampler.sampler,
         collate_fn=loader.collate_fn,
     )
-    with _silent(module):
+    with silent(module):
         return (
             check_part_loss(
-                partial(_compute, strategy), rows, count, [module], strategy.root_device
+                partial(compute_part, strategy), rows, count, [module], strategy.root_device
             )
             is not None
         )
@@ -64,7 +64,7 @@ def check_module_part(strategy: Any, weights: BatchWeights, part: Part, rows: in
     if any(isinstance(each, torch.optim.LBFGS) for each in strategy.optimizers):
         raise RequestError("LBFGS goes by the loss of the whole batch.", "Use another optimizer.")
     try:
-        with _silent(module):
+        with silent(module):
             check_rows(
                 lambda each: _step(strategy, each.batch),
                 weights,
@@ -79,14 +79,19 @@ def check_module_part(strategy: Any, weights: BatchWeights, part: Part, rows: in
         ) from None
 
 
-def _compute(strategy: Any, part: Part) -> Any:
-    """The loss of a part, on its way as in a step."""
+def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
+    """The loss of a part, on its way as in a step; `others` are the arguments of training_step
+    beside the batch, those of a first batch without them.
+    """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     batch = module._on_before_batch_transfer(precision.convert_input(part.batch), dataloader_idx=0)
     batch = module._apply_batch_transfer_handler(
         batch, device=strategy.root_device, dataloader_idx=0
     )
-    return _step(strategy, batch)
+    if others is None:
+        return _step(strategy, batch)
+    with strategy.precision_plugin.train_step_context():
+        return loss_of(module.training_step(batch, *others))
 
 
 def _step(strategy: Any, batch: Any) -> Any:
@@ -103,7 +108,7 @@ def loss_of(result: Any) -> Any:
 
 
 @contextmanager
-def _silent(module: Any) -> Iterator[None]:
+def silent(module: Any) -> Iterator[None]:
     """A context in which nothing is logged."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]

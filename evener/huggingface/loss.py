@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -101,7 +102,7 @@ def find_loss(
                 return _TrainerCheck(trainer, _mask_some(batch), shares.world, in_passes).find()
         return _TrainerCheck(trainer, batch, shares.world, in_passes).find()
 
-    with gathering.alone():
+    with gathering.alone(), silent(trainer):
         found = find_together(find, TrainerLoss, strict)
     if gathering.calls > calls and len(set(shares.passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
@@ -114,6 +115,11 @@ def find_loss(
             ),
         )
     return assume_loss(trainer, shares.world) if found is None else found
+
+
+def silent(trainer: Any) -> Any:
+    """A context in which a trainer logs nothing."""
+    return mock.patch.object(trainer, "log")
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:

@@ -28,9 +28,9 @@ from ..torch.audit.state import kept_attributes
 from ..torch.loss.check import make_check_batch
 from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, open_plan
-from ..torch.rows.loader import StepLoader
 from ..torch.step.batch import Part
 from ..torch.step.wrapped import check_normalization, has_own_work
+from .audits import TrainerAudit
 from .gathering import Gathering, processes, share_evaluation
 from .loss import (
     ITEMS,
@@ -47,6 +47,7 @@ from .loss import (
 )
 from .rows import (
     CHECKPOINT,
+    AheadLoader,
     PassRows,
     PassSampler,
     check_checkpoint,
@@ -153,6 +154,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._is_last = True  # the part that runs is its batch's last
         self._factor: Any = None  # of the loss of the pass that runs
         self._evaluates = False  # a batch of an evaluation
+        self._newest = 0  # global batch of the epoch
         self._tokens = 0
         self._logged: list[tuple[Any, ...]] = []  # in a pass
         self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(
@@ -176,7 +178,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         rows, args = make_sampler(self, self._planned, dataset, order), self.args
         self._rows_checked = partial(make_check_batch, dataset, rows, collate)
         self._sampler = PassSampler(rows, shares.passes[shares.rank])
-        self._batches = StepLoader(
+        self._audit = TrainerAudit(self, self._gathering, dataset, collate)
+        self._batches = AheadLoader(
             PassRows(dataset, collate),
             self._sampler,
             collate_fn=list,
@@ -217,6 +220,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             int(self.state.global_step) % -(-len(sampler) // accumulated) * accumulated
         )  # also after a checkpoint
         steps = range(first, first + len(batches))
+        self._newest = steps[-1] if batches else first
         sizes = [sampler.pass_sizes(step) for step in steps]
         self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
         ranks = [self._batches.take(step) for step in steps]
@@ -305,8 +309,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         while self._logged:
             super().log(*self._logged.pop(0))
         if not self._to_come:
+            self._audit_step()
             self._planned.report(*self._done)
         return result
+
+    def _audit_step(self) -> None:
+        """Audit the optimizer step that is about to follow, if that is due."""
+        if self._given.check:
+            numbers = self._sampler.sampler.rows_of_all(self._newest)
+            self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
         """Log as the trainer does: a pass once it is complete, and only the last one of a batch."""

@@ -30,7 +30,6 @@ from ..training.audit import (
     Sketch,
     compare_ranks,
     describe,
-    is_audited,
 )
 from .audit.compute import Bench, Piece
 from .audit.record import (
@@ -90,6 +89,7 @@ class RankVerdict(msgspec.Struct):
     rows: int = 0  # a digest of the rows that were computed
     sketch: Sketch | None = None  # of the reference
     numbers: list[Number] | None = None  # that a loop's loss is computed with
+    even: bool = False  # shares have to go even
 
 
 class TrainingAudits:
@@ -99,13 +99,15 @@ class TrainingAudits:
         self._training = weakref.proxy(training)
         self.judge = Audits(strict=training.strict)
         self._batch: Any = None  # that was counted last
-        self._due = self._meets = False
+        self._due = False
         self._changed = False  # a loss is made of other operations than those before
         self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
         self._parted: Any = None  # the batch whose parts were taken last
         self._number = next(_NUMBERS)  # the same on every rank
-        # the last audit's step, and where each rank leaves what it has found
-        self._told: tuple[int, list[str]] | None = None
+        self._told: dict[int, list[str]] = {}  # by step: where each rank leaves what it has found
+        self._go_even: Callable[[str], None] | None = None
+        # what to do, by the cause, in the words of the trainer that this is behind
+        self.remedies = {name: each.remedy for name, each in CAUSES.items()}
         self._said: set[str] = set()
         self._recorder: Recorder | None = None  # of a loop of one's own
         self._waited = 0  # batches since it began
@@ -123,10 +125,7 @@ class TrainingAudits:
         if batch is not self._batch or batch is None:
             self._batch = batch
             self._hear()
-            confirms = self.judge.confirms
             self._due = self.judge.begin(self._trained()) or self._changed
-            # in these steps all ranks do: they tell each other what they have found
-            self._meets = not confirms and is_audited(self.judge.step)
             self._changed = False
         return self._due
 
@@ -136,6 +135,33 @@ class TrainingAudits:
         """
         if self._batch is not None:
             self._changed |= self.judge.sees(made_of) and not self._due
+
+    def follow_launcher(self, go_even: Callable[[str], None]) -> None:
+        """Compare with the way of the program's own launcher, which gives each rank as many rows,
+        from now on. `go_even` is called on every rank, in the same step, with why shares have to
+        go even.
+        """
+        self._go_even = go_even
+        self.judge = Audits(evens=True, strict=self._training.strict)
+
+    @property
+    def follows_launcher(self) -> bool:
+        """True where the program's own launcher says what is right, not one device."""
+        return self._go_even is not None
+
+    def after_batch(self, find: Callable[[bool], Audited | None]) -> None:
+        """Audit the batch that a trainer of a library has computed, if it is due; RequestError for
+        a difference.
+
+        Every rank calls it in each step, before its optimizer uses the gradients. `find` makes the
+        audit; it is told whether weights that are all alike are to be moved meanwhile.
+        """
+        due = self.begin(object())
+        # of a loss whose backward pass comes before the next call
+        self._due = False
+        if due and not self._is_apart():
+            first = self.judge.step == 1
+            self._act(Replayed(self._run(lambda: find(first))))
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit the loss `compute(part)` of a batch, if it is due; RequestError for a difference.
@@ -149,7 +175,7 @@ class TrainingAudits:
         due = self.begin(taken)
         # the function is another one, or has another count
         if self.judge.sees((code, counted is None)):
-            due = self._meets = True
+            due = True
         if not due or self._is_apart():
             return
 
@@ -159,9 +185,9 @@ class TrainingAudits:
                 return None
             first = self.judge.step == 1 or not training.passes.checked
             bench = self._bench(compute, is_sharded_model(training.weights.models))
-            return audit(bench, self._ways(few, compute, counted), moves=first)
+            return audit(bench, self.make_ways(few, compute, counted), moves=first)
 
-        self._act(Replayed(self._run(find)))
+        self._act(Replayed(self._run(find)), survives=True)
 
     # ------------------------------------------------------------------ a loop of one's own
 
@@ -225,7 +251,7 @@ class TrainingAudits:
                 numbers = [each for each in record.numbers if each.value != factor]
                 found = self._audit_record(record, None, factor)
         self._note_fault(found)
-        self._act(found, numbers)
+        self._act(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
         """Audit the loss of a batch's first part; ranks are told when its last one is done."""
@@ -252,7 +278,7 @@ class TrainingAudits:
         self.close()
         found, self._pending = self._pending, None
         if found is not None:
-            self._act(found)
+            self._act(found, survives=True)
 
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
         """The record of a loss, or why it can't be computed again, as a part of a sentence."""
@@ -275,7 +301,7 @@ class TrainingAudits:
             def loss(part: Part) -> Any:
                 return compute(part.batch, part.rows) / factor
 
-            return self._ways(few, loss, counted)
+            return self.make_ways(few, loss, counted)
 
         def bench() -> Bench:
             return self._bench(None, is_sharded_model(record.models))
@@ -350,10 +376,25 @@ class TrainingAudits:
         return msgspec.structs.replace(few, **moved)
 
     def _bench(self, compute: Callable[..., Any] | None, losses_only: bool = False) -> Bench:
-        models = list(self._training.weights.models)
-        around = [self._training.weights.checking, self._resting]
-        tensors = name_tensors(models)
-        return Bench(models, tensors, function=compute, around=around, losses_only=losses_only)
+        return self.make_bench(
+            self._training.weights.models, function=compute, losses_only=losses_only
+        )
+
+    def make_bench(
+        self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
+    ) -> Bench:
+        """A bench for these models and whatever else their optimizers train, on which nothing of
+        the step happens; `options` are Bench's.
+        """
+        every = list(models)
+        groups = [group for each in optimizers for group in each.param_groups]
+        others = [each for group in groups for each in group["params"]]
+        around = [self._training.weights.checking, self._resting, *options.pop("around", ())]
+        return Bench(every, name_tensors(every, others), around=around, **options)
+
+    def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
+        """Some of these rows of a data set, on this rank's device; None where there are too few."""
+        return self._move(fetch_rows(dataset, collate, numbers))
 
     @contextmanager
     def _resting(self) -> Iterator[None]:
@@ -368,13 +409,19 @@ class TrainingAudits:
             for each in exchanges:
                 each.resting = False
 
-    def _ways(self, few: FewRows, compute: OfPart, counted: OfPart | None) -> Ways:
-        """One device's gradient, and that of two devices, in passes where the plan has some."""
+    def make_ways(self, few: FewRows, compute: OfPart, counted: OfPart | None) -> Ways:
+        """The right gradient, and that of two devices, in passes where the plan has some.
+
+        Right is one device's, or that of equal parts, as the program's own launcher has them.
+        """
         in_passes = self._training.ranks.in_passes
         loss = refuse_meeting(compute)
         way = partial(_make_way, loss, counted)
         whole = way([few.whole], [few.rows], 0)
         digest = digest_rows(few.whole)
+        if self.follows_launcher:
+            mean = 1.0 / len(few.even)
+            whole = [Piece(each.loss, mean) for each in way(few.even, few.even_sizes, 0)]
         if self._training.world == 1:
             trained = way([few.whole], [few.rows], FEW)
             sizes = split_passes(few.rows, FEW)
@@ -385,7 +432,7 @@ class TrainingAudits:
             changes["passes"] = AuditChange(way(few.parts, few.sizes, 0))
         if few.cut is not None and few.cut is not few.parts:
             changes["collation"] = AuditChange(way(few.cut, few.sizes, FEW if in_passes else 0))
-        return Ways(whole, trained, changes, few.sizes, digest)
+        return Ways(whole, trained, changes, few.sizes, digest, few.pads)
 
     # ------------------------------------------------------------------ what follows
 
@@ -407,17 +454,26 @@ class TrainingAudits:
                 self._say(NOT_AUDITED.format(fault) + _place(error))
         return None
 
-    def _act(self, found: Replayed, numbers: list[Number] | None = None) -> None:
-        """Tell the other ranks, without waiting for them, and do what follows from this rank's."""
+    def _act(
+        self, found: Replayed, numbers: list[Number] | None = None, survives: bool = False
+    ) -> None:
+        """Tell the other ranks, without waiting for them, and do what follows from this rank's.
+
+        `survives`: where both ways agree, a pass that runs out of memory may be computed again in
+        smaller ones.
+        """
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
         if not (found.certain and found.closed):
             own.sketch = None  # of rows that were counted by a guess, or of a rank's own
-        self._tell(own)
-        differs = bool(own.message) and own.certain
-        if own.fine:
+        if own.fine and survives:
             self._training.passes.checked = True
-        self._follow(self.judge.decide_by(differs), own)
+        action = self.judge.decide_by(bool(own.message) and own.certain)
+        if action is Action.GO_EVEN:
+            own.even = True
+            self.judge.over = False  # until all ranks have heard of it
+        self._tell(own)
+        self._follow(action, own)
 
     def _follow(self, action: Action, verdict: RankVerdict) -> None:
         if action is Action.REFUSE:
@@ -426,38 +482,49 @@ class TrainingAudits:
             self._say(f"{verdict.message} {verdict.remedy}")
 
     def _tell(self, own: RankVerdict) -> None:
-        """Leave this rank's verdict to the others, in a step that all ranks audit."""
+        """Leave this rank's verdict to the others, who audit the same steps as a rule."""
         training = self._training
         alone = not dist.is_initialized() or dist.get_world_size() != training.world
-        if training.world == 1 or alone or not self._meets or self._told is not None:
+        if training.world == 1 or alone:
             return
         place = f"evener/audits/{self._number}/{self.judge.step}"
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
-        self._told = self.judge.step, [f"{place}/{each}" for each in range(training.world)]
+        self._told[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
 
     def _hear(self) -> None:
-        """Compare what all ranks have found in the last audit, once all have left it: two steps
-        later, whose exchange none has passed before it.
+        """Compare what all ranks have found in an audit, once all have left it: two steps later,
+        whose exchange none has passed before it.
         """
-        if self._told is None or self.judge.step < self._told[0] + HEAR_AFTER:
+        for step, keys in list(self._told.items()):
+            if self.judge.step < step + HEAR_AFTER:
+                continue
+            store = dist.distributed_c10d._get_default_store()
+            if store.check(keys):
+                del self._told[step]
+                every = [msgspec.msgpack.decode(store.get(each), type=RankVerdict) for each in keys]
+                self._compare(every, step)
+            elif self.judge.step > step + GIVE_UP_AFTER:
+                del self._told[step]
+
+    def _compare(self, every: Sequence[RankVerdict], step: int) -> None:
+        """Compare what all ranks have found in a step; every rank does so in the same one."""
+        if self.judge.over:
             return
-        (step, keys), store = self._told, dist.distributed_c10d._get_default_store()
-        if not store.check(keys):
-            if self.judge.step > step + GIVE_UP_AFTER:
-                self._told = None
-            return
-        self._told = None
-        every = [msgspec.msgpack.decode(store.get(each), type=RankVerdict) for each in keys]
         self._compare_numbers([each.numbers for each in every if each.numbers is not None])
         guessed = [each for each in every if each.message and not each.certain]
         if guessed and not any(each.fine for each in every):
             self._say(NOT_AUDITED.format(MAY_COUNT))
         worst = self._compare_ranks(every, step)
-        if worst is not None:
-            self.judge.over = True
-            strict = self._training.strict or step <= EARLY
-            self._follow(Action.REFUSE if strict else Action.WARN, worst)
+        worst = next((each for each in every if each.even), worst)
+        if worst is None:
+            return
+        self.judge.over = True
+        if self._go_even is not None:
+            self._go_even(worst.message)
+            return
+        strict = self._training.strict or step <= EARLY
+        self._follow(Action.REFUSE if strict else Action.WARN, worst)
 
     def _judge(self, found: Audited) -> RankVerdict:
         """This rank's own verdict."""
@@ -471,7 +538,7 @@ class TrainingAudits:
         made = RankVerdict(sketch=found.sketch, rows=found.rows, fine=found.difference is None)
         if found.difference is not None:
             made.message = describe(found.difference, found.cause, found.sizes, self.judge.step)
-            made.remedy = CAUSES[found.cause].remedy
+            made.remedy = self.remedies[found.cause]
             made.relative = found.difference.relative
         return made
 
@@ -484,7 +551,7 @@ class TrainingAudits:
         if difference is None:
             return None
         message = describe(difference, "state", (), step)
-        return RankVerdict(message, CAUSES["state"].remedy, difference.relative)
+        return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
         """Warn of a number that ranks compute their losses with, and that isn't the same."""

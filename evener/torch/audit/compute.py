@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ...training.audit import Sketch
 from .closures import kept_closure
 from .randomness import SEED, EvenRandomness, seed_all, seed_torch
-from .sketch import GradientSums, Signs
+from .sketch import SIGNS, GradientSums
 from .state import kept_attributes, kept_state
 
 MOVE = 0.01  # the deviation of what is added to weights that are all alike
-_SIGNS = Signs()
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
@@ -37,11 +37,12 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 class Bench:
     """Computes gradients of the models' weights and of `tensors`, by name, within `open`.
 
-    `holders` are other objects that computing a loss changes, such as a trainer, and `function` is
-    code of the program's own that is called. `around` are contexts in which nothing of a step
-    happens, such as the exchange of gradients. `losses_only`: gradients can't be taken, as they are
-    sharded; a sketch is of the loss then. `changed` are the names of buffers that a pass
-    changes, `draws` the random numbers that depend on how many are drawn at once.
+    `holders` are other objects that computing a loss changes, such as a trainer, but for what they
+    have `apart`, such as its data, and `function` is code of the program's own that is called.
+    `around` are contexts in which nothing of a step happens, such as the exchange of gradients.
+    `losses_only`: gradients can't be taken, as they are sharded; a sketch is of the loss then.
+    `changed` are the names of buffers that a pass changes, `draws` the random numbers that depend
+    on how many are drawn at once.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Bench:
         models: Iterable[Any],
         tensors: Mapping[str, Any],
         holders: Sequence[Any] = (),
+        apart: Sequence[Any] = (),
         function: Callable[..., Any] | None = None,
         around: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
         losses_only: bool = False,
@@ -59,11 +61,13 @@ class Bench:
         ]
         self._tensors = tensors
         self._holders = holders
+        self._apart = [each for each in apart if each is not None]
         self._function = function
         self._around = around
         self._losses_only = losses_only
         self.changed: set[str] = set()
         self.draws = 0
+        self._adds: Callable[..., None] | None = None  # within a piece
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[Bench]:
@@ -77,7 +81,7 @@ class Bench:
             warnings.simplefilter("ignore")
             for each in self._around:
                 stack.enter_context(each())
-            stack.enter_context(kept_state([*self._models, *self._holders]))
+            stack.enter_context(kept_state([*self._models, *self._holders], self._apart))
             stack.enter_context(_full_precision())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -95,20 +99,31 @@ class Bench:
 
         With a `disturbance`, a number, it differs by as much as rounding may make of it.
         """
-        sums = GradientSums(self._tensors, _SIGNS)
+        sums = GradientSums(self._tensors, SIGNS)
+        computed: set[torch.dtype] = set()
         for piece in way:
             seed_all(SEED)
             randomness = EvenRandomness(disturbance)
             # each pass begins as the first one did
-            with kept_attributes(*self._modules), kept_closure(self._function):
+            kept = kept_attributes(*self._modules, *self._holders, apart=self._apart)
+            with kept, kept_closure(self._function):
                 before = self._list_buffers()
+                self._adds = partial(sums.add, weight=piece.weight, loss_only=self._losses_only)
                 with randomness, torch.set_grad_enabled(not self._losses_only):
                     loss = piece.loss()
                     self._note_changes(before)
                     if isinstance(loss, torch.Tensor):
-                        sums.add(loss, piece.weight, self._losses_only)
+                        self.add(loss)
             self.draws += randomness.shaped
-        return sums.sketch()
+            computed |= randomness.kinds
+        return sums.sketch(computed)
+
+    def add(self, loss: torch.Tensor, **options: Any) -> None:
+        """Add the gradient of a loss to that of the piece that is computed, as code does that takes
+        several backward passes; `options` are torch.autograd.grad's.
+        """
+        assert self._adds is not None
+        self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
         """The identity and version of each buffer; batch normalization's don't change here."""

@@ -41,6 +41,14 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
         """The rows of the whole batch."""
         return sum(self.sizes)
 
+    @property
+    def pads(self) -> bool:
+        """True if parts that are collated by themselves have other lengths than the whole."""
+        if self.cut is None or self.cut is self.parts:
+            return False
+        shapes = [[each.shape for each in tensors_in(parts)] for parts in (self.cut, self.parts)]
+        return shapes[0] != shapes[1]
+
 
 def fetch_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]

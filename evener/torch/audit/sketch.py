@@ -7,7 +7,7 @@ on each tensor makes the sums and gives nothing on, so a gradient is freed as so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from ...training.audit import LOSS, PROJECTIONS, Sketch
+from ...training.audit import LOSS, MIXED, PROJECTIONS, Sketch
 from .randomness import SEED
 
 WIDTH = 4096  # of the lines into which a gradient is cut
@@ -41,6 +41,9 @@ class Signs:
             drawn = numpy.random.default_rng(SEED + which).integers(0, 2, (length, PROJECTIONS))
             self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like)
         return self._pools[key][:count]
+
+
+SIGNS = Signs()  # of all sketches, which can be compared with each other
 
 
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
@@ -91,7 +94,11 @@ class GradientSums:
         self._loss = 0.0
 
     def add(
-        self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0, loss_only: bool = False
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor = 1.0,
+        loss_only: bool = False,
+        retain_graph: bool | None = None,
     ) -> None:
         """Add the gradient of a loss, times its weight; with `loss_only`, the loss itself."""
         scaled = loss * weight
@@ -108,7 +115,9 @@ class GradientSums:
         with ExitStack() as stack:
             for name, each in trained.items():
                 stack.enter_context(_only_hook(each, partial(self._take, name)))
-            torch.autograd.grad(scaled.sum(), list(trained.values()), allow_unused=True)
+            torch.autograd.grad(
+                scaled.sum(), list(trained.values()), retain_graph=retain_graph, allow_unused=True
+            )
 
     def _take(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -119,8 +128,10 @@ class GradientSums:
                 return torch.sparse_coo_tensor(size=gradient.shape).to(gradient)
             return gradient.new_zeros(()).expand(gradient.shape)
 
-    def sketch(self) -> Sketch:
-        """The sums so far, on the host."""
+    def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
+        """The sums so far, on the host; `computed` are the types of what the losses were made
+        of.
+        """
         made = Sketch(loss=self._loss)
         names = sorted(self._sums)
         for device in {self._sums[name].device for name in names}:
@@ -128,8 +139,20 @@ class GradientSums:
             lines = torch.stack([self._sums[name] for name in own]).tolist()
             for name, line in zip(own, lines, strict=True):
                 kind = self._kinds[name] if name in self._kinds else self._tensors[name].dtype
-                made.add(name, str(kind).removeprefix("torch."), line)
+                made.add(name, _name_kind(kind, computed), line)
         return made
+
+
+def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
+    """The type by whose precision a gradient is judged: that of its tensor, or a coarser one that
+    the loss was computed in.
+    """
+    for coarse in (torch.bfloat16, torch.float16):
+        if coarse in computed:
+            return str(coarse).removeprefix("torch.")
+    if kind == torch.float64 and torch.float32 in computed:
+        return MIXED
+    return str(kind).removeprefix("torch.")
 
 
 @contextmanager

@@ -20,13 +20,14 @@ _CONTAINERS = (dict, list, deque, set)
 
 
 @contextmanager
-def kept_attributes(*holders: Any) -> Iterator[None]:
+def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
     """Put back what all holders have, in place, when the block ends: counters, lists of figures,
-    buffers, metrics.
+    buffers, metrics. What they have `apart` isn't looked into.
 
     Parameters aren't copied, but for those that a model moves itself, as a momentum encoder's.
     """
-    restore, frozen = keep_attributes(*holders), _copy_frozen(holders)
+    restore = keep_attributes(*holders, apart=apart)
+    frozen = _copy_frozen(holders)
     try:
         yield
     finally:
@@ -69,9 +70,9 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 
 @contextmanager
-def kept_state(holders: Iterable[Any] = ()) -> Iterator[None]:
-    """Put back the attributes of all holders and of their modules, and the random state, when the
-    block ends.
+def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
+    """Put back the attributes of all holders and of their modules, but for what they have `apart`,
+    and the random state, when the block ends.
     """
     modules = [
         part
@@ -80,7 +81,7 @@ def kept_state(holders: Iterable[Any] = ()) -> Iterator[None]:
     ]
     numbers = RandomState()
     try:
-        with kept_attributes(*modules):
+        with kept_attributes(*modules, apart=apart):
             yield
     finally:
         numbers.restore()

@@ -68,7 +68,8 @@ class LossMeasure:
         """The loss of a batch; NaN where it has none. Errors of the user's own code are raised."""
         seed_all(seed)
         self.randomness.draws = 0  # each pass has the numbers of every other
-        with kept_attributes(*self._model.modules()):  # each pass begins as the first one did
+        # each pass begins as the first one did
+        with kept_attributes(*self._model.modules(), *self._holders):
             before = self._list_states()
             loss = self.call(function, batch)
             self.changed |= {

@@ -1,0 +1,173 @@
+"""The audits of a Trainer: its loss of a few rows as one process computes it, and by shares.
+
+The trainer's own `compute_loss` is called, with each part collated by itself and weighted as its
+passes are. Where `evener run` trains, the right way is that of the program's own launcher: equal
+parts, each with the trainer's own factors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ..errors import RequestError
+from ..torch.audit.compute import Bench, Piece
+from ..torch.audit.rows import FewRows, digest_rows
+from ..torch.audit.step import AuditChange, Audited, Way, Ways, audit
+from ..torch.rows.structure import cut_rows
+from ..torch.step.wrapped import is_sharded
+from ..torch.sums.collectives import refuse_meeting
+from ..torch.training_audits import TrainingAudits
+from .gathering import Gathering, processes
+from .loss import ITEMS, ROWS, TrainerLoss, silent
+
+REMEDIES = {
+    "rows": (
+        "Change the loss to a mean over rows or over labels (num_items_in_batch), or train on one"
+        " device."
+    ),
+    "state": (
+        "Note it of the whole batch, by self.accelerator.gather(value) in training_step, or train"
+        " on one device."
+    ),
+}
+PROCESSES = 2  # for which a few rows are cut into parts
+FEW = 2  # rows of a pass
+_OURS = "evener."
+
+
+class TrainerAudit:
+    """Audits the steps of one trainer.
+
+    `dataset` and `collate` are those of its training loader.
+    """
+
+    def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
+        self._trainer = trainer
+        self._audits: TrainingAudits = trainer._planned.audits
+        self._gathering = gathering
+        self._dataset = dataset
+        self._collate = collate
+        self._audits.remedies |= REMEDIES
+
+    def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
+        """Audit a step on these rows of the data, if it is due: its gradients are there, and the
+        optimizer hasn't used them. RequestError for a difference.
+        """
+        self._audits.after_batch(partial(self._find, numbers, loss))
+
+    def _find(self, numbers: Sequence[int], loss: TrainerLoss, moves: bool) -> Audited | None:
+        few = self._audits.take_rows(self._dataset, self._collate, numbers)
+        if few is None:
+            return None
+        return audit(self._bench(), self._ways(few, loss), moves)
+
+    def _bench(self) -> Bench:
+        trainer = self._trainer
+        apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
+        held = [each for each in vars(trainer).values() if id(each) not in apart]
+        own = partial(_find_own_loss(type(trainer)), *held)
+        return self._audits.make_bench(
+            [trainer.model],
+            [] if trainer.optimizer is None else [trainer.optimizer],
+            holders=[trainer],
+            apart=[trainer.train_dataset, trainer.eval_dataset],
+            function=own,
+            around=[self._gathering.alone, partial(silent, trainer)],
+            losses_only=is_sharded(trainer.model),
+        )
+
+    # ------------------------------------------------------------------ the ways
+
+    def _ways(self, few: FewRows, loss: TrainerLoss) -> Ways:
+        micro = FEW if max(self._trainer._shares.passes) > 1 else 0
+        trained = self._way(few.parts, few.sizes, loss, micro)
+        changes = {"sum": AuditChange([Piece(each.loss) for each in trained])}
+        if micro:
+            changes["passes"] = AuditChange(self._way(few.parts, few.sizes, loss, 0))
+        if few.cut is not None and few.cut is not few.parts:
+            changes["collation"] = AuditChange(self._way(few.cut, few.sizes, loss, micro))
+        if self._audits.follows_launcher:
+            reference = self._launchers_way(few)
+        else:
+            reference = [Piece(self._loss(few.whole, self._count_items([few.whole]), 1))]
+        digest = digest_rows(few.whole)
+        return Ways(reference, trained, changes, few.sizes, digest, few.pads)
+
+    def _way(
+        self, batches: Sequence[Any], sizes: Sequence[int], loss: TrainerLoss, micro: int
+    ) -> Way:
+        """The parts as shares compute them, in passes of up to `micro` rows."""
+        parts: list[tuple[Any, int]] = []
+        for batch, rows in zip(batches, sizes, strict=True):
+            parts += _cut_passes(batch, rows, micro)
+        total = sum(rows for _, rows in parts)
+        items = self._count_items([batch for batch, _ in parts])
+        if loss.mean_over == ROWS:
+            weights = [rows / total for _, rows in parts]
+        elif loss.mean_over == ITEMS:
+            weights = [1.0] * len(parts)
+        else:
+            counts = [loss.count(batch) for batch, _ in parts]
+            weights = [count / (sum(counts) or 1.0) for count in counts]
+        # a trainer multiplies its loss by the processes, which are two here
+        multiplied = PROCESSES if loss.multiplied > 1 else 1
+        excess = multiplied if self._trainer.excess > 1 else 1
+        return [
+            Piece(self._loss(batch, items, PROCESSES), weight * excess / multiplied)
+            for (batch, _), weight in zip(parts, weights, strict=True)
+            if weight
+        ]
+
+    def _launchers_way(self, few: FewRows) -> Way:
+        """Equal parts, as the program's own launcher has them: a mean over processes."""
+        items = self._count_items(few.even)
+        if not self._trainer.args.average_tokens_across_devices:
+            own = [self._count_items([each]) for each in few.even]
+        else:
+            own = [items] * len(few.even)
+        return [
+            Piece(self._loss(batch, count, PROCESSES), 1.0 / len(few.even))
+            for batch, count in zip(few.even, own, strict=True)
+        ]
+
+    def _count_items(self, batches: Sequence[Any]) -> Any:
+        """The items that a loss of all these batches is a mean over."""
+        trainer = self._trainer
+        with processes(trainer.accelerator, 1):
+            return trainer._get_num_items_in_batch(list(batches), trainer.args.device)
+
+    def _loss(self, batch: Any, items: Any, world: int) -> Any:
+        """What computes the trainer's own loss of a batch, as one of `world` processes."""
+        return refuse_meeting(partial(self._compute, batch, items, world))
+
+    def _compute(self, batch: Any, items: Any, world: int) -> Any:
+        trainer = self._trainer
+        inputs = trainer._prepare_inputs(copy.copy(batch))
+        with processes(trainer.accelerator, world), trainer.compute_loss_context_manager():
+            result = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
+        return result[0] if isinstance(result, tuple) else result
+
+
+def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
+    """The passes of a part, with their rows; the part itself where it can't be cut."""
+    if not micro or rows <= micro:
+        return [(batch, rows)]
+    firsts = range(0, rows, micro)
+    try:
+        return [
+            (cut_rows(batch, first, min(first + micro, rows), rows), min(micro, rows - first))
+            for first in firsts
+        ]
+    except RequestError:
+        return [(batch, rows)]
+
+
+def _find_own_loss(kind: type) -> Any:
+    """The program's own function that computes the loss."""
+    for each in kind.__mro__:
+        if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
+            return vars(each)["compute_loss"]
+    raise AssertionError("a Trainer has one")

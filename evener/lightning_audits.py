@@ -1,0 +1,140 @@
+"""The audits of a LightningModule: its training_step is called for a few rows, both ways.
+
+In manual optimization training_step takes its steps itself. It is called with optimizers that do
+nothing, and what it gives to manual_backward is the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from .errors import RequestError
+from .lightning_passes import compute_part, silent
+from .torch.audit.compute import Bench
+from .torch.audit.step import Audited, audit
+from .torch.step.batch import Part
+from .torch.step.wrapped import is_sharded
+
+MOST_BYTES = 1 << 30  # of weights that are copied, as training_step may move them itself
+REMEDIES = {
+    "rows": (
+        "For a mean over tokens or class weights, say what it is a mean over"
+        " (split.strategy(count=)); else change the loss to a mean over rows, or train on one"
+        " device."
+    ),
+}
+
+
+class ModuleAudit:
+    """Audits the steps of a module that a PlanStrategy trains."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._audits = strategy.planned.audits
+        self._audits.remedies |= REMEDIES
+
+    def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
+        """Audit the epoch's batch number `step`, if that is due; `others` are the arguments of
+        training_step beside the batch. RequestError for a difference.
+        """
+        self._audits.after_batch(partial(self._find, loader, step, others))
+
+    def _find(self, loader: Any, step: int, others: Sequence[Any], moves: bool) -> Audited | None:
+        strategy, module = self._strategy, self._strategy.lightning_module
+        numbers = loader.batch_sampler.sampler.rows_of_all(step)
+        few = self._audits.take_rows(loader.dataset, loader.collate_fn, numbers)
+        if few is None:
+            return None
+        automatic = module.automatic_optimization
+        around = [partial(silent, module)]
+        if not automatic:
+            around.append(partial(_kept_steps, strategy))
+        bench = self._audits.make_bench(
+            [module],
+            strategy.optimizers,
+            function=module.training_step,
+            around=around,
+            losses_only=is_sharded(module),
+        )
+        compute = partial(self._compute, others)
+        if not automatic:
+            compute = partial(self._compute_manually, others, bench)
+        ways = self._audits.make_ways(few, compute, strategy.count)
+        return audit(bench, ways, moves)
+
+    def _compute(self, others: Sequence[Any], part: Part) -> Any:
+        loss = compute_part(self._strategy, part, others)
+        if loss is None:
+            raise RequestError("training_step returned no loss for some of its rows")
+        return loss
+
+    def _compute_manually(self, others: Sequence[Any], bench: Bench, part: Part) -> None:
+        """Give the losses of manual_backward to the bench, and put back weights that training_step
+        moves itself.
+        """
+        module = self._strategy.lightning_module
+        counted = []
+
+        def add(loss: torch.Tensor, *_: Any, **options: Any) -> None:
+            counted.append(loss.detach())
+            bench.add(loss, retain_graph=options.get("retain_graph"))
+
+        weights = _list_weights(module)
+        copies = [each.detach().clone() for each in weights]
+        try:
+            with mock.patch.object(module, "manual_backward", add):
+                compute_part(self._strategy, part, others)
+        finally:
+            for each, copy in zip(weights, copies, strict=True):
+                if not torch.equal(each.detach(), copy):
+                    each.data.copy_(copy)
+        if not counted:
+            raise RequestError("training_step gives no loss to self.manual_backward")
+
+
+def _list_weights(module: Any) -> list[torch.Tensor]:
+    return [each for each in module.parameters() if each.requires_grad]
+
+
+@contextmanager
+def _kept_steps(strategy: Any) -> Iterator[None]:
+    """A context in which nothing steps: no optimizer, no schedule, no count; and in which gradients
+    are put back.
+
+    RequestError for weights that are too large to be copied.
+    """
+    weights = _list_weights(strategy.lightning_module)
+    if sum(each.nbytes for each in weights) > MOST_BYTES:
+        raise RequestError(
+            "training_step takes its optimizers' steps itself, and copying weights of more than"
+            f" {MOST_BYTES >> 30} GiB to put them back would take memory"
+        )
+    gradients = [each.grad for each in weights]
+    try:
+        with ExitStack() as stack:
+            for target, name, stub in _list_stubs(strategy):
+                stack.enter_context(mock.patch.object(target, name, stub))
+            for each in weights:
+                each.grad = None
+            yield
+    finally:
+        for each, gradient in zip(weights, gradients, strict=True):
+            each.grad = gradient
+
+
+def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
+    """What a module's training_step may call to step, and what it calls meanwhile."""
+    yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
+    for each in strategy.optimizers:
+        yield each, "step", lambda closure=None: None if closure is None else closure()
+    for each in strategy._lightning_optimizers:
+        yield each, "_on_before_step", lambda: None
+        yield each, "_on_after_step", lambda: None
+    for config in strategy.lightning_module.trainer.lr_scheduler_configs:
+        yield config.scheduler, "step", lambda *_, **__: None

@@ -1,0 +1,73 @@
+"""Audits behind transformers' Trainer and Lightning: what begins later is seen, and an exact
+program learns the same with audits as without, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import skip_without
+
+torch = pytest.importorskip("torch")
+skip_without("transformers", "lightning")
+
+PROGRAMS = "tests.support.trainer_audit_programs"
+Ended = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trainers(trainer_ranks: Callable[..., Any]) -> Ended:
+    """How the programs of transformers ended, on each rank."""
+    return trainer_ranks(f"{PROGRAMS}.train_huggingface", world=2)
+
+
+@pytest.fixture(scope="module")
+def modules(trainer_ranks: Callable[..., Any]) -> Ended:
+    """How Lightning's ended."""
+    return trainer_ranks(f"{PROGRAMS}.train_lightning", world=2)
+
+
+def assert_untouched(audited: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that audits have left no trace and said nothing."""
+    assert audited["said"] == ""
+    assert audited["warned"] == []
+    for name in audited.keys() - {"weights", "warned"}:
+        assert audited[name] == other[name], name
+    for mine, its in zip(audited["weights"], other["weights"], strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_an_exact_trainer_learns_the_same_with_audits(trainers: Ended) -> None:
+    for rank in trainers:
+        assert_untouched(rank["exact"], rank["unaudited"])
+        assert rank["exact"]["own"] == 18  # each step's, once
+
+
+def test_an_exact_module_learns_the_same_with_audits(modules: Ended) -> None:
+    for rank in modules:
+        assert_untouched(rank["exact"], rank["exact, unaudited"])
+        assert_untouched(rank["exact, manual"], rank["exact, manual, unaudited"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("late moments", "In step 4"),
+        ("own baseline", "Ranks compute other gradients of the same rows"),
+        ("mixed rows", "The batch function (collate_fn)"),
+    ],
+)
+def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, words: str) -> None:
+    for rank in trainers:
+        assert words in rank[name]["said"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("late deviation", "In step 7"), ("relative, manual", "In step 1")]
+)
+def test_a_module_that_differs_is_refused(modules: Ended, name: str, words: str) -> None:
+    for rank in modules:
+        assert words in rank[name]["said"]
