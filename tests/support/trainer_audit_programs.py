@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class Mixing:
         return {"x": x, "y": y}
 
 
-class Starts(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
+class Starts(TrainerCallback):
     """Has the collator mix from the second epoch on."""
 
     def __init__(self, collator: Mixing) -> None:
@@ -231,10 +232,7 @@ def train_lightning(folder: Path, rank: int) -> None:
             LightningProgram(), str(folder), devices=split.world, strategy=strategy, max_epochs=3
         )
         loader = split.loader(points(ROWS), shuffle=False)
-        fit = trainer.fit
-        found[name] = train_and_tell(
-            lambda fit=fit, module=module, loader=loader: fit(module, loader), module.parameters
-        )
+        found[name] = train_and_tell(partial(trainer.fit, module, loader), module.parameters)
         found[name]["calls"] = module.calls
         rates = [group["lr"] for each in trainer.optimizers for group in each.param_groups]
         found[name]["rates"] = rates
