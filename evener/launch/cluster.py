@@ -27,7 +27,7 @@ from evener.devices.cluster.connection import check_head
 from evener.devices.cluster.discovery import find_plan_nodes
 
 from ..errors import DeviceError
-from ..plan.file import load_plan, to_toml
+from ..plan.file import Plan, load_plan, to_toml
 from ..plan.solver import leave_out
 from ..printable import plain, say
 from ..system.signals import caught_signals, end_with_parent
@@ -66,7 +66,8 @@ def launch_on_cluster(
         for attempt in range(max_restarts + 1):
             options = ["--max-restarts", str(max_restarts - attempt), "--wait", f"{wait_seconds:g}"]
             options += more
-            options += [] if attempt or rendezvous is None else ["--rendezvous", rendezvous]
+            if rendezvous is not None and not attempt:
+                options += ["--rendezvous", rendezvous]
             make = functools.partial(HostTraining, to_toml(plan), str(path.absolute()), script)
             code, lost = _train(agents, make, options, command, caught)
             if caught:
@@ -74,29 +75,34 @@ def launch_on_cluster(
             if not lost or attempt == max_restarts:
                 break
             check_head()
-            gone_hosts = {
-                agent.host
-                for agent in agents
-                if agent.host in lost and not agent.restart(agent.generation)
-            }
-            for host in sorted(lost - gone_hosts):
-                say(f"the host {host} has a new actor of evener")
-            agents = tuple(agent for agent in agents if agent.host not in gone_hosts)
+            gone = _restart_actors(agents, lost)
+            agents = tuple(agent for agent in agents if agent.host not in gone)
             if not agents:
                 break
-            if not gone_hosts:
-                say(f"all start again, {attempt + 1} of {max_restarts} times")
-                continue
-            left = {agent.host for agent in agents}
-            gone = {
-                (share.host, share.device)
-                for share in planned.layout.share
-                if share.host not in left
-            }
-            before, plan = plan, leave_out(planned, gone)
-            say(f"{', '.join(sorted(gone_hosts))} is left out: {compare_rows(before, plan)} rows")
-            say(f"all others start again, {attempt + 1} of {max_restarts} times")
+            if gone:
+                before, plan = plan, _leave_out_hosts(planned, agents)
+                say(f"{', '.join(sorted(gone))} is left out: {compare_rows(before, plan)} rows")
+            who = "all others" if gone else "all"
+            say(f"{who} start again, {attempt + 1} of {max_restarts} times")
     return code
+
+
+def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
+    """Start evener's actor again on hosts that were lost; the hosts where that isn't possible."""
+    gone = set()
+    for agent in agents:
+        if agent.host in lost and not agent.restart(agent.generation):
+            gone.add(agent.host)
+    for host in sorted(lost - gone):
+        say(f"the host {host} has a new actor of evener")
+    return gone
+
+
+def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
+    """A plan for the devices of these agents' hosts alone."""
+    left = {agent.host for agent in agents}
+    others = [share for share in planned.layout.share if share.host not in left]
+    return leave_out(planned, {(share.host, share.device) for share in others})
 
 
 def _train(
@@ -114,11 +120,8 @@ def _train(
     try:
         if "--rendezvous" not in options:
             first = agents[0].host
-            options = [
-                *options,
-                "--rendezvous",
-                f"{first}:{agents[0].call(find_free_ports, 1, first)[0]}",
-            ]
+            (port,) = agents[0].call(find_free_ports, 1, first)
+            options = [*options, "--rendezvous", f"{first}:{port}"]
         for agent in agents:
             own = ["--host", agent.host, *options]
             kept = agent.keep(make, own, tuple(command), str(Path.cwd()))

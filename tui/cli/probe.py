@@ -185,40 +185,39 @@ def _table(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> T
 def _rows(
     runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
-    def row(
-        run: str,
-        device: str,
-        share: str,
-        speed: float | None,
-        error: str = "-",
-        memory: int | None = None,
-        power: Power | None = None,
-    ) -> tuple[str, ...]:
-        power = power or Power(0.0, 0.0)
-        drawn = energy_cells(speed or 0.0, power.active_watts, power.idle_watts) if energy else ()
-        figure, held = (
-            "-" if speed is None else rate(speed),
-            "-" if memory is None else size(memory),
-        )
-        return (run, device, share, figure, error, held, *drawn)
-
+    """A row for each device in each run, for all of them together, and for all runs together."""
     several = len(layout.active) > 1
+    whole_batch = str(layout.global_batch)
     for number, run in enumerate(runs, 1):
-        whole = (
-            run.this_run.value,
-            half_width(run.this_run.value, run.this_run.low, run.this_run.high),
-        )
+        figure = run.this_run
+        error = half_width(figure.value, figure.low, figure.high)
         for i in layout.active:
-            share, power = (
-                write_share(layout.shares[i], layout.pass_rows[i]),
-                None if several else run.power,
-            )
-            own = (run.own[i], "-") if several else whole
-            yield row(str(number), labels[i], share, *own, run.memory_bytes[i], power)
+            share = write_share(layout.shares[i], layout.pass_rows[i])
+            memory = run.memory_bytes[i]
+            if several:
+                cells = _cells(run.own[i], "-", memory, None, energy)
+            else:
+                cells = _cells(figure.value, error, memory, run.power, energy)
+            yield (str(number), labels[i], share, *cells)
         if several:
-            yield row(str(number), TOGETHER, str(layout.global_batch), *whole, power=run.power)
+            cells = _cells(figure.value, error, None, run.power, energy)
+            yield (str(number), TOGETHER, whole_batch, *cells)
     if len(runs) > 1:
         powers = [run.power for run in runs if run.power]
         power = Power.mean(powers) if len(powers) == len(runs) else None
         where = TOGETHER if several else labels[layout.active[0]]
-        yield row("all", where, str(layout.global_batch), runs[-1].samples_per_second, power=power)
+        cells = _cells(runs[-1].samples_per_second, "-", None, power, energy)
+        yield ("all", where, whole_batch, *cells)
+
+
+def _cells(
+    speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
+) -> tuple[str, ...]:
+    """samples/s, its error and the peak of memory; with `energy` also what the power is worth."""
+    figure = "-" if speed is None else rate(speed)
+    held = "-" if memory is None else size(memory)
+    if not energy:
+        return figure, error, held
+    known = power or Power(0.0, 0.0)
+    drawn = energy_cells(speed or 0.0, known.active_watts, known.idle_watts)
+    return (figure, error, held, *drawn)
