@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .live.figures import figures
     from .live.reporter import report
     from .plan.file import Plan, load_plan
 
 __version__ = "0.3.0"
-__all__ = ["Plan", "__version__", "load_plan", "report"]
+__all__ = ["Plan", "__version__", "figures", "load_plan", "report"]
 
 _HOMES = {
     "Plan": "evener.plan.file",
+    "figures": "evener.live.figures",
     "load_plan": "evener.plan.file",
     "report": "evener.live.reporter",
 }

@@ -37,6 +37,7 @@ try:
         check_module_part,
         loss_of,
     )
+    from .lightning_report import Report as Report
 
     DDPStrategy: Any = import_module(f"{LIGHTNING}.strategies").DDPStrategy
     _DataLoaderIterDataFetcher = import_module(

@@ -22,6 +22,7 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (4, 56):
         f"with_plan works with transformers from 4.56, and here is {_transformers.__version__}.",
         'Update it: pip install "evener[huggingface]".',
     )
+from .report import report
 from .trainer import with_plan
 
-__all__ = ["with_plan"]
+__all__ = ["report", "with_plan"]

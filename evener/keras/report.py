@@ -2,60 +2,110 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from ..live.reporter import Reporter
+from ..errors import RequestError
+from ..live.figures import figures
+from ..live.files import Details
+from ..live.reporter import DeviceTimes, Reporter, middle, spread
+from ..live.step_clock import KEPT_STEPS
 from .split import Split
 from .tf_devices import driver_name
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports samples/s of a split's devices to the monitor after every step, as `evener.report`
-    does.
+    does; with `log`, its figures also to the callbacks behind it.
 
     In a group, the first process reports for all. A step of a dataset, whose rows aren't known,
-    counts as the split's global batch; without one, nothing is reported.
+    counts as the split's global batch; without one, nothing is reported. A model that trains
+    without a split gives `rows`, those of a step. With `log`, shares, samples/s and the part of the
+    plan's are in the `logs` of each epoch's end, where TensorBoard and the callbacks of W&B and
+    MLflow find them.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split | None = None, *, rows: int = 0, log: bool = False) -> None:
         super().__init__()
+        if split is None and rows < 1:
+            raise RequestError(
+                "Report has neither a split nor rows.",
+                "Give it the split that built the model, or rows=, the rows of a step.",
+            )
         self._split = split
-        self._reporter = Reporter()
+        self._rows, self._log = rows, log
+        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # seconds of each
+        self._ended = 0.0
+        self._reporter = Reporter(self._describe)
         self._counted = 0  # rows of this epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Rows are counted from here on."""
-        self._counted = 0
+        """Rows are counted from here on, and a step is timed from the one before."""
+        self._counted, self._ended = 0, 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Report the steps since the last call: Keras calls once for several that it runs in one
         execution.
         """
-        if self._split.group is not None and self._split.group.rank > 0:
+        if self._is_another_rank():
             return
         counted = self._count_rows(batch + 1)
         if counted == 0:
             return
+        now = time.perf_counter()
+        if self._ended:
+            self._steps.append(now - self._ended)
+        self._ended = now
         devices = self._devices()
         self._reporter.report(
             counted - self._counted,
             devices=devices,
-            batches=self._split.shares if devices else None,
+            batches=self._split.shares if self._split is not None and devices else None,
             workload=self.model.name,
             framework="tensorflow",
         )
         self._counted = counted
 
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the figures to what the callbacks behind this one log."""
+        if self._log and logs is not None and not self._is_another_rank():
+            logs.update(figures())
+
     def on_train_end(self, logs: Any = None) -> None:
         """The monitor forgets this training."""
         self._reporter.close()
 
+    def _is_another_rank(self) -> bool:
+        """True in a process of a group that another one reports for."""
+        split = self._split
+        return split is not None and split.group is not None and split.group.rank > 0
+
+    def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
+        details = Details(
+            step_s=middle(self._steps),
+            step_spread=spread(self._steps),
+            plan_samples_per_second=self._promised(),
+        )
+        return details, ()
+
+    def _promised(self) -> float:
+        """Samples/s of the plan; 0 without one, and for another global batch than it is for."""
+        split = self._split
+        if split is None or split.plan is None:
+            return 0.0
+        plan = split.plan
+        same = split.global_batch == plan.layout.global_batch
+        return plan.throughput.samples_per_second if same else 0.0
+
     def _count_rows(self, steps: int) -> int:
         """The rows of an epoch's first steps."""
         hooks = getattr(self.model.fit, "hooks", None)
-        batch = getattr(hooks, "batch", None) or self._split.global_batch or 0
+        own = self._split.global_batch if self._split is not None else self._rows
+        batch = getattr(hooks, "batch", None) or own or 0
         samples = getattr(hooks, "samples", None)
         return steps * batch if samples is None else min(steps * batch, samples)
 
@@ -64,6 +114,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         plan.
         """
         split = self._split
+        if split is None:
+            return ()
         if split.group is not None:
             return split.rank_shares
         if split.plan is not None:

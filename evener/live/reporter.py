@@ -136,6 +136,7 @@ class Reporter:
         self._counted_from: _Point | None = None  # where the first steps end
         self._last_call: tuple[tuple[str, str], Devices, Sequence[int] | None] | None = None
         self._next_keep = 0.0
+        self._has_written = False
         self._next_write = 0.0
         self._wait = INTERVAL_SECONDS  # until the next write
         self._file: Path | None = None
@@ -188,6 +189,7 @@ class Reporter:
                 self._ended.set()
             self._file = self._ended = None
             self._note_end()
+            self._record = None
             self._points.clear()
             if self._journal is not None:
                 self._journal.close()
@@ -239,6 +241,16 @@ class Reporter:
             1 - tokens / padded if padded else 0.0,
         )
 
+    def read(self) -> LiveRecord | None:
+        """What a file would say now, which is later than the last one where the disk is slow; None
+        before the first step with a rate.
+        """
+        with self._lock:
+            if self._record is None or self._last_call is None:
+                return None
+            rates = self._rates(self._reported_at)
+            return self._record if rates is None else self._make_record(*self._last_call, rates)
+
     def _publish(
         self,
         names: tuple[str, str],
@@ -259,7 +271,8 @@ class Reporter:
             if kept and began >= self._next_keep:
                 self._next_keep = began + KEEP_SECONDS
                 self._keep(record, kept)
-            took = time.monotonic() - began
+            took = time.monotonic() - began if self._has_written else 0.0  # it made the folder
+            self._has_written = True
             wait = took / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
             self._next_write += self._wait - INTERVAL_SECONDS  # as the record says
             self._wait = min(max(wait, INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
@@ -338,6 +351,14 @@ class Reporter:
 
 _reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 _own: Reporter | None = None
+
+
+def newest_reporter() -> Reporter | None:
+    """The reporter of this process's last step; None before the first step with a rate, and after
+    the training.
+    """
+    reporting = [each for each in list(_reporters) if each._record is not None]
+    return max(reporting, key=lambda each: each._reported_at, default=None)
 
 
 def report(

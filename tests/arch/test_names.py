@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.support.sources import PACKAGES, files, parsed, place
 
-SAME_NAME = {"Split"}  # one for Keras, one for PyTorch: a training script imports either
+SAME_NAME = {"Report", "Split"}  # one for each framework: a training script imports either
 
 
 def repeated_classes() -> Iterator[str]:

@@ -1,0 +1,101 @@
+"""The figures of this process's training, as the app shows them, in a flat dict for a tracker of
+experiments.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+
+from .files import LiveDevice, LiveRecord, read_trainings
+from .reporter import INTERVAL_SECONDS, Reporter, newest_reporter
+
+PREFIX = "evener/"  # of every name: trackers group by what comes before a slash
+
+
+class _Cache:
+    """The last figures of a reporter, for calls in every step: files change twice a second."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = weakref.ref(reporter)
+        self.pid = os.getpid()
+        self.until = 0.0  # monotonic seconds
+        self.found: dict[str, float] = {}
+
+
+_cache: _Cache | None = None
+
+
+def figures() -> dict[str, float]:
+    """The figures of this process's training as `evener/NAME`, for `wandb.log` and its like.
+
+    They cover the ranks of this machine, and are empty until the first report, which takes half a
+    second of steps. Figures that nobody has measured are left out: docs/trackers.md lists all.
+    Files are read twice a second at most, however often this is called.
+    """
+    global _cache
+    reporter = newest_reporter()
+    if reporter is None:
+        return {}
+    cache, now = _cache, time.monotonic()
+    if cache is None or cache.reporter() is not reporter or cache.pid != os.getpid():
+        cache = _cache = _Cache(reporter)
+    if now >= cache.until:
+        own = reporter.read()
+        cache.found = join_figures(_find_ranks(own)) if own is not None else {}
+        cache.until = now + INTERVAL_SECONDS
+    return dict(cache.found)
+
+
+def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
+    """The newest records of all ranks of a training that this machine sees."""
+    if not own.training:
+        return (own,)
+    others = [
+        each
+        for each in read_trainings()
+        if each.training == own.training and each.rank != own.rank and each.pid != os.getpid()
+    ]
+    return (own, *others)
+
+
+def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
+    """The figures of a training whose ranks report these records."""
+    ranks = sorted(ranks, key=lambda each: each.rank)
+    speed = sum(each.samples_per_second for each in ranks)
+    plan = max(each.plan_samples_per_second for each in ranks)
+    step_s = max(each.step_s for each in ranks)
+    seen = len({each.rank for each in ranks})
+    is_whole = seen >= max(each.world for each in ranks)
+    joined = {
+        "samples_per_second": speed,
+        "tokens_per_second": sum(each.tokens_per_second for each in ranks),
+        "of_plan": speed / plan if plan and is_whole else 0.0,
+        "step_ms": 1000 * step_s,
+        "input_ms": 1000 * max(each.input_s for each in ranks),
+        "between_ms": 1000 * max(each.between_s for each in ranks),
+        "out_of_memory_passes": sum(each.retreats for each in ranks),
+    }
+    found = {name: figure for name, figure in joined.items() if figure}
+    placed = [(number, device) for each in ranks for number, device in _number_devices(each)]
+    rows = sum(device.batch for _, device in placed)
+    for number, device in placed:
+        own = {
+            "rows": device.batch,
+            "share": device.batch / rows if rows else 0.0,
+            "samples_per_second": device.samples_per_second,
+            "own_work_ms": 1000 * device.own_work_s,
+        }
+        found |= {f"rank{number}/{name}": figure for name, figure in own.items() if figure}
+        if device.own_work_s:
+            found[f"rank{number}/waiting_ms"] = 1000 * device.waiting_s
+    return {f"{PREFIX}{name}": float(figure) for name, figure in found.items()}
+
+
+def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
+    """The devices of a process: numbered as its rank, or in order where it trains on several."""
+    devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
+    first = max(0, record.rank) if len(devices) == 1 else 0
+    return tuple(enumerate(devices, first))

@@ -1,0 +1,76 @@
+"""Reports of a training that has no plan: its samples/s, the time of its steps, and how long it
+waits for data.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from .files import Details
+from .reporter import Devices, DeviceTimes, Reporter, middle, spread
+
+KEPT_STEPS = 50  # for medians
+
+
+class ClockedReports:
+    """Times the steps of one process and reports each of them to the monitor.
+
+    A trainer calls `begin` once it has its batch and `end` when the step is done. What lies between
+    an end and the next beginning is counted as input: waiting for the loader, and callbacks. On a
+    GPU the host runs ahead, so a step's time is the host's, which is the GPU's once that is behind.
+    """
+
+    def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:
+        self._framework, self._workload = framework, workload
+        self._rank, self._world = rank, world
+        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)
+        self._inputs: deque[float] = deque(maxlen=KEPT_STEPS)
+        self._begun = self._ended = 0.0
+        self._reporter = Reporter(self._describe)
+
+    def begin(self) -> None:
+        """The batch is there, and its step begins."""
+        self._begun = time.perf_counter()
+
+    def end(self, rows: int, devices: Devices = ()) -> None:
+        """The step on `rows` rows is done."""
+        now = time.perf_counter()
+        if self._ended and self._begun > self._ended:
+            self._steps.append(now - self._ended)
+            self._inputs.append(self._begun - self._ended)
+        self._ended = now
+        self._reporter.report(
+            rows, devices=devices, framework=self._framework, workload=self._workload
+        )
+
+    def interrupt(self) -> None:
+        """What follows, such as an evaluation, belongs to no step."""
+        self._ended = 0.0
+
+    def close(self) -> None:
+        """The monitor forgets this training."""
+        self._reporter.close()
+
+    def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
+        details = Details(
+            training=find_group(self._world),
+            rank=self._rank,
+            world=self._world,
+            step_s=middle(self._steps),
+            step_spread=spread(self._steps),
+            input_s=middle(self._inputs),
+        )
+        return details, ()
+
+
+def find_group(world: int) -> str:
+    """A name that all processes of a training have alike: where its ranks meet; empty for one
+    process.
+    """
+    place = (
+        os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    )
+    return ":".join(filter(None, place)) if world > 1 else ""
