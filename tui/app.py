@@ -59,6 +59,7 @@ class EvenerApp(BaseApp):
         Binding("2", "show('balance')", "Balance", show=False),
         Binding("3", "show('runs')", "Runs", show=False),
         Binding("4", "show('trainings')", "Trainings", show=False),
+        Binding("ctrl+p", "command_palette", "Keys", key_display="Ctrl-P"),
         Binding("question_mark,h,f1", "help", "Help", key_display="?"),
         Binding("T", "switch_theme", "Next theme", show=False),
         Binding("q", "leave", "Quit"),

@@ -17,7 +17,13 @@ from evener.printable import plain
 
 from .base_app import BaseApp
 
-OWN_ENTRIES = ("show", "leave", "help", "switch_theme")  # the app offers these by itself
+OWN_ENTRIES = (
+    "show",
+    "leave",
+    "help",
+    "switch_theme",
+    "command_palette",
+)  # the app offers these by itself
 MOVES = ("move", "page")  # rows of a list: found by a search, but not offered
 
 

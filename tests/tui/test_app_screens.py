@@ -390,7 +390,7 @@ async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
     again.
     """
     app = app_of()
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with app.run_test(size=(80, 20)) as pilot:
         await _ready(pilot)
         await pilot.press("2")
         await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.tui.view.cells import span_cells
-from evener.tui.view.teaching import NO_PROCESS, NO_RUN, NO_TRAINING, Lesson, lesson_lines
+from evener.tui.view.teaching import (
+    NO_PROCESS,
+    NO_RUN,
+    NO_TRAINING,
+    Lesson,
+    lesson_lines,
+    search_lesson,
+)
 from tests.support.pilots import text, until
 
 LESSONS = (NO_PROCESS, NO_RUN, NO_TRAINING)
@@ -36,6 +43,14 @@ def test_nothing_is_cut_at_any_size(lesson: Lesson, width: int, height: int) -> 
     assert not any("…" in row.text for row in lines[1:])
     for step in lesson.steps:
         assert (step.does in shown) == (step.words in shown)
+
+
+@given(st.integers(40, 220), st.integers(0, 40))
+def test_what_a_search_does_is_there_whole_or_not_at_all(width: int, height: int) -> None:
+    lines = search_lesson(width, height)
+    assert len(lines) <= height
+    assert all(span_cells(row.spans) <= width for row in lines)
+    assert not lines or "another screen" in " ".join(" ".join(row.text for row in lines).split())
 
 
 async def test_a_screen_without_rows_offers_nothing_that_needs_one(app_of: Any) -> None:

@@ -190,6 +190,24 @@ def test_a_large_terminal_gives_its_rows_to_the_graphs() -> None:
     assert arrange(200, 57, 2, 1, processes=1)["#graphs"] == 18, "no taller than can be read"
 
 
+def test_every_device_has_a_graph_before_more_processes_are_listed() -> None:
+    rows = arrange(120, 37, 2, 8, processes=30)
+    assert rows["#graphs"] == 8 * 2 + 2 + 2
+    assert rows["#processes"] == 37 - 11 - 20
+
+
+def test_devices_are_summed_up_as_far_as_there_is_room(script: Any) -> None:
+    """Samples/s first; one device needs no sum."""
+    shown = host_line(script.snapshot(2), 200).text
+    for words in ("2 devices", "224 864 samples/s", "95 % busy", "1271 W", "125/280 G"):
+        assert words in shown
+    narrow = host_line(script.snapshot(2), 115).text
+    assert "224 864 samples/s" in narrow
+    assert "G" not in narrow.partition("2 devices")[2]
+    assert "devices" not in host_line(script.snapshot(2), 80).text
+    assert "devices" not in host_line(script.snapshot(1), 200).text
+
+
 def test_the_host_line_shows_figures_and_state(script: Any) -> None:
     shown = host_line(script.snapshot(), 120, "paused").text
     assert "41 % of 32 cores" in shown

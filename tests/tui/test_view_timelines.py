@@ -144,7 +144,7 @@ def test_one_cursor_reads_every_graph_at_one_time(script: Any) -> None:
     assert f" {expected:.0f} " in lines[2]
     assert f" {119 % 101} " in plain[2] or "19" not in lines[2]
     assert lines[-1].count(":") == 2 * len(plan.metrics), "the time below each column"
-    column = 9 + 6 + cell - window.first_cell
+    column = plan.label + 6 + cell - window.first_cell
     assert plan.cell_at(column) == cell - window.first_cell
     assert plan.cell_at(3) is None
     assert _drawn(script, plan, past, 118, cursor=-40) == plain, "out of the window there is none"

@@ -37,6 +37,7 @@ from ..base_app import UsesApp
 from ..text.parsing import REQUEST_HELP, make_request, parse_words, request_fields, select_devices
 from ..view.cells import Mark, text_lines
 from ..view.devices import short_name
+from ..view.teaching import search_lesson
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, OneOf, Ticks
 
@@ -46,7 +47,7 @@ FEWER, ALL = "hidden", "shown"
 HINT_ROWS = 3
 COMPLAINT_ROWS = 4
 MOST_DEVICE_ROWS = 6
-LEAST_MODEL_ROWS, MOST_MODEL_ROWS = 3, 9
+LEAST_MODEL_ROWS, MOST_MODEL_ROWS = 3, 16
 _BUTTON_CELLS = 30
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _MORE_FIELDS = {"max_global_batch": "", "tolerance": "0.02", "max_slowdown": "", "settings": ""}
@@ -220,6 +221,7 @@ class Setup(UsesApp, Vertical):
             yield Button("Dry run, 10 s", id="try", compact=True)
             if self.evener.readonly:
                 yield Static(" Read-only: no search starts here.", id="readonly", markup=False)
+        yield Lines(id="ahead")
 
     def _more_rows(self) -> Iterator[Widget]:
         choices: dict[str, Sequence[str]] = {
@@ -335,6 +337,8 @@ class Setup(UsesApp, Vertical):
             panel = self.query_one(f"#{name}", Ticks)
             panel.styles.height = rows
             panel.redraw()
+        ahead = self.query_one("#ahead", Lines)
+        ahead.show(search_lesson(*ahead.size))
         self._explain()
 
     def on_resize(self) -> None:

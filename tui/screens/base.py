@@ -22,7 +22,15 @@ from ..widgets.lists import ListPanel, SortedPanel
 
 NARROW = 100  # columns of the terminal, below which panels are stacked
 LOW = 30  # rows, below which they have no frames
-ALWAYS = 2  # keys, the last ones, that are shown at any width
+ALWAYS = 3  # keys, the last ones, that are shown at any width
+WHERE_WIDE = (  # actions whose keys are shown where there is room behind all others
+    "next_sort",
+    "common_scale",
+    "toggle_scale",
+    "change_span",
+    "change_interval",
+    "switch_theme",
+)
 
 
 class PanelScreen(UsesApp, Screen[None]):
@@ -232,11 +240,18 @@ class KeysBar(Lines):
 
     def redraw(self) -> None:
         """Rebuild the line."""
-        offered = [
-            each.binding for each in self.screen.active_bindings.values() if each.binding.show
-        ]
-        by_action = {each.action: each for each in reversed(offered)}  # of several keys, the first
-        self.show([Line(self._fit([self._hint(each) for each in by_action.values()][::-1]))])
+        active = [each.binding for each in self.screen.active_bindings.values()]
+        by_action: dict[str, Binding] = {}
+        more: dict[str, Binding] = {}
+        for each in reversed(active):  # of several keys, the first
+            if each.show:
+                by_action[each.action] = each
+            elif each.action.partition("(")[0].rpartition(".")[2] in WHERE_WIDE:
+                more[each.action] = each
+        hints = self._fit([self._hint(each) for each in by_action.values()][::-1])
+        if len(hints) == len(by_action):
+            hints = self._extend(hints, [self._hint(each) for each in more.values()][::-1])
+        self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
         """A key with its words; a click on it presses it."""
@@ -244,11 +259,24 @@ class KeysBar(Lines):
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
 
-    def _fit(self, hints: list[tuple[Span, ...]]) -> tuple[Span, ...]:
-        """The hints that fit, each whole: the last two, help and quit, stay, and those before them
-        go first.
+    def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
+        """The hints that fit, each whole: keys, help and quit stay, and those before them go
+        first.
         """
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
             del hints[-ALWAYS - 1]
-        return tuple(span for hint in hints for span in hint)
+        return hints
+
+    def _extend(
+        self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
+    ) -> list[tuple[Span, ...]]:
+        """The hints with as many others as fit, in front of the last ones."""
+        left = self.size.width - sum(map(span_cells, hints))
+        added = []
+        for hint in more:
+            left -= span_cells(hint)
+            if left < 0:
+                break
+            added.append(hint)
+        return [*hints[:-ALWAYS], *added, *hints[-ALWAYS:]]

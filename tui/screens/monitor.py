@@ -47,8 +47,8 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     NAME = "monitor"
     FILTERED = "pid, user, device or command"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("a", "alerts", "Alerts", show=False),
-        Binding("C", "columns", "Columns", show=False),
+        Binding("a", "alerts", "Alerts"),
+        Binding("C", "columns", "Columns"),
         Binding("left", "step_time(-1)", "Earlier", show=False),
         Binding("right", "step_time(1)", "Later", show=False),
         Binding("shift+left", "step_time(-10)", "Ten steps earlier", show=False),

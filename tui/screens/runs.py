@@ -18,7 +18,7 @@ from evener.balancer.store.runs import RunSummary, StoredRun, read_run
 from evener.errors import EvenerError
 
 from ..text.summaries import training_report
-from ..view.cells import Line, text_lines
+from ..view.cells import Line, fit_rows, text_lines
 from ..view.run_differences import difference_lines
 from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_page, run_words
 from ..view.table import Grid, Order
@@ -187,12 +187,14 @@ class RunsScreen(RunActions, SortedScreen):
         try:
             training = runs.load_training(name)
             if training is not None:
-                return tuple(
+                lines = tuple(
                     line
                     for text in training_report(training)
                     for line in text_lines(text, width, 3)
                 )
-            return plan_lines(self._load(name), width, height)
+            else:
+                lines = plan_lines(self._load(name), width, height)
+            return fit_rows(lines, height, "Enter reads everything")
         except EvenerError as fault:
             return text_lines(str(fault), width, 6, "bad")
 

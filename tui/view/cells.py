@@ -5,7 +5,7 @@ marks drawn in them.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -274,6 +274,16 @@ def text_lines(
     """Any text, made safe, as at most `most` lines that are broken between words and indented."""
     rows = wrap(plain(text, 2000), max(4, width - indent - 1), most)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
+
+
+def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
+    """The lines in at most `height` rows; where some are left out, the last row says how to read
+    them.
+    """
+    if len(lines) <= height:
+        return tuple(lines)
+    kept = tuple(lines[: max(0, height - 1)])
+    return (*kept, line(Span(f" {Mark.PENDING} ", "dim"), Span(hint, "dim")))[: max(0, height)]
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:

@@ -34,7 +34,7 @@ from .charts import (
 from .ranks import Work, work_by_device
 from .table import Column, Grid, table_row
 
-NEWEST_TICKS = 32  # of a row's history
+NEWEST_TICKS = 48  # of a row's history
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
@@ -113,6 +113,35 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
     figures += [f"{gib(sum(used))} GiB used"] if used else []
     figures += [f"{rate(sum(speed))} samples/s"] if speed else []
     return Line(pad((*head, Span(cut(f" {Mark.DOT} ".join(figures), room))), width), here)
+
+
+def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
+    """What several devices do together, as much as fits: samples/s, how busy they are, watts,
+    memory; empty for one device.
+    """
+    if len(samples) < 2:
+        return ()
+    busy = _current([sample.utilization_percent for sample in samples])
+    used = _current([sample.memory_used_bytes for sample in samples])
+    there = _current([sample.memory_total_bytes for sample in samples])
+    drawn = _current([sample.power_watts for sample in samples])
+    speed = _current([sample.samples_per_second for sample in samples])
+    facts: list[tuple[Span, ...]] = []
+    if any(speed):
+        facts.append((Span(f"  {rate(sum(speed))}", "speed"), Span(" samples/s", "dim")))
+    if busy:
+        facts.append((Span(f"  {sum(busy) / len(busy):.0f} %", "accent"), Span(" busy", "dim")))
+    if drawn:
+        facts.append((Span(f"  {sum(drawn):.0f}", "power"), Span(" W", "dim")))
+    if used and there and not any(sample.device.on_cpu for sample in samples):
+        memory = Span(f"  {gib(sum(used))}", "memory")
+        facts.append((memory, Span(f"/{gib(sum(there))} G", "dim")))
+    spans: tuple[Span, ...] = (Span(f"{len(samples)} devices", "title"),)
+    for fact in facts:
+        if span_cells((*spans, *fact)) >= room:
+            break
+        spans += fact
+    return (*spans, Span(" ")) if len(spans) > 1 else ()
 
 
 def _current(readings: Sequence[Reading]) -> list[float]:
@@ -345,15 +374,16 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     Column(
         "throttled",
         ("throttled, why", "thr%"),
-        (4, 4, 14, 20),
+        (4, 4, 16),
         _throttled,
         "left",
+        most=20,
         there=_reports("throttled_percent"),
     ),
     Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_reports(*LINKS)),
     Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work, there=_has_work),
     Column("speed", ("samples/s", "smp/s"), (5, 9), _speed),
-    Column("history", ("history", "hist"), (4, 6, 12), _history, most=32),
+    Column("history", ("history", "hist"), (4, 6, 12), _history, most=NEWEST_TICKS),
 )
 
 

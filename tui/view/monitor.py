@@ -33,7 +33,7 @@ from .charts import (
     watts,
     whole,
 )
-from .devices import memory_tone
+from .devices import memory_tone, together_spans
 from .table import TAG, Column, Grid, text_cell
 from .teaching import NO_PROCESS, NO_TRAINING, Lesson
 from .timelines import LEAST_ROWS, MOST_ROWS
@@ -45,18 +45,20 @@ LEAST_TERMINAL = 40  # columns, below which no graph fits
 def arrange(
     width: int, height: int, frame: int, devices: int, processes: int = 1
 ) -> dict[str, int]:
-    """The rows of each panel, frames included: first every device, then some processes, then graphs
-    as tall as they can be read, then more processes.
+    """The rows of each panel, frames included: first every device, then some processes, then a
+    graph of every device, then more processes and taller graphs.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
     left = max(0, height - listed)
     wanted = max(least_processes, min(max(1, processes) + 1 + frame, left // 3))
     least_graphs = LEAST_ROWS + GRAPHS_BESIDE + frame
+    all_graphs = LEAST_ROWS * max(1, devices) + GRAPHS_BESIDE + frame
     most_graphs = MOST_ROWS * max(1, devices) + GRAPHS_BESIDE + frame
+    room = left - least_processes
     graphs = 0
-    if width >= LEAST_TERMINAL and left - least_processes >= least_graphs:
-        graphs = min(most_graphs, max(least_graphs, left - wanted))
+    if width >= LEAST_TERMINAL and room >= least_graphs:
+        graphs = min(most_graphs, max(min(all_graphs, room), left - wanted))
     return {"#devices": listed, "#graphs": graphs, "#processes": left - graphs}
 
 
@@ -115,7 +117,9 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 
 
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
-    """CPU, load and memory of the machine; `state` ("paused") is on the right."""
+    """CPU, load and memory of the machine; on the right `state` ("paused"), or what all devices do
+    together, where there is room.
+    """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
     size = 6 if width < 100 else 14
@@ -131,7 +135,9 @@ def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
         Span(f" {gib(host.memory_used_bytes)}/{gib(host.memory_total_bytes)}"),
         Span(" GiB", "dim"),
     )
-    return spread(left, (Span(f"{state} ", "warn"),) if state else (), width)
+    room = width - span_cells(left) - 1
+    right = (Span(f"{state} ", "warn"),) if state else together_spans(snapshot.devices, room)
+    return spread(left, right, width)
 
 
 MOST_NOTE_LINES = 3
@@ -334,6 +340,12 @@ def _text(
     )
 
 
+def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
+    """A bar for the part of the time that it computes."""
+    busy = row.sample.sm_percent.current
+    return () if busy is None else bar(busy / 100, width)
+
+
 def _command(row: ProcessRow, width: int) -> tuple[Span, ...]:
     program, space, rest = plain(row.sample.command).partition(" ")
     program = f"ended: {program.rpartition('/')[2]}" if row.ended else program
@@ -355,6 +367,7 @@ PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
     _figure(
         "memory", ("memory", "mem"), (7,), lambda sample: sample.memory_bytes, short_bytes, "memory"
     ),
+    Column("busy", ("",), (12,), _draw_busy, "left", needs=150),
     _figure("sm", ("SM %", "SM"), (5,), lambda sample: sample.sm_percent, tone="accent"),
     _figure("cpu", ("CPU %", "CPU"), (6,), lambda sample: sample.cpu_percent),
     _figure(

@@ -63,7 +63,7 @@ def _compare_plans(before: Plan, after: Plan) -> Iterator[ComparedFact]:
     if not all(map(is_known, figures)):
         change, tone = "too uncertain to compare", "dim"
     elif figures[0].low <= figures[1].high and figures[1].low <= figures[0].high:
-        change, tone = f"{change}, within the error", "dim"
+        change, tone = f"{change}: a tie", "dim"
     yield ComparedFact("samples/s", rate(speeds[0]), rate(speeds[1]), change, tone)
     batches = [plan.layout.global_batch for plan in (before, after)]
     change = _signed(batches[1] / batches[0] - 1) if all(batches) else ""

@@ -90,12 +90,18 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
         needs=110,  # a run's id begins with its date
     ),
     Column(
-        "devices", ("devices",), (8, 12), _devices, "left", lambda row: ", ".join(row.devices), 40
+        "devices",
+        ("devices",),
+        (8, 8, 12),
+        _devices,
+        "left",
+        lambda row: ", ".join(row.devices),
+        40,
     ),
     Column(
-        "workload", ("workload",), (11, 16, 24), _workload, "left", lambda row: row.workload, 60
+        "workload", ("workload",), (11, 13, 16, 24), _workload, "left", lambda row: row.workload, 60
     ),
-    Column("state", ("state",), (10, 11), _state, "left", lambda row: row.state),
+    Column("state", ("state",), (8, 10, 11), _state, "left", lambda row: row.state),
     Column(
         "probes",
         ("probes", "n"),

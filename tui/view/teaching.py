@@ -44,6 +44,30 @@ NO_RUN = Lesson(
 )
 
 
+PHASES_IN_WORDS = (
+    ("alone", "each device by itself, at growing batches, until memory ends or it gets no faster"),
+    ("split", "real steps over several devices: what the exchange of gradients costs"),
+    ("race", "the fastest layouts in turns, beside equal shares and the best device alone"),
+    ("check", "the winner once more"),
+)
+SEARCH_WORDS = (
+    "Nothing that they learn is kept. p pauses and x stops it, and the best plan so far stays; the "
+    "search goes on while you look at another screen."
+)
+
+
+def search_lesson(width: int, height: int) -> tuple[Line, ...]:
+    """What a search will do, for the rows that a form leaves; nothing where they are too few."""
+    rows = [line(Span(" What a search does", "title"))]
+    for number, (phase, words) in enumerate(PHASES_IN_WORDS, start=1):
+        before = f"  {number} {phase:<7}"
+        first, *others = text_lines(words, width - len(before), 3, "dim", 0)
+        rows.append(line(Span(before, "text"), *first.spans))
+        rows += [line(Span(" " * len(before)), *each.spans) for each in others]
+    rows += text_lines(SEARCH_WORDS, width - 1, 4, "dim", 2)
+    return (Line(), *rows) if len(rows) < height else ()
+
+
 def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
     """A block in the middle, a row for each step; where it has no room, as many sentences as fit
     whole.

@@ -24,6 +24,7 @@ LABEL_CELLS = 9  # the device in front of its graphs
 GUTTER_CELLS = 6  # in front of each graph: its newest figure, and the ends of its axis
 LEAST_GRAPH = 14  # cells of a graph, below which a column is left out
 LEAST_ROWS, MOST_ROWS = 2, 14  # of a graph
+MIDDLE_ROWS = 5  # from which on the middle of the axis is named too
 COLDEST = 20.0  # °C, the lower end of temperatures
 SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # seconds that graphs may show
 _ROUND_SECONDS = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 86400)
@@ -132,18 +133,21 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """The place of everything: metrics side by side, rows of each device, cells of each graph."""
+    """The place of everything: metrics side by side, rows of each device, cells of each graph and
+    of the label in front, which has what is left of the width.
+    """
 
     metrics: tuple[GraphMetric, ...]
     devices: tuple[DeviceSample, ...]
     rows: tuple[int, ...]  # of each device
     graph: int  # cells of one graph
+    label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
         """The cell of its graph that a column of the terminal lies in, None beside the graphs."""
         each = GUTTER_CELLS + self.graph + 1
-        within = (x - LABEL_CELLS) % each - GUTTER_CELLS
-        inside = LABEL_CELLS <= x < LABEL_CELLS + each * len(self.metrics)
+        within = (x - self.label) % each - GUTTER_CELLS
+        inside = self.label <= x < self.label + each * len(self.metrics)
         return within if inside and 0 <= within < self.graph else None
 
 
@@ -165,8 +169,9 @@ def place_graphs(
     first = max(0, min(place - shown // 2, len(samples) - shown))
     room = min(room, shown * MOST_ROWS)
     rows = tuple(room * (each + 1) // shown - room * each // shown for each in range(shown))
-    graph = (width - LABEL_CELLS) // len(metrics) - GUTTER_CELLS - 1
-    return GraphPlan(tuple(metrics), tuple(samples[first : first + shown]), rows, graph)
+    each = (width - LABEL_CELLS) // len(metrics)
+    graph, label = each - GUTTER_CELLS - 1, width - each * len(metrics)
+    return GraphPlan(tuple(metrics), tuple(samples[first : first + shown]), rows, graph, label)
 
 
 def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
@@ -195,7 +200,7 @@ def draw_timelines(
     tops = _common_tops(plan, histories) if view.common_top else {}
     lines = [_heading(plan, width)]
     for sample, rows in zip(plan.devices, plan.rows, strict=True):
-        label = _label(sample, rows, sample.device.key == view.chosen)
+        label = _label(sample, rows, plan.label, sample.device.key == view.chosen)
         graphs = []
         for metric in plan.metrics:
             values = histories[sample.device.key, metric.field]
@@ -228,16 +233,16 @@ def _top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | Non
 
 
 def _heading(plan: GraphPlan, width: int) -> Line:
-    spans = [Span(" " * LABEL_CELLS)]
+    spans = [Span(" " * plan.label)]
     for metric in plan.metrics:
         title = fit(metric.title, plan.graph + 1)
         spans += [Span(" " * GUTTER_CELLS), Span(title, "title")]
     return Line(pad(tuple(spans), width))
 
 
-def _label(sample: DeviceSample, rows: int, chosen: bool) -> list[tuple[Span, ...]]:
+def _label(sample: DeviceSample, rows: int, width: int, chosen: bool) -> list[tuple[Span, ...]]:
     """The device in front of its graphs, in as many rows."""
-    room = LABEL_CELLS - 2
+    room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if chosen else " "
     first = (Span(mark, "strong"), Span(fit(label, room), "strong"), Span(" "))
@@ -245,7 +250,7 @@ def _label(sample: DeviceSample, rows: int, chosen: bool) -> list[tuple[Span, ..
     if len(product) > room:
         product = product.removeprefix("GTX ").removeprefix("RTX ")
     name = (Span(" "), Span(fit(product, room), "dim"), Span(" "))
-    blank = (Span(" " * LABEL_CELLS),)
+    blank = (Span(" " * width),)
     return [first, name, *[blank] * rows][:rows]
 
 
@@ -315,7 +320,9 @@ def _gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """The ends of the axis, and between them the newest figure, or that at the cursor."""
+    """The ends of the axis, and between them the newest figure, or that at the cursor; in a high
+    graph the middle of the axis too.
+    """
     room = GUTTER_CELLS - 1
     if column is None:
         figure = _figure(getattr(sample, metric.field), metric, room)
@@ -326,6 +333,8 @@ def _gutter(
     texts[-1] = Span(whole(metric.low), "dim")
     if rows > LEAST_ROWS:
         texts[0] = Span(metric.draw(top), "dim")
+    if rows >= MIDDLE_ROWS:
+        texts[rows // 2] = Span(metric.draw((top + metric.low) / 2), "dim")
     texts[1 if rows > LEAST_ROWS else 0] = figure
     return [(Span(fit(each.text, room, "right"), each.tone), Span(" ")) for each in texts]
 
@@ -347,7 +356,7 @@ def _axis(
         start = max(0, min(column - len(label) // 2, plan.graph - len(label)))
         after = plan.graph - start - len(label)
         each = (Span("─" * start, "dim"), Span(label, "strong"), Span("─" * after, "dim"))
-    spans: list[Span] = [Span(" " * LABEL_CELLS)]
+    spans: list[Span] = [Span(" " * plan.label)]
     for _ in plan.metrics:
         spans += [Span(" " * GUTTER_CELLS), *each, Span(" ")]
     return Line(pad(tuple(spans), width))

@@ -62,8 +62,8 @@ class TimelinePanel(Lines):
     def _entitle(self, plan: GraphPlan) -> None:
         seconds = plan.graph * 2 * self._per_dot(plan) * self.evener.publisher.interval_seconds
         hidden = len(self._samples) - len(plan.devices)
-        title = f"Last {run_time(seconds)}" + (f", {hidden} more devices" if hidden else "")
-        self.entitle(title, "← → read, [ ] time")
+        more = f", {hidden} more device{'s' * (hidden > 1)}" if hidden else ""
+        self.entitle(f"Last {run_time(seconds)}{more}", "← → read, [ ] time")
 
     def _window(self) -> TickWindow | None:
         if self._plan is None:
