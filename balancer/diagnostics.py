@@ -13,9 +13,9 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -41,11 +41,16 @@ from evener.devices.network import (
 )
 from evener.devices.registry import all_backends
 from evener.devices.terms import parse_request
+from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError
+
+from .probes.links import WAYS, LinkFigure, measure_links, write_variables
+from .store.links import save_links
 
 Level = Literal["ok", "note", "problem"]
 
 IMPORT_SECONDS = 120
+MUCH = 1.15  # times as fast: more than two measurements of a link differ by
 _QUERIES = {
     "tensorflow": (
         "import tensorflow as m; print(m.__version__, len(m.config.list_physical_devices('GPU')))"
@@ -95,6 +100,59 @@ def check_machine() -> tuple[Check, ...]:
         _check_state_folder(),
         _check_folder("temporary folder", Path(tempfile.gettempdir()), "TMPDIR"),
     )
+
+
+def check_links(
+    devices: Sequence[Device], driver: str, report: Callable[[LinkFigure], None]
+) -> tuple[tuple[Check, ...], tuple[LinkFigure, ...]]:
+    """Measure the links between devices of this machine and keep the figures; a line for each pair
+    and for all together.
+    """
+    if len(devices) < 2:
+        found = f"{devices[0].label} alone has no links"
+        return (Check("links", "note", found, "Name more with --devices."),), ()
+    if importlib.util.find_spec("torch") is None:
+        remedy = f"To measure them: {_INSTALL['torch']}."
+        return (Check("links", "note", "are measured by PyTorch, which isn't there", remedy),), ()
+    figures = measure_links(devices, report)
+    with suppress(EvenerError):  # a folder that can't be written is a check of its own
+        save_links(devices, driver, figures)
+    sets = dict.fromkeys(figure.devices for figure in figures)
+    grouped = [[one for one in figures if one.devices == labels] for labels in sets]
+    return tuple(map(describe_link, grouped)), figures
+
+
+def describe_link(figures: Sequence[LinkFigure]) -> Check:
+    """The line of one pair of devices, by all ways that were measured."""
+    own, *others = figures
+    name = f"link {' – '.join(own.devices)}"
+    found = "; ".join(map(write_link, figures))
+    if own.outcome != "ok":
+        remedy = "No variable of NCCL cures it: look at the driver, the riser and the BIOS."
+        if not own.met:
+            remedy = "Its processes never met, so this isn't the link: look at that device first."
+        elif own.cure:
+            remedy = f"With {own.cure} it works: export it before each training on these devices."
+        return Check(name, "problem", found, remedy)
+    faster = [one for one in others if one.bytes_per_second > MUCH * own.bytes_per_second]
+    if faster:
+        best = max(faster, key=lambda one: one.bytes_per_second)
+        variables = write_variables(WAYS[best.way])
+        return Check(name, "note", found, f"It is faster with {variables}: export it.")
+    if any(
+        one.way == "no P2P" and one.bytes_per_second * MUCH > own.bytes_per_second for one in others
+    ):
+        return Check(name, "ok", f"{found} (P2P isn't used, or brings nothing)")
+    return Check(name, "ok", found)
+
+
+def write_link(figure: LinkFigure) -> str:
+    """as it is 6.1 GB/s, 28 µs."""
+    if figure.outcome == "ok":
+        speed = f"{figure.bytes_per_second / 1e9:.3g} GB/s"
+        return f"{figure.way} {speed}, {figure.latency_seconds * 1e6:.3g} µs"
+    words = {"hangs": "hangs", "wrong": "gives wrong sums", "failed": "fails"}[figure.outcome]
+    return f"{figure.way} {words}: {figure.detail}"
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:

@@ -244,6 +244,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     kept: KeptBatch | None = None  # the same step without input, where that takes a part of it
     # a GPU's step whose kernels the host has enqueued before, on that batch; None: unknown
     enqueued_seconds: Amount | None = None
+    link_bytes_per_second: Amount | None = None  # of an all-reduce between the devices
 
     @property
     def restart_seconds(self) -> float:

@@ -65,6 +65,14 @@ class PhaseSeconds(msgspec.Struct, frozen=True):
     update_seconds: float | None = None  # the optimizer's own step
 
 
+class LinkSpeed(msgspec.Struct, frozen=True):
+    """What an all-reduce between the ranks of a group takes; `wrong` says how a sum differed."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    wrong: str = ""
+
+
 class Workload(ABC):
     """A model that trains, built at its place. Its constructor may take minutes; `step` returns
     when it is enqueued.
@@ -131,6 +139,12 @@ class Workload(ABC):
         `prepare` ends it too.
         """
         return False
+
+    def measure_link(self) -> LinkSpeed | None:
+        """The speed of the link between all ranks of this group, which call it at once; None where
+        there is none, or the framework doesn't tell.
+        """
+        return None
 
     def time_on_device(self) -> float | None:
         """The seconds that a device needs for one step whose kernels are all enqueued before; None

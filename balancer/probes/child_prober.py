@@ -45,12 +45,13 @@ from .launch_plan import (
     runs_in_one_process,
 )
 from .measurement import Measurement, ProgressReporter, Timeouts
-from .protocol import Built, Ran, Ready, RunSteps, Stack
+from .protocol import Built, LinkMeasured, MeasureLink, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
 REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent
 GO_ON = RunSteps(1, 0.05)  # seconds, between two looks at whether others still run
+LINK_SECONDS = 20.0  # for a few all-reduces, which take a second
 PORT_TRIES = 3  # a port may be taken between its choice and its use
 LARGEST_ERROR_FILE_BYTES = 4 << 20
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
@@ -315,11 +316,38 @@ class ChildProber:
         except BaseException:
             group.end()
             raise
+        if grouped and needs_link_check(self._resolved.framework, [each[0] for each in assigned]):
+            progress.enter("building")
+            try:
+                group.link_speed = self._check_link(group, key, stop)
+            except BaseException:
+                group.end()
+                raise
         facts, engine = cast(Built, replies[0]).facts, choose_engine(self._resolved, key)
         engine = facts.get("engine", engine) if engine not in ("", "auto") else ""
         with self._lock:
             self._facts = add_facts(self._facts, facts, engine, self._resolved)
         return group
+
+    def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> float:
+        """The bytes a second of an all-reduce between the group's ranks; GroupError if it hangs or
+        gives wrong sums, with what to do.
+        """
+        who = " – ".join(self._devices[i].label for i in key.active)
+        remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
+        try:
+            replies = group.call(lambda _: MeasureLink(), LinkMeasured, LINK_SECONDS, stop)
+        except GroupError as error:
+            if error.root.cause != "timeout":
+                raise
+            why = f"an all-reduce between {who} hangs for over {LINK_SECONDS:.0f} s; {remedy}"
+            raise GroupError(RankFailure(error.root.rank, "timeout", why)) from None
+        speeds = [speed for reply in replies if (speed := cast(LinkMeasured, reply).speed)]
+        wrong = next((speed.wrong for speed in speeds if speed.wrong), "")
+        if wrong:
+            why = f"an all-reduce between {who} gives wrong sums ({wrong}); {remedy}"
+            raise GroupError(RankFailure(0, "raised", why))
+        return min((speed.bytes_per_second for speed in speeds), default=0.0)
 
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
         """The environment of a child; GroupError if its devices can't have it."""
@@ -416,6 +444,13 @@ class ChildProber:
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
+
+
+def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
+    """True for a split of GPUs by PyTorch: NCCL hangs where a driver promises a way between GPUs
+    that the board doesn't have.
+    """
+    return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:

@@ -191,6 +191,7 @@ class Measurement:
             parts=self._by_position(timing.parts) if timing.parts else (),
             kept=self._kept,
             enqueued_seconds=self._enqueued_seconds,
+            link_bytes_per_second=self._group.link_speed or None,
         )
 
     def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:

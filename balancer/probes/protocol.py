@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from evener.shares.curves import Cost, Work
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import LinkSpeed, Place
 from evener.workloads.user_code import is_user_file
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -75,6 +75,10 @@ class KeepBatch(msgspec.Struct, frozen=True, tag=True):
     kept: bool
 
 
+class MeasureLink(msgspec.Struct, frozen=True, tag=True):
+    """Measure an all-reduce between the ranks of this group."""
+
+
 class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
     """Time one step that a device computes after the host has enqueued all of it."""
 
@@ -83,7 +87,7 @@ class Rest(msgspec.Struct, frozen=True, tag=True):
     """No step follows for now: give back memory that isn't in use."""
 
 
-Command = Build | Prepare | RunSteps | KeepBatch | TimeOnDevice | Rest
+Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | Rest
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -130,6 +134,12 @@ class BatchKept(msgspec.Struct, frozen=True, tag=True):
     able: bool
 
 
+class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
+    """The speed of the link between the ranks; None if the workload doesn't tell."""
+
+    speed: LinkSpeed | None
+
+
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
     """The seconds that the device took for a step; None if it has no clock of its own."""
 
@@ -155,7 +165,9 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     traceback: str = ""
 
 
-Reply = Ready | Built | Prepared | Ran | BatchKept | TimedOnDevice | Rested | ChildError
+Reply = (
+    Ready | Built | Prepared | Ran | BatchKept | LinkMeasured | TimedOnDevice | Rested | ChildError
+)
 
 command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -108,6 +108,8 @@ class Worker:
                 return self._run(command)
             case protocol.KeepBatch():
                 return protocol.BatchKept(self._built()[0].keep_batch(command.kept))
+            case protocol.MeasureLink():
+                return protocol.LinkMeasured(self._built()[0].measure_link())
             case protocol.TimeOnDevice():
                 return protocol.TimedOnDevice(self._built()[0].time_on_device())
             case protocol.Rest():

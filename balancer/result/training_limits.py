@@ -154,9 +154,16 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
         seconds=seconds,
         spared=TWICE,
         error_s=seconds / 2,
-        remedy=LARGER_BATCH,
-        by=" – ".join(devices[i].label for i in layout.active),
+        remedy=f"{LARGER_BATCH} evener doctor --links measures the links.",
+        by=_describe_link(measured, devices),
     )
+
+
+def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
+    """The devices of an exchange, with the speed of their link where that was measured."""
+    who = " – ".join(devices[i].label for i in measured.layout.active)
+    speeds = [one.link_bytes_per_second for one in measured.turns if one.link_bytes_per_second]
+    return f"{who}, {max(speeds) / 1e9:.3g} GB/s" if speeds else who
 
 
 def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | None:

@@ -19,6 +19,7 @@ import pytest
 
 from evener.balancer import trials
 from evener.balancer.diagnostics import EXTRAS, Check, Level, check_machine, merge_checks
+from evener.balancer.probes.links import LinkFigure
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
@@ -162,6 +163,38 @@ def test_the_doctor_fails_only_if_balance_can_not_run(
         by = " by torch" if level == "ok" else ""
         assert last == f"Ready: evener balance will use SIM:0, SIM:1{by}."
     assert run(["doctor", "--json"]) == json.loads(capsys.readouterr().out)["exit_code"] == code
+
+
+def test_the_doctor_has_a_line_for_each_link_and_fails_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = (("CPU:0", "CPU:1"), ("CPU:0", "CPU:2"))
+    cured = LinkFigure(pairs[1], "as it is", "hangs", detail="no rank", cure="NCCL_P2P_DISABLE=1")
+    figures = (LinkFigure(pairs[0], "as it is", "ok", 6.1e9, 28e-6), cured)
+    monkeypatch.setattr("evener.balancer.diagnostics.measure_links", lambda *_: figures)
+    monkeypatch.setattr("evener.tui.cli.machine.check_machine", lambda: ())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert run(["doctor", "--devices", "cpu/2", "--links"]) == 1
+    printed = capsys.readouterr().out
+    assert "link CPU:0 – CPU:1  as it is 6.1 GB/s, 28 µs" in printed
+    assert "With NCCL_P2P_DISABLE=1 it works" in printed
+    assert run(["doctor", "--devices", "cpu/2", "--links", "--json"]) == 1
+    links = json.loads(capsys.readouterr().out)["links"]
+    assert [each["outcome"] for each in links] == ["ok", "hangs"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"), [("sim:gtx1080ti,gtx1080", "no links"), ("ray", "one machine")]
+)
+def test_links_are_of_the_real_devices_of_one_machine(
+    devices: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("evener.tui.cli.machine._check", lambda *_: ((), ""))
+    assert run(["doctor", "--devices", devices, "--links"]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_probe_refuses_devices_of_another_session(capsys: pytest.CaptureFixture[str]) -> None:

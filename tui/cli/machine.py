@@ -5,7 +5,7 @@ about it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -15,12 +15,17 @@ from evener.balancer.diagnostics import (
     Check,
     Level,
     check_cluster,
+    check_links,
     check_machine,
+    write_link,
 )
 from evener.balancer.number_format import size
+from evener.balancer.probes.links import LinkFigure
 from evener.devices.discover import discover
+from evener.devices.registry import find_backend
 from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device
+from evener.errors import RequestError
 from evener.printable import align, plain, say
 
 from ..text.formatting import json_text
@@ -79,6 +84,24 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
     return check_cluster(devices, address), f"the devices of {devices}"
 
 
+def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkFigure, ...]]:
+    """The lines of links, and their figures; faults are said as soon as they are found."""
+    if parse_request(devices)[0].host is not None:
+        raise RequestError(
+            "--links measures the devices of one machine.",
+            "Run evener doctor --links on each host.",
+        )
+    found = discover(devices)
+    if any(find_backend(device.kind).simulated for device in found.devices):
+        raise RequestError("Simulated devices have no links.", "Leave --devices out.")
+
+    def report(figure: LinkFigure) -> None:
+        if figure.outcome != "ok":
+            say(f"{' – '.join(figure.devices)}, {write_link(figure)}")
+
+    return check_links(found.devices, found.driver, report)
+
+
 def _name_devices(devices: Sequence[Device]) -> str:
     """The labels of some devices, or of the first ones and how many more there are."""
     labels = [device.label for device in devices[:MOST_NAMED]]
@@ -100,6 +123,12 @@ def _conclude(checks: Sequence[Check], devices: str) -> str:
 def doctor(
     devices: DevicesOption = "auto",
     ray_address: RayAddressOption = "",
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links", help="Also measure an all-reduce between each pair of devices, and all."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check Python, the driver, frameworks, extras and folders; with --devices ray, on every host,
@@ -108,9 +137,13 @@ def doctor(
     Exit code 0: balance can run, 1: it can't.
     """
     checks, used = _check(devices, ray_address)
+    figures: tuple[LinkFigure, ...] = ()
+    if links:
+        more, figures = _check_links(devices)
+        checks = (*checks, *more)
     code = int(any(check.level == "problem" for check in checks))
     if as_json:
-        print(json_text({"exit_code": code, "checks": checks}))
+        print(json_text({"exit_code": code, "checks": checks, "links": figures}))
         raise typer.Exit(code)
     width = max(len(check.name) for check in checks)
     for check in checks:

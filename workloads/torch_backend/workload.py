@@ -35,9 +35,10 @@ from evener.torch.step.retry import Passes
 from evener.torch.step.wrapped import Exchanged, check_normalization, model_digest, wrap_module
 from evener.torch.stores import open_file_store, open_tcp_store
 from evener.torch.sums.exchange import Exchange
+from evener.torch.sums.link import measure_sums
 from evener.training.dealing import Dealer
 
-from ..protocol import MemoryMeter, PhaseSeconds, Place, Workload
+from ..protocol import LinkSpeed, MemoryMeter, PhaseSeconds, Place, Workload
 from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .phases import PhaseClock, enqueue_pause
 from .shards import RecipeShards
@@ -266,6 +267,13 @@ class TorchWorkload(Workload, StepListener):
         if self._batches is None or not self._batches.rows:
             return True  # a rank without rows has none to keep
         return self._batches.keep(kept)
+
+    def measure_link(self) -> LinkSpeed | None:
+        """The speed of the link between the ranks of this group."""
+        if not self._group:
+            return None
+        members = range(self.place.world)
+        return LinkSpeed(*measure_sums(dist.group.WORLD, self.place.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
         """The seconds of a GPU for a step that waits behind a pause, until the host has enqueued

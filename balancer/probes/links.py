@@ -1,0 +1,338 @@
+"""Measures the links between devices: an all-reduce between each pair and between all of them, as
+it is, and with ways of NCCL switched off.
+
+Each rank is a process of its own and each answer has a deadline, so a sum that hangs is named with
+its devices, and the rest is still measured. A pair that hangs or gets wrong sums is tried again
+with the variables that switch ways off, to name the one that cures it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from evener.devices.registry import child_environment, find_backend, import_path
+from evener.devices.types import Device
+from evener.system.memory_files import make_memory_file
+
+from .link_rank import Join, Joined, LinkCommand, LinkReply, RankFailed, RankReady, Sum, Summed
+
+START_SECONDS = 120.0  # for the first rank to import its framework
+LATE_SECONDS = 15.0  # for the others after it
+JOIN_SECONDS = 15.0  # for all ranks to meet
+SUM_SECONDS = 15.0  # for the sums of one measurement; they take a second or two
+LONGEST_LINE = 1 << 16
+PROGRAM = (sys.executable, "-P", "-m", "evener.balancer.probes.link_rank")
+
+Way = Literal["as it is", "no P2P", "sockets"]
+WAYS: Mapping[Way, Mapping[str, str]] = {
+    "as it is": {},
+    "no P2P": {"NCCL_P2P_DISABLE": "1"},
+    "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+}
+Outcome = Literal["ok", "hangs", "wrong", "failed"]
+_Reply = TypeVar("_Reply", RankReady, Joined, Summed)
+
+
+class LinkFigure(msgspec.Struct, frozen=True):
+    """One measurement between devices, by one way; rates are 0 where sums didn't arrive."""
+
+    devices: tuple[str, ...]  # labels
+    way: Way
+    outcome: Outcome
+    bytes_per_second: float = 0.0
+    latency_seconds: float = 0.0
+    detail: str = ""
+    met: bool = True  # the ranks had met; False: the fault isn't one of a link
+    cure: str = ""  # the variables with which it works, as NCCL_P2P_DISABLE=1
+
+
+class Doing(NamedTuple):
+    """What a rank is to do, in words."""
+
+    verb: str
+    past: str
+
+
+START = Doing("start", "started")
+JOIN = Doing("join", "joined the others")
+END = Doing("end its all-reduce", "ended its all-reduce")
+
+
+class LinkError(Exception):
+    """A rank that failed, or didn't answer in time."""
+
+    def __init__(self, outcome: Outcome, detail: str, met: bool) -> None:
+        super().__init__(detail)
+        self.outcome: Outcome = outcome
+        self.detail = detail
+        self.met = met  # the ranks had met before it
+
+    def describe(self, labels: tuple[str, ...], way: Way) -> LinkFigure:
+        """The figure of devices whose measurement ended so."""
+        return LinkFigure(labels, way, self.outcome, detail=self.detail, met=self.met)
+
+
+def measure_links(
+    devices: Sequence[Device],
+    report: Callable[[LinkFigure], None] = lambda _: None,
+    program: Sequence[str] = PROGRAM,
+) -> tuple[LinkFigure, ...]:
+    """Every pair and all together, by each way that these devices have; each figure is reported
+    as it comes, before a cure is looked for.
+    """
+    sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
+    if len(devices) > 2:
+        sets.append(tuple(range(len(devices))))
+    on_gpus = not any(device.on_cpu for device in devices)
+    ways: Sequence[Way] = [*WAYS] if on_gpus else ["as it is"]
+    found: list[LinkFigure] = []
+    for way in ways:
+        for figure in _measure_by(devices, sets, way, program):
+            report(figure)
+            if figure.outcome != "ok" and figure.met and way == "as it is":
+                members = [device for device in devices if device.label in figure.devices]
+                figure = msgspec.structs.replace(figure, cure=find_cure(members, program))
+            found.append(figure)
+    return tuple(found)
+
+
+def find_cure(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
+    """The variables with which these devices sum correctly; empty if none does."""
+    everyone = [tuple(range(len(devices)))]
+    for way, variables in WAYS.items():
+        if not variables:
+            continue
+        (figure,) = _measure_by(devices, everyone, way, program)
+        if figure.outcome == "ok":
+            return write_variables(variables)
+    return ""
+
+
+def write_variables(variables: Mapping[str, str]) -> str:
+    """Variables as a shell takes them."""
+    return " ".join(f"{name}={text}" for name, text in variables.items())
+
+
+def _measure_by(
+    devices: Sequence[Device], sets: Sequence[tuple[int, ...]], way: Way, program: Sequence[str]
+) -> Iterator[LinkFigure]:
+    """Each set of devices by one way, by the same processes; after a fault each set has its own."""
+    group: LinkGroup | None = None
+    everyone = tuple(range(len(devices)))
+    if len(sets) > 1:
+        try:
+            group = LinkGroup(devices, WAYS[way], program)
+        except LinkError as fault:
+            labels = tuple(device.label for device in devices)
+            yield fault.describe(labels, way)
+            sets = [members for members in sets if members != everyone]
+    try:
+        for members in sets:
+            chosen = [devices[i] for i in members]
+            labels = tuple(device.label for device in chosen)
+            if group is None:
+                yield _try_alone(chosen, labels, way, program)
+                continue
+            try:
+                yield _describe(labels, way, group.measure(members))
+            except LinkError as fault:
+                group.close()
+                group = None
+                yield fault.describe(labels, way)
+    finally:
+        if group is not None:
+            group.close()
+
+
+def _try_alone(
+    devices: Sequence[Device], labels: tuple[str, ...], way: Way, program: Sequence[str]
+) -> LinkFigure:
+    """The figure of devices by processes of their own."""
+    group: LinkGroup | None = None
+    try:
+        group = LinkGroup(devices, WAYS[way], program)
+        return _describe(labels, way, group.measure(tuple(range(len(devices)))))
+    except LinkError as fault:
+        return fault.describe(labels, way)
+    finally:
+        if group is not None:
+            group.close()
+
+
+def _describe(labels: tuple[str, ...], way: Way, summed: Summed) -> LinkFigure:
+    return LinkFigure(
+        labels,
+        way,
+        "wrong" if summed.wrong else "ok",
+        summed.bytes_per_second,
+        summed.latency_seconds,
+        summed.wrong,
+    )
+
+
+class LinkGroup:
+    """A process on each device, which have met. LinkError if they can't; close it in any case."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        variables: Mapping[str, str],
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self._devices = devices
+        self._ranks: list[_RankProcess] = []
+        try:
+            for device in devices:
+                self._ranks.append(_RankProcess(device, variables, program))
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self) -> None:
+        everyone = range(len(self._ranks))
+        self._expect(RankReady, everyone, START_SECONDS, START, LATE_SECONDS)
+        file, world = make_memory_file(), len(self._ranks)
+        for rank, process in enumerate(self._ranks):
+            process.send(Join(file, rank, world, process.place, JOIN_SECONDS))
+        self._expect(Joined, everyone, JOIN_SECONDS, JOIN)
+
+    def measure(self, members: tuple[int, ...]) -> Summed:
+        """The slowest figures of these ranks, with the first wrong sum."""
+        for rank in members:
+            self._ranks[rank].send(Sum(members))
+        replies = self._expect(Summed, members, SUM_SECONDS, END)
+        return Summed(
+            max(reply.latency_seconds for reply in replies),
+            min(reply.bytes_per_second for reply in replies),
+            next((reply.wrong for reply in replies if reply.wrong), ""),
+        )
+
+    def close(self) -> None:
+        """Kill every process."""
+        for process in self._ranks:
+            process.kill()
+        for process in self._ranks:
+            process.wait()
+
+    def _expect(
+        self,
+        kind: type[_Reply],
+        members: Sequence[int],
+        seconds: float,
+        doing: Doing,
+        late_seconds: float | None = None,
+    ) -> list[_Reply]:
+        """The answer of each rank within the time, or within `late_seconds` of the first one;
+        LinkError names those that gave none.
+        """
+        began = time.monotonic()
+        until = began + seconds
+        waiting = set(members)
+        found: dict[int, _Reply] = {}
+        while waiting:
+            streams = {self._ranks[rank].replies: rank for rank in waiting}
+            ready, _, _ = select.select(list(streams), [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                silent = self._name_silent(waiting, members, doing, until - began)
+                raise LinkError("hangs", silent, doing is END)
+            for stream in ready:
+                rank = streams[stream]
+                reply = self._ranks[rank].receive()
+                if not isinstance(reply, kind):
+                    why = f"{self._devices[rank].label}: {_explain(reply)}"
+                    raise LinkError("failed", why, doing is END)
+                found[rank] = reply
+                waiting.discard(rank)
+                if late_seconds is not None and len(found) == 1:
+                    until = min(until, time.monotonic() + late_seconds)
+        return [found[rank] for rank in members]
+
+    def _name_silent(
+        self, waiting: set[int], members: Sequence[int], doing: Doing, seconds: float
+    ) -> str:
+        if len(waiting) == len(members):
+            return f"no rank {doing.past} within {seconds:.0f} s"
+        who = ", ".join(self._devices[rank].label for rank in sorted(waiting))
+        return f"{who} didn't {doing.verb} within {seconds:.0f} s, and the others wait"
+
+
+def _explain(reply: LinkReply | None) -> str:
+    if isinstance(reply, RankFailed):
+        return reply.error
+    return "its process ended" if reply is None else "an answer to another command"
+
+
+class _RankProcess:
+    """The process of one rank, with its streams."""
+
+    def __init__(
+        self, device: Device, variables: Mapping[str, str], program: Sequence[str]
+    ) -> None:
+        environment = child_environment([device], "torch")
+        self.place = find_backend(device.kind).name_in("torch", 0)
+        loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        path = {"PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
+        inherited = {**os.environ, **environment.variables, **loopback, **path, **variables}
+        cores = environment.cores
+        self._process = subprocess.Popen(
+            list(program),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=inherited,
+            start_new_session=True,
+        )
+        if cores:
+            with suppress(OSError):  # it has ended
+                os.sched_setaffinity(self._process.pid, cores)
+        assert self._process.stdout is not None
+        self.replies = self._process.stdout.fileno()
+        self._buffer = b""
+        self._decoder: msgspec.json.Decoder[LinkReply] = msgspec.json.Decoder(LinkReply)
+
+    def send(self, command: LinkCommand) -> None:
+        """Send a command; a process that has ended is noticed by its missing answer."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> LinkReply | None:
+        """The answer that has begun to arrive; None if the process has ended, or wrote something
+        else.
+        """
+        while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
+            piece = os.read(self.replies, LONGEST_LINE)
+            if not piece:
+                return None
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        with suppress(msgspec.DecodeError):
+            return self._decoder.decode(line)
+        return None
+
+    def kill(self) -> None:
+        """Kill it and what it started; safe if it has ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Reap it and close its streams."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(OSError):  # what it no longer read
+                    stream.close()

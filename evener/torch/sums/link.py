@@ -1,0 +1,118 @@
+"""The speed of the link between ranks, by all-reduces of a small and a large tensor, and whether
+what arrives is the sum of what was sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..stores import open_file_store
+
+LARGE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # of the tensor that bandwidth is measured with
+SMALL_SUMS = 20
+LARGE_SUMS = 5
+WARM_UP = 3
+WHOLE_NUMBERS = 1009  # prime: values of a pattern repeat at no power of two
+
+
+class LinkSums(NamedTuple):
+    """What sums between ranks took; `wrong` says how the first one differed, if one did.
+
+    `bytes_per_second` is of the data that crosses a link: 2 (n - 1) / n times a tensor's bytes for
+    each sum of n ranks, as in nccl-tests.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    wrong: str = ""
+
+
+class LinkMember:
+    """This process as a rank on one device, which measures links with others."""
+
+    def __init__(self, device: str, rank: int) -> None:
+        self._device, self._rank = torch.device(device), rank
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def join(self, file: str, world: int, seconds: float) -> None:
+        """Meet the others in this file, within these seconds."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=open_file_store(file),
+            rank=self._rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
+        )
+
+    def measure(self, members: tuple[int, ...]) -> LinkSums:
+        """Measure the link between these ranks, of which this is one."""
+        if members not in self._groups:
+            self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
+        return measure_sums(self._groups[members], self._rank, members, self._device)
+
+
+def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
+    """Measure the link between the members of a group, each by its own number among all ranks; all
+    of them call this at once.
+    """
+
+    def add_up(tensor: Any) -> None:
+        dist.all_reduce(tensor, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    size = LARGE_BYTES[device.type] // 4
+    wrong = find_wrong(add_up, size, rank, members, device)
+    small = torch.zeros(1, device=device)
+    large = torch.zeros(size, device=device)
+    latency = _time(lambda: add_up(small), SMALL_SUMS)
+    seconds = _time(lambda: add_up(large), LARGE_SUMS)
+    crossing = 2 * (len(members) - 1) / len(members) * 4 * size
+    return LinkSums(latency, crossing / seconds, wrong)
+
+
+def find_wrong(
+    add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
+) -> str:
+    """How a sum of whole numbers differs from what was sent; empty if it is the same.
+
+    Each rank sends another pattern, whose sums are exact in float32.
+    """
+    numbers = torch.arange(size, device=device)
+
+    def pattern(sender: int) -> Any:
+        return ((numbers * (sender + 1) + 7 * sender) % WHOLE_NUMBERS).float()
+
+    expected = sum(pattern(sender) for sender in members)
+    arrived = pattern(rank)
+    add_up(arrived)
+    differ = int((arrived != expected).sum())
+    if not differ:
+        return ""
+    first = int((arrived != expected).nonzero()[0])
+    return (
+        f"{differ} of {size} values are wrong: value {first} is {float(arrived[first]):g} instead "
+        f"of {float(expected[first]):g}"
+    )
+
+
+def _time(call: Callable[[], None], times: int) -> float:
+    """The median seconds of a call."""
+    for _ in range(WARM_UP):
+        call()
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)

@@ -1,0 +1,130 @@
+"""Links between devices, measured by real processes over gloo, some of which go wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from evener.balancer.diagnostics import describe_link
+from evener.balancer.probes import links
+from evener.balancer.probes.links import LinkFigure, measure_links
+from evener.balancer.store.links import find_links, save_links
+from evener.devices.cpu import slices
+from tests.support.cores import two_cores
+from tests.support.frameworks import skip_without
+
+ROOT = Path(__file__).parents[2]
+SOON = 6.0  # seconds until a rank counts as hung: long for one that works, on a busy machine too
+
+
+def faulty(fault: str, rank: int = 1) -> tuple[str, ...]:
+    """The program of ranks of which one has this fault."""
+    return sys.executable, str(ROOT / "tests" / "support" / "faulty_links.py"), fault, str(rank)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that hang are noticed sooner."""
+    skip_without("torch")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("JOIN_SECONDS", "SUM_SECONDS"):
+        monkeypatch.setattr(links, name, SOON)
+
+
+def figure(**changes: object) -> LinkFigure:
+    """A link that works."""
+    own = LinkFigure(("GPU:0", "GPU:1"), "as it is", "ok", 6.1e9, 28e-6)
+    return msgspec.structs.replace(own, **changes)
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_pair_of_slices_sums_right_and_nothing_is_left_behind() -> None:
+    skip_without("torch")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    (found,) = measure_links(slices(2))
+    assert (found.outcome, found.devices) == ("ok", ("CPU:0", "CPU:1"))
+    assert found.bytes_per_second > 1e6
+    assert 0 < found.latency_seconds < 1
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert left == set()
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_rank_that_never_joins_is_named(hasty: None) -> None:
+    reported: list[float] = []
+    started = time.monotonic()
+    program = faulty("silent")
+    (found,) = measure_links(
+        slices(2), lambda _: reported.append(time.monotonic() - started), program
+    )
+    assert found.outcome == "hangs"
+    assert found.devices == ("CPU:0", "CPU:1")
+    assert (found.met, found.cure) == (False, "")
+    assert len(reported) == 1
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_sum_that_hangs_is_named_with_the_variable_that_cures_it(hasty: None) -> None:
+    (found,) = measure_links(slices(2), program=faulty("p2p"))
+    assert (found.outcome, found.cure) == ("hangs", "NCCL_P2P_DISABLE=1")
+    assert "CPU:1" in found.devices
+    check = describe_link([found])
+    assert check.level == "problem"
+    assert "NCCL_P2P_DISABLE=1" in check.remedy
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_corrupted_sum_is_noticed(hasty: None) -> None:
+    (found,) = measure_links(slices(2), program=faulty("corrupt"))
+    assert found.outcome == "wrong"
+    assert found.detail.startswith("1 of ")
+
+
+@two_cores
+@pytest.mark.slow
+def test_ranks_that_do_not_meet_all_together_are_measured_pair_by_pair(hasty: None) -> None:
+    """Three ranks on two slices, of which the third never joins."""
+    devices = (*slices(2), msgspec.structs.replace(slices(2)[0], index=2, id="cpu-2-of-3"))
+    found = {one.devices: one for one in measure_links(devices, program=faulty("silent", 2))}
+    assert found["CPU:0", "CPU:1"].outcome == "ok"
+    together = found["CPU:0", "CPU:1", "CPU:2"]
+    assert (together.outcome, together.met, together.cure) == ("hangs", False, "")
+    assert len(found) == 4
+
+
+def test_a_link_is_kept_for_its_driver_and_devices_alone() -> None:
+    devices = slices(2)
+    save_links(devices, "550.54", [figure()])
+    kept = find_links(devices, "550.54")
+    assert kept is not None
+    assert kept.figures == (figure(),)
+    assert find_links(devices, "560.1") is None
+    assert find_links(devices[:1], "550.54") is None
+
+
+def test_a_record_that_is_broken_is_as_none() -> None:
+    path = save_links(slices(2), "1", [figure()])
+    path.write_text("{")
+    assert find_links(slices(2), "1") is None
+
+
+def test_a_link_that_is_as_fast_without_p2p_says_that_it_brings_nothing() -> None:
+    without = figure(way="no P2P", bytes_per_second=6.0e9)
+    assert "P2P isn't used" in describe_link([figure(), without]).found
+    fast = figure(bytes_per_second=150e9)
+    assert "P2P isn't used" not in describe_link([fast, without]).found
+
+
+def test_a_link_that_is_faster_by_another_way_is_told_with_its_variable() -> None:
+    sockets = figure(way="sockets", bytes_per_second=9e9)
+    check = describe_link([figure(), sockets])
+    assert "NCCL_SHM_DISABLE=1" in check.remedy
