@@ -32,6 +32,7 @@ from ..training.launched import (
     HOST,
     ONE_PROCESS,
     PLAN,
+    RECORDS,
     REPLACED_PLAN,
     RESTART,
     RUN,
@@ -62,6 +63,7 @@ class HostJob(msgspec.Struct, frozen=True):
     # the name of the training's journal; all its processes have it in their environment
     run: str = ""
     folder: Path = Path()  # for files of this launch; it ends with it
+    records: Path | None = None  # in it, for the last record of each process
     reason: str = ""  # of this start, if it isn't the first
     output: tuple[
         tuple[str, str], ...
@@ -133,6 +135,7 @@ class HostJob(msgspec.Struct, frozen=True):
         alone = not self.plan.layout.engine and len(self.processes) < len(self.own)
         variables |= {ONE_PROCESS: "1" if alone else ""}
         variables[PLAN_USED] = self.use_file
+        variables[RECORDS] = str(self.records or "")
         if self.host:
             variables |= {HOST: self.host, **choose_interface(self.host, self.hosts)}
         if len(self.hosts) == 1:

@@ -120,7 +120,8 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()  # oldest first
     # of the last steps, in which the GPU was behind its host; -1: unknown
     behind: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
-    starved: Part = 0.0  # of the time: this process's threads waited for a core
+    starved: Part = 0.0  # of the last seconds: this process's threads waited for a core
+    starved_so_far: Part = 0.0  # of all of the time
     memory_bytes: Count = 0  # of the device, the most that this rank has held; 0: unknown
     memory_of_bytes: Count = 0  # that there are; 0: unknown
     pending: PendingShares | None = None  # null: shares stay as they are

@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Literal
 
@@ -179,10 +179,11 @@ class TrainingJournal:
         self._fails = False  # the last entry couldn't be written
         self._last: LiveRecord | None = None
         self._from: LiveRecord | None = None  # from which the next steps/s count
-        self._first: LiveRecord | None = None  # since the processes began
-        self._window: LiveRecord | None = None  # from which the next window of steps counts
+        self._first_s = 0.0  # from which windows of steps count
+        # with which the next window begins: steps so far, the time, and the first rank's sums
+        self._window: tuple[int, float, StepSums] | None = None
         self._changes: set[ShareChange] = set()
-        self._noted: list[ChangeEntry | RetreatEntry] = []  # that aren't written yet
+        self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # that aren't written yet
 
     def note(self, record: LiveRecord) -> None:
         """Keep what is new in a report of the first rank."""
@@ -194,23 +195,28 @@ class TrainingJournal:
         self._write_noted()
         if self._from is None or record.updated_at >= self._from.updated_at + SPEED_SECONDS:
             self._note_speed(record)
-        self._note_steps(record, WINDOW_SECONDS)
 
-    def _note_steps(self, record: LiveRecord, shortest_s: float) -> None:
-        """Write the window of steps that ends now, if it is long enough."""
-        if self._window is None or self._first is None:
-            self._window = self._first = record
+    def count(self, step: int, at_s: float, sums: Callable[[], StepSums]) -> None:
+        """Count the steps so far, at a time in seconds; `sums` are those of the first rank.
+
+        Windows of steps wait in memory until the next report is noted, which may take long on a
+        slow disk.
+        """
+        if self._window is None:
+            self._first_s = at_s
+            self._window = (step, at_s, sums())
             return
-        begun = self._window
-        seconds = record.updated_at - begun.updated_at
-        so_far_s = record.updated_at - self._first.updated_at
-        steps = record.step - begun.step
-        if steps <= 0 or seconds <= 0 or seconds < max(shortest_s, WINDOW_PART * so_far_s):
+        begun, begun_s, before = self._window
+        seconds = at_s - begun_s
+        if seconds < max(WINDOW_SECONDS, WINDOW_PART * (at_s - self._first_s)):
             return
-        self._window = record
+        now = sums()
+        self._window = (step, at_s, now)
+        steps = step - begun
         samples = steps * sum(self._shares)
-        sums = record.whole.minus(begun.whole)
-        self._append(StepsEntry(record.updated_at, steps, seconds, samples, sums))
+        self._noted.append(StepsEntry(time.time(), steps, seconds, samples, now.minus(before)))
+        if len(self._noted) > MOST_UNWRITTEN:
+            del self._noted[0]
 
     def note_change(self, change: ShareChange) -> None:
         """Keep a change of shares, which may be known already."""
@@ -247,16 +253,17 @@ class TrainingJournal:
             os.close(self._descriptor)
         self._descriptor = -1
         self._began = False
+        self._window = None
         self._unwritten = []
 
     def _begin(self, record: LiveRecord) -> None:
         self._began = True
-        self._from = self._first = self._window = None
+        self._from = None
         pid = os.getpid()
         self._append(
             StartEntry(
                 record.updated_at,
-                record.workload,
+                record.workload or os.path.basename(sys.argv[0]),
                 record.framework,
                 self._devices,
                 self._shares,

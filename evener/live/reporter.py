@@ -24,7 +24,9 @@ import msgspec
 
 from ..errors import RequestError
 from ..plan.file import Share
-from ..training.launched import launched_records
+from ..system.taken_cores import CoreWatch, Starvation
+from ..training.launched import launched_records, launched_run
+from ..training.step_sums import StepSums
 from .files import (
     MOST_DEVICES,
     MOST_KNOTS,
@@ -81,6 +83,7 @@ LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after one that failed
 WINDOW_SECONDS = 5.0  # that samples/s is averaged over
 FIRST_STEPS = 3  # that the figures of a whole training leave out: they compile, and allocate
 KEEP_SECONDS = 2.0  # between two copies of the record for the launcher
+CORE_SECONDS, CORE_READINGS = 2.0, 5  # between two looks at the threads' cores; the last ones count
 WATCH_SECONDS = 2.0  # between two looks whether steps end
 WATCHER = "evener-live"  # the thread that looks
 LATE_SECONDS, LATE_STEPS = (
@@ -101,13 +104,37 @@ class _Point(NamedTuple):
     padded: int
 
 
+class _Cores:
+    """The part of the time in which this process's threads waited for cores, lately and so far."""
+
+    def __init__(self) -> None:
+        self._watch = CoreWatch()
+        self._read_at = time.monotonic()
+        self._last: deque[Starvation] = deque(maxlen=CORE_READINGS)
+        self._whole_s = self._starved_s = 0.0
+
+    def read(self) -> tuple[float, float]:
+        """Both parts; the figures move on every few seconds."""
+        now = time.monotonic()
+        if now >= self._read_at + CORE_SECONDS:
+            self._read_at = now
+            seen = self._watch.read()
+            self._last.append(seen)
+            self._whole_s += seen.wall_s
+            self._starved_s += seen.starved_s
+        wall_s = sum(each.wall_s for each in self._last)
+        starved_s = sum(each.starved_s for each in self._last)
+        lately = starved_s / wall_s if wall_s else 0.0
+        return lately, self._starved_s / self._whole_s if self._whole_s else lately
+
+
 class Reporter:
     """Counts one training's samples and reports them to the monitor; safe in threads and across
     forks.
 
     `details`, and the times of each device that is reported, are asked for whenever a file is
-    written; `journal` gets what is written. If no step ends in time, a thread writes which batch
-    the process is at and what it does, as `now` says.
+    written; `journal` gets what is written, and `sums` of the steps so far. If no step ends in
+    time, a thread writes which batch the process is at and what it does, as `now` says.
     """
 
     _serials = iter(range(1 << 29))
@@ -117,9 +144,10 @@ class Reporter:
         details: Callable[[], tuple[Details, Sequence[DeviceTimes]]] = lambda: (Details(), ()),
         journal: TrainingJournal | None = None,
         now: Callable[[], tuple[int, Doing]] | None = None,
+        sums: Callable[[], StepSums] = StepSums,
     ) -> None:
         self._serial = next(self._serials)
-        self._details, self._now = details, now
+        self._details, self._now, self._sums = details, now, sums
         self._reset()
         self._journal = journal
         _reporters.add(self)
@@ -137,6 +165,7 @@ class Reporter:
         self._last_call: tuple[tuple[str, str], Devices, Sequence[int] | None] | None = None
         self._next_keep = 0.0
         self._has_written = False
+        self._cores: _Cores | None = None  # from the first record on
         self._next_write = 0.0
         self._wait = INTERVAL_SECONDS  # until the next write
         self._file: Path | None = None
@@ -174,6 +203,8 @@ class Reporter:
             if self._step == FIRST_STEPS:
                 self._counted_from = self._count(now)
             self._last_call = ((framework, workload), devices or (), batches)
+            if self._journal is not None:
+                self._journal.count(self._step, now, self._sums)
             if now >= self._next_write:
                 self._next_write = now + INTERVAL_SECONDS
                 if self._ticks is not None:
@@ -204,8 +235,7 @@ class Reporter:
         call, self._last_call = self._last_call, None
         with contextlib.suppress(RuntimeError):  # of a device that has failed
             record = self._make_record(*call, self._rates(self._reported_at) or NO_RATES)
-            if self._journal is not None:
-                self._journal.note(record)
+            self._note(record)
             if kept:
                 self._keep(record, kept)
 
@@ -263,8 +293,7 @@ class Reporter:
             return
         began = time.monotonic()
         record = self._make_record(names, devices, batches, rates or NO_RATES)
-        if self._journal is not None:
-            self._journal.note(record)
+        self._note(record)
         if rates is not None:
             self._write(record)
             kept = launched_records()
@@ -282,6 +311,16 @@ class Reporter:
                     target=self._watch, args=(self._now, self._ended), name=WATCHER, daemon=True
                 ).start()
 
+    def _note(self, record: LiveRecord) -> None:
+        """Keep a record in the journal, which a launched training has that reports for all of its
+        devices.
+        """
+        if self._journal is None and _is_launched_alone() and not _has_journal():
+            shown = [live.id or f"device {live.index}" for live in record.devices]
+            self._journal = TrainingJournal(shown, [live.batch for live in record.devices])
+        if self._journal is not None:
+            self._journal.note(record)
+
     def _make_record(
         self,
         names: tuple[str, str],
@@ -293,7 +332,11 @@ class Reporter:
         rate, tokens_rate, padding = rates
         details, times = self._details()
         now, described = time.time(), _describe(devices, batches, rate, times)
+        if self._cores is None:
+            self._cores = _Cores()
+        starved, starved_so_far = self._cores.read()
         more = {"due_at": now + self._wait, **msgspec.structs.asdict(details)}
+        more |= {"starved": starved, "starved_so_far": starved_so_far}
         if self._counted_from is not None:
             more["counted_steps"] = self._step - FIRST_STEPS
             more["counted_samples"] = self._samples - self._counted_from.samples
@@ -379,6 +422,17 @@ def report(
     if _own is None:
         _own = Reporter()
     _own.report(samples, devices=devices, workload=workload, framework=framework, batches=batches)
+
+
+def _is_launched_alone() -> bool:
+    """True in the one process, or the first of a group in Keras, of a training that evener launch
+    has started: it reports for all devices.
+    """
+    return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def _has_journal() -> bool:
+    return any(each._journal is not None for each in _reporters)
 
 
 def _describe(

@@ -185,7 +185,11 @@ def test_a_figure_out_of_bounds_is_told_them(
         (["launch"], "evener launch needs PLAN.", "See evener launch --help."),
         (["demo", "a", "b"], "evener demo has no use for 'a b'.", "See evener demo --help."),
         (["balanse"], "evener has no command balanse.", "balance"),
-        (["runs", "zzz"], "evener runs has no command zzz.", "Commands: list, show, delete."),
+        (
+            ["runs", "zzz"],
+            "evener runs has no command zzz.",
+            "Commands: list, show, compare, delete.",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_told_in_our_words(

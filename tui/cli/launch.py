@@ -4,6 +4,7 @@ speed.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -26,21 +27,38 @@ from evener.launch.program import (
     set_environment,
     summarize,
 )
+from evener.launch.summary import (
+    End,
+    describe_summary,
+    keep_summary,
+    read_records,
+    summarize_training,
+)
 from evener.plan.file import Plan
 from evener.plan.use import OPTION, describe_unused, is_used
 from evener.printable import plain, say
 from evener.program.notes import ProgramSettings
+from evener.system.taken_cores import ProcessUse, look_at_processes, name_takers
 
+from ..text.formatting import json_text
 from ..text.parsing import parse_duration
 from .options import DevicesOption, RayAddressOption
 
 app = typer.Typer()
+RECORDS_FOLDER = "records"  # in the launcher's: of each process the last one
+SIGNALLED = 128  # an exit code above is that of a signal
 RestartsOption = Annotated[
     int,
     typer.Option(
         "--max-restarts",
         min=0,
         help="How often to restart all processes, on the devices left, if one is killed.",
+    ),
+]
+SummaryOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print the figures at the end as one JSON object on standard output."
     ),
 ]
 
@@ -80,6 +98,7 @@ def launch(
             help="Allow a script that never reads the plan, as it divides the rows itself.",
         ),
     ] = True,
+    as_json: SummaryOption = False,
 ) -> int:
     """Train by a plan: start the script once for each of its devices, as torchrun does; for Keras
     with TF_CONFIG.
@@ -102,7 +121,10 @@ def launch(
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
     with start_guard("evener-launch-") as guard:
-        return _train(job, guard, _name(job), f"starts: {_list_shares(job)}", max_restarts)
+        before = look_at_processes()
+        code = _train(job, guard, _name(job), f"starts: {_list_shares(job)}", max_restarts)
+        _say_summary(job, guard, before, code, as_json)
+        return code
 
 
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
@@ -114,7 +136,9 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
 
     say(f"{name} {starts}")
     began = time.monotonic()
-    job = msgspec.structs.replace(job, run=guard.run, folder=guard.folder)
+    records = guard.folder / RECORDS_FOLDER
+    records.mkdir()
+    job = msgspec.structs.replace(job, run=guard.run, folder=guard.folder, records=records)
     with named_output(job.names, lambda: job.has_several) as output:
         code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
     if not code and job.use_file and not is_used(job.use_file):
@@ -125,6 +149,30 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
     if not code:
         say(f"{name} has ended, after {duration(time.monotonic() - began)}")
     return code
+
+
+def _say_summary(
+    job: HostJob, guard: GuardedTraining, before: ProcessUse, code: int, as_json: bool
+) -> None:
+    """Print what the training was like, where it reported steps, and keep that in its run;
+    `before` is a look at all processes as it began.
+    """
+    end: End = "failed" if code else "finished"
+    if code > SIGNALLED:
+        end = "interrupted"
+    devices = [device for process in job.processes for device in process]
+    labels = {share.device: device.label for share, device in zip(job.own, devices, strict=True)}
+    planned = job.plan.throughput.samples_per_second
+    records = read_records(guard.folder / RECORDS_FOLDER)
+    takers = name_takers(before, look_at_processes(), os.getpid(), 0.0)
+    summary = summarize_training(records, guard.run, end, labels, planned, takers)
+    if summary is None:
+        return
+    keep_summary(summary)
+    if as_json:
+        print(json_text(summary), flush=True)
+    else:
+        say(*describe_summary(summary))
 
 
 def _name(job: HostJob) -> str:
@@ -193,6 +241,7 @@ def run(
         ),
     ] = False,
     max_restarts: RestartsOption = 0,
+    as_json: SummaryOption = False,
 ) -> int:
     """Start a training program once for each device, as torchrun does, and balance it without
     changing a line.
@@ -220,9 +269,11 @@ def run(
         job = make_job(path, read.words, None, None, executable=read.executable)
         labels = ", ".join(device.label for process in job.processes for device in process)
         alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
+        before = look_at_processes()
         code = _train(job, guard, read.name, f"starts on {labels}{alone}", max_restarts)
         left = read_notes(notes)
         say(*summarize(chosen.plan, left))
+        _say_summary(job, guard, before, code, as_json)
         keeps = not (code or alone or (chosen.given and not balance))
         saved = save_plan(chosen.plan, read, left) if keeps else None
     if saved is not None:

@@ -19,15 +19,18 @@ from evener.balancer.number_format import duration, percent, rate
 from evener.balancer.result.sentences import write_training_step
 from evener.balancer.session_state import SessionState, advance
 from evener.balancer.store import runs as store
+from evener.balancer.store.compared import compare_plans, compare_trainings
 from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.balancer.store.trained import Trained
 from evener.errors import RequestError
+from evener.launch.summary import load_summary
 from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
 from evener.printable import align, plain, say
 
+from ..text.differences import difference_lines
 from ..text.formatting import cut_path, folded, harmless_json, json_text, toml_text
-from ..text.parsing import parse_words
+from ..text.parsing import parse_max_slowdown, parse_words
 from ..text.summaries import (
     brief_devices,
     event_line,
@@ -246,6 +249,7 @@ def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
         "state": training.state,
         "trouble": training.failure,
         "seconds": training.seconds,
+        "summary": load_summary(training.run),
         "entries": training.entries,
     }
 
@@ -263,6 +267,44 @@ def _as_json(run: StoredRun) -> dict[str, Any]:
         "text": end.verdict.split("\n") if end else [],
         "interrupted": end is None or end.interrupted,
     }
+
+
+@runs_app.command("compare")
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A", help="A run, or the beginning of its id.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another one; `last` is the newest.")],
+    most: Annotated[
+        str,
+        typer.Option("--max-slowdown", metavar="PERCENT", help="That B may be slower than A."),
+    ] = "5%",
+    as_json: JsonOption = False,
+) -> int:
+    """Compare two trainings, or two searches, and exit with 1 if the second is slower: a gate for
+    CI.
+
+    The exit code is 1 if B is surely slower than A, and by more than --max-slowdown.
+    """
+    part = parse_max_slowdown(most)
+    names = [store.find_any(before), store.find_any(after)]
+    trainings = [store.load_training(name) for name in names]
+    first, second = trainings
+    if first is not None and second is not None:
+        found = compare_trainings(first, second)
+    elif first is None and second is None:
+        plans = [store.load_run(name).require_plan() for name in names]
+        found = compare_plans(names[0], plans[0], names[1], plans[1])
+    else:
+        raise RequestError(
+            "One of these runs is a search, and the other one a training.",
+            "Compare two of a kind; evener runs lists them.",
+        )
+    beyond = found.is_beyond(part)
+    if as_json:
+        document = {"difference": found, "max_slowdown": part, "beyond": beyond}
+        print(json_text(document))
+    else:
+        print("\n".join(difference_lines(found, part)))
+    return int(beyond)
 
 
 @runs_app.command("delete")

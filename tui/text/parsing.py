@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -93,7 +94,7 @@ def make_request(
                 f"--max-slowdown goes with --objective {that_trade_speed()}.",
                 "Add that, or leave --max-slowdown out.",
             )
-        fields["max_slowdown"] = _parse_part(max_slowdown)
+        fields["max_slowdown"] = parse_max_slowdown(max_slowdown)
     if noise_scale is not None:
         fields["noise_scale"], own_batch = _parse_noise_scale(noise_scale)
         fields["own_batch"] = own_batch if fields.get("own_batch") is None else fields["own_batch"]
@@ -107,12 +108,13 @@ def make_request(
     )
 
 
-def _parse_part(text: str) -> float:
+def parse_max_slowdown(text: str) -> float:
     """10% or 0.1; RequestError for anything else."""
     number = text.strip()
-    return _parse_number(number.removesuffix("%"), "--max-slowdown") / (
-        100 if number.endswith("%") else 1
-    )
+    part = _parse_number(number.removesuffix("%"), "--max-slowdown")
+    if not 0 <= part < math.inf:
+        raise _misread("--max-slowdown", text, "a part", "10% or 0.1")
+    return part / 100 if number.endswith("%") else part
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:

@@ -36,6 +36,7 @@ from evener.balancer.statistics import is_known
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Timed
 from evener.balancer.verdict import Verdict
 from evener.devices.registry import is_simulated
+from evener.launch.summary import describe_summary, load_summary
 from evener.live.journal import (
     ChangeEntry,
     EndEntry,
@@ -447,6 +448,9 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
         1000,
     )
     yield from _noise_words(training)
+    summary = load_summary(training.run)
+    if summary is not None:
+        yield from (plain(line, 1000) for line in describe_summary(summary))
     said = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]

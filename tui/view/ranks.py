@@ -13,6 +13,7 @@ from evener.balancer.number_format import duration, milliseconds, percent
 from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LastStep, LiveDevice, Training
+from evener.live.measured import measure_rank, recent_sums
 from evener.printable import plain
 from evener.training.limits import LEAST_SHARE, LimitKind, TrainingLimit
 from evener.training.step_limits import MeasuredRank, TrainingFigures
@@ -116,52 +117,16 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
             between_s=report.between_s,
             least_waiting_s=live.least_waiting_s or live.waiting_s,
             own_spread=live.own_spread,
-            recent=_sum_steps(report, live),
+            recent=recent_sums(report, live),
             last_steps=report.last_steps,
         )
         yield RankPlace(row, live, sample)
 
 
-def _sum_steps(report: Training, live: LiveDevice) -> StepSums:
-    """A device's last steps; one step of medians where a process reports no sums, or not those of
-    each device.
-    """
-    if report.recent.steps and len(report.devices) == 1:
-        return report.recent
-    if not (report.step_s or live.own_work_s):
-        return StepSums()
-    if not live.own_work_s:
-        rest_s = max(0.0, report.step_s - report.input_s - report.between_s)
-        return StepSums(1, input_s=report.input_s, undivided_s=rest_s, between_s=report.between_s)
-    known_s = report.input_s + live.own_work_s + live.waiting_s + report.between_s
-    return StepSums(
-        1,
-        input_s=report.input_s,
-        own_work_s=live.own_work_s,
-        meeting_s=live.waiting_s,
-        undivided_s=max(0.0, report.step_s - known_s),  # the optimizer, and what medians leave out
-        between_s=report.between_s,
-    )
-
-
-def measure_rank(place: RankPlace, rows: Sequence[RankRow], report: Training) -> MeasuredRank:
-    """A rank's figures, by which a training is judged."""
-    row, live, _ = place
-    return MeasuredRank(
-        name=_name_rank(row, rows),
-        share=row.share,
-        sums=row.recent,
-        errors=report.errors if report.recent.steps else StepSums(),
-        own_work_s=row.own_work_s,
-        waiting_s=row.waiting_s,
-        least_waiting_s=row.least_waiting_s,
-        own_spread=row.own_spread,
-        curve=live.curve,
-        micro=row.micro,
-        most=live.most,
-        behind=report.behind,
-        starved=report.starved,
-    )
+def measure_place(place: RankPlace, rows: Sequence[RankRow], report: Training) -> MeasuredRank:
+    """A rank's figures, by which its training is judged."""
+    row, name = place.row, _name_rank(place.row, rows)
+    return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:

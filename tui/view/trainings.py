@@ -16,7 +16,7 @@ from evener.training.noise_scale import NoiseScale
 from evener.training.rebalance import Advice
 from evener.training.step_limits import TrainingFigures, judge_training
 
-from .ranks import Cause, Placed, RankPlace, RankRow, find_causes, measure_rank, place_ranks
+from .ranks import Cause, Placed, RankPlace, RankRow, find_causes, measure_place, place_ranks
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ def _judge(placed: Sequence[tuple[Training, RankPlace]], missing: int) -> Traini
     """What limits the steps of the ranks that report."""
     rows = [place.row for _, place in placed]
     reporting = [
-        measure_rank(place, rows, report) for report, place in placed if not place.row.silent_s
+        measure_place(place, rows, report) for report, place in placed if not place.row.silent_s
     ]
     whole = not missing and len(reporting) == len(placed)
     return judge_training(reporting, whole)

@@ -580,7 +580,9 @@ class StepReporter:
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
         self._lines = 0  # of other ranks' retreats that the journal has
-        self._reporter = Reporter(self._describe, self._journal, timer.now)
+        self._reporter = Reporter(
+            self._describe, self._journal, timer.now, lambda: self._timer.sums.whole
+        )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """A step on this rank's rows is done; `tokens` are those of the rows, without and with

@@ -1,0 +1,216 @@
+"""Two runs compared: whether the second is slower than the first, by how much, and in which part of
+a step. Pure.
+
+A training's journal has windows of steps. What takes longer for a while, such as a busy machine,
+lasts over several windows, so they aren't independent: they are joined into blocks, and the
+interval is as much wider as blocks in a row are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean, variance
+from typing import Literal
+
+import msgspec
+
+from evener.errors import RequestError
+from evener.live.journal import StartEntry, StepsEntry, TrainingRecord
+from evener.plan.file import Plan
+from evener.training.step_sums import StepSums
+
+from ..statistics import student
+
+WARM_PART = 0.1  # of a training's windows, which are left out: the machine warms up
+MOST_BLOCKS = 12
+FEWEST_WINDOWS = 5  # without the warm-up
+MOST_ALIKE = 0.8  # a correlation of blocks in a row above can't be known from so few
+LEAST_ERROR = 1e-3  # relative: clocks
+
+PHASES = {
+    "input": "input_s",
+    "own work": "own_work_s",
+    "waiting and exchange": "meeting_s",
+    "work and waiting": "undivided_s",
+    "optimizer": "update_s",
+    "files": "files_s",
+    "validation": "validation_s",
+    "between steps": "between_s",
+}
+
+
+class PhaseDifference(msgspec.Struct, frozen=True):
+    """A part of a step in both trainings, in seconds, of the first rank."""
+
+    name: str
+    before_s: float
+    after_s: float
+    low_s: float  # 95 % interval of what it takes longer in the second
+    high_s: float
+
+
+class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """The second run beside the first; slowdowns are relative to the first's time per sample."""
+
+    kind: Literal["training", "search"]
+    before: str  # runs
+    after: str
+    before_samples_per_second: float
+    after_samples_per_second: float
+    slowdown: float  # 0.1: the second takes 10 % longer; below 0 it is faster
+    low: float  # 95 % interval
+    high: float
+    phases: tuple[PhaseDifference, ...] = ()
+    other_batch: bool = False  # steps of the two have different numbers of rows
+
+    def is_beyond(self, most: float) -> bool:
+        """True if the second is surely slower, and by more than `most`, as far as is known."""
+        return self.low > 0 and self.slowdown > most
+
+
+def compare_trainings(before: TrainingRecord, after: TrainingRecord) -> RunDifference:
+    """Compare two trainings by the windows of their steps; RequestError if one has too few."""
+    windows = [_list_windows(each) for each in (before, after)]
+    first, second = windows
+    per_sample = [_mean(each, lambda window: window.seconds / window.samples) for each in windows]
+    ratio = per_sample[1].value / per_sample[0].value
+    error = max(math.hypot(*(each.error / each.value for each in per_sample)), LEAST_ERROR)
+    batches = [_batch(each) for each in windows]
+    return RunDifference(
+        kind="training",
+        before=before.run,
+        after=after.run,
+        before_samples_per_second=1 / per_sample[0].value,
+        after_samples_per_second=1 / per_sample[1].value,
+        slowdown=ratio - 1,
+        low=ratio * math.exp(-error) - 1,
+        high=ratio * math.exp(error) - 1,
+        phases=tuple(_compare_phases(first, second)),
+        other_batch=not math.isclose(*batches, rel_tol=0.01),
+    )
+
+
+def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDifference:
+    """Compare the plans that two searches have found, by their samples/s."""
+    figures = [one.throughput, other.throughput]
+    if not all(each.samples_per_second > 0 for each in figures):
+        raise RequestError("A plan has no samples/s.", "Compare runs that measured some.")
+    ratio = figures[0].samples_per_second / figures[1].samples_per_second
+    errors = [(each.high - each.low) / 2 / each.samples_per_second for each in figures]
+    error = max(math.hypot(*errors), LEAST_ERROR)
+    return RunDifference(
+        kind="search",
+        before=before,
+        after=after,
+        before_samples_per_second=figures[0].samples_per_second,
+        after_samples_per_second=figures[1].samples_per_second,
+        slowdown=ratio - 1,
+        low=ratio * math.exp(-error) - 1,
+        high=ratio * math.exp(error) - 1,
+        other_batch=one.layout.global_batch != other.layout.global_batch,
+    )
+
+
+def _list_windows(training: TrainingRecord) -> list[StepsEntry]:
+    """The windows since the last start, without those of the warm-up."""
+    windows: list[StepsEntry] = []
+    for entry in training.entries:
+        if isinstance(entry, StartEntry):
+            windows = []
+        elif isinstance(entry, StepsEntry) and entry.steps and entry.samples and entry.seconds > 0:
+            windows.append(entry)
+    warm = max(1, round(WARM_PART * len(windows)))
+    if len(windows) - warm < FEWEST_WINDOWS:
+        raise RequestError(
+            f"The training {training.run} is too short to be compared: it has {len(windows)} "
+            f"windows of steps, of a second or more each, and {FEWEST_WINDOWS + warm} are needed.",
+            "Train for 10 s or longer.",
+        )
+    return windows[warm:]
+
+
+def _batch(windows: Sequence[StepsEntry]) -> float:
+    """The rows of a step."""
+    return sum(each.samples for each in windows) / sum(each.steps for each in windows)
+
+
+class _Mean(msgspec.Struct, frozen=True):
+    value: float
+    error: float  # half of its 95 % interval
+
+
+def _mean(
+    windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float], least: float = 1e-12
+) -> _Mean:
+    """The mean of a figure over a training, by blocks of windows that are equally long."""
+    blocks = [_join(block, figure) for block in _cut(windows)]
+    value = max(fmean(blocks), least)
+    if len(blocks) < 2:
+        return _Mean(value, value)
+    spread = variance(blocks)
+    alike = _find_likeness(blocks)
+    inflated = spread * (1 + alike) / (1 - alike) / len(blocks)
+    return _Mean(value, student(len(blocks) - 1) * math.sqrt(inflated))
+
+
+def _cut(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
+    """The windows in blocks of about the same time."""
+    whole_s = sum(each.seconds for each in windows)
+    count = min(MOST_BLOCKS, len(windows))
+    blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
+    so_far_s = 0.0
+    for each in windows:
+        middle = (so_far_s + each.seconds / 2) / whole_s
+        blocks[min(count - 1, int(middle * count))].append(each)
+        so_far_s += each.seconds
+    return [block for block in blocks if block]
+
+
+def _join(windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float]) -> float:
+    """The mean of a figure over windows, each by its time."""
+    seconds = sum(each.seconds for each in windows)
+    return sum(figure(each) * each.seconds for each in windows) / seconds
+
+
+def _find_likeness(blocks: Sequence[float]) -> float:
+    """The correlation of blocks in a row, 0 where they alternate."""
+    middle = fmean(blocks)
+    around = [each - middle for each in blocks]
+    whole = sum(each * each for each in around)
+    if whole <= 0:
+        return 0.0
+    in_a_row = sum(one * following for one, following in pairwise(around))
+    # of few blocks the estimate is too low, by about 1 / n and four times itself / n
+    count = len(blocks)
+    found = in_a_row / whole
+    return min(max(0.0, found + (1 + 4 * max(found, 0.0)) / count), MOST_ALIKE)
+
+
+def _compare_phases(
+    first: Sequence[StepsEntry], second: Sequence[StepsEntry]
+) -> list[PhaseDifference]:
+    """The parts of a step that either training has, as far as their ranks know them."""
+    known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
+    if not all(known):
+        return []
+    found = []
+    for name, field in PHASES.items():
+        means = [_mean(each, _part(field), 0.0) for each in known]
+        if not any(each.value for each in means):
+            continue
+        longer = means[1].value - means[0].value
+        error = math.hypot(*(each.error for each in means))
+        found.append(
+            PhaseDifference(name, means[0].value, means[1].value, longer - error, longer + error)
+        )
+    return found
+
+
+def _part(field: str) -> Callable[[StepsEntry], float]:
+    def read(window: StepsEntry) -> float:
+        sums: StepSums = window.sums
+        return sums.mean(field)
+
+    return read

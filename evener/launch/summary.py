@@ -1,0 +1,277 @@
+"""What a training was like, at its end: its speed, what limited it, and what would help.
+
+It is made of the last record of each of its processes, and kept in its run as JSON and as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from evener.balancer.number_format import (
+    count_words,
+    duration,
+    milliseconds,
+    percent,
+    rate,
+    size,
+    write_share,
+)
+
+from ..live.files import LiveRecord, ShareChange, parse_record
+from ..live.journal import TRAINING_JOURNAL
+from ..live.measured import measure_rank, recent_sums
+from ..printable import plain
+from ..system.files import runs_folder, write_atomically
+from ..training.limits import LimitKind, TrainingLimit
+from ..training.step_limits import judge_training
+from ..training.step_sums import RankStep
+
+SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in a training's run
+FEWEST_STEPS = 20  # without the first ones, for figures of a training
+MOST_NAMED = 3  # limits
+MOST_GAIN = 9.0  # that is told from a larger one
+
+End = Literal["finished", "interrupted", "failed"]
+
+NOUNS = {
+    LimitKind.INPUT: "input",
+    LimitKind.RANK_INPUT: "input",
+    LimitKind.HOST_LAUNCHES: "the host that starts kernels",
+    LimitKind.HOST_STARVED: "want of cores",
+    LimitKind.EXCHANGE: "the exchange of gradients",
+    LimitKind.UNEQUAL: "waiting for the slowest",
+    LimitKind.MEMORY: "memory",
+    LimitKind.POWER: "a power limit",
+    LimitKind.HEAT: "heat",
+    LimitKind.NEIGHBOUR: "a neighbour on the device",
+    LimitKind.OPTIMIZER: "the optimizer",
+    LimitKind.CHECKPOINTS: "writing files",
+    LimitKind.VALIDATION: "validation",
+    LimitKind.BETWEEN: "other work between steps",
+    LimitKind.OWN_CODE: "waiting in the model's own code",
+}
+
+
+class RankSummary(msgspec.Struct, frozen=True):
+    """A device of the training; 0 for what isn't known."""
+
+    device: str
+    share: int  # rows of a step, at the end
+    micro: int  # rows of a pass
+    step: RankStep | None  # its mean, in five parts
+    memory_bytes: int  # the most that was held
+    memory_of_bytes: int  # that there are
+
+
+class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A training from its fourth step on; 0 for what isn't known."""
+
+    run: str
+    end: End
+    steps: int
+    seconds: float  # with what lay between the steps
+    samples_per_second: float
+    plan_samples_per_second: float
+    of_plan: float
+    step_s: float
+    limits: tuple[TrainingLimit, ...]  # the largest first
+    parts_known: bool  # of steps
+    ranks: tuple[RankSummary, ...]
+    missing_ranks: int  # of other hosts, or that left no record
+    changes: tuple[ShareChange, ...]
+
+    @property
+    def is_short(self) -> bool:
+        """True if there were too few steps for figures."""
+        return self.steps < FEWEST_STEPS
+
+
+def read_records(folder: Path) -> list[LiveRecord]:
+    """The last record of each rank, of the training that was reported last."""
+    records = []
+    for path in folder.glob("*.json"):
+        with suppress(OSError):
+            found = parse_record(path.read_bytes())
+            if found is not None:
+                records.append(found)
+    if not records:
+        return []
+    newest = max(records, key=lambda each: each.updated_at)
+    ranks = {}
+    for each in sorted(records, key=lambda each: each.updated_at):
+        if each.training == newest.training and each.world == newest.world:
+            ranks[each.rank] = each
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def summarize_training(
+    records: Sequence[LiveRecord],
+    run: str,
+    end: End,
+    labels: Mapping[str, str],
+    plan_samples_per_second: float = 0.0,
+    takers: str = "",
+) -> TrainingSummary | None:
+    """The summary of a training that left these records; None where it left none.
+
+    `labels` are the names of devices by their ids, `plan_samples_per_second` is for a training that
+    knows no plan, `takers` are programs that had the cores which this one wanted.
+    """
+    if not records:
+        return None
+    placed = [(record, live) for record in records for live in record.devices]
+    names = [_name(record, live.id, labels) for record, live in placed]
+    measured = [
+        measure_rank(
+            record,
+            live,
+            name,
+            record.whole if record.whole.steps else recent_sums(record, live),
+            live.micro,
+            record.starved_so_far,
+        )
+        for (record, live), name in zip(placed, names, strict=True)
+    ]
+    missing = max(0, max(record.world for record in records) - len(records))
+    judged = judge_training(measured, whole=not missing, takers=takers)
+    steps = judged.steps or (None,) * len(placed)
+    counted = max(records, key=lambda each: each.counted_steps)
+    speed = sum(
+        each.counted_samples / each.counted_seconds for each in records if each.counted_seconds
+    )
+    plan = max(each.plan_samples_per_second for each in records) or plan_samples_per_second
+    return TrainingSummary(
+        run=run,
+        end=end,
+        steps=counted.counted_steps,
+        seconds=counted.counted_seconds,
+        samples_per_second=speed,
+        plan_samples_per_second=plan,
+        of_plan=speed / plan if plan and not missing else 0.0,
+        step_s=judged.step_s,
+        limits=judged.limits,
+        parts_known=any(each.sums.steps for each in measured),
+        ranks=tuple(
+            RankSummary(
+                name, live.batch, live.micro, step, record.memory_bytes, record.memory_of_bytes
+            )
+            for (record, live), name, step in zip(placed, names, steps, strict=True)
+        ),
+        missing_ranks=missing,
+        changes=max((each.changes for each in records), key=len),
+    )
+
+
+def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:
+    return labels.get(device) or plain(device, 80) or f"rank {max(0, record.rank)}"
+
+
+def describe_summary(summary: TrainingSummary) -> list[str]:
+    """The summary in six lines; in fewer for a training of few steps."""
+    if summary.is_short:
+        steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
+        few = f"{steps} after the first ones, too few for figures: {FEWEST_STEPS} are needed"
+        return [few, *_describe_record(summary)]
+    lines = [_describe_speed(summary), _describe_limits(summary), _describe_remedies(summary)]
+    return [*filter(None, lines), *_describe_ranks(summary), *_describe_record(summary)]
+
+
+def _describe_speed(summary: TrainingSummary) -> str:
+    plan = ""
+    if summary.plan_samples_per_second:
+        of = f"{percent(summary.of_plan)} of" if summary.of_plan else "beside"
+        plan = f", {of} the plan's {rate(summary.plan_samples_per_second)}"
+    steps = f"{count_words(summary.steps)} steps in {duration(summary.seconds)}"
+    return f"speed: {rate(summary.samples_per_second)} samples/s{plan}; {steps}"
+
+
+def _describe_limits(summary: TrainingSummary) -> str:
+    if not summary.parts_known:
+        return "limited by: not known, as this training doesn't report the parts of its steps"
+    if not summary.limits:
+        return f"limited by: nothing beside own work, of {milliseconds(summary.step_s)} a step"
+    named = [
+        f"{NOUNS[each.kind]}{_by(each)}, {milliseconds(each.milliseconds / 1e3)} of a step "
+        f"({percent(each.share)})"
+        for each in summary.limits[:MOST_NAMED]
+    ]
+    return f"limited by: {'; '.join(named)}"
+
+
+def _by(limit: TrainingLimit) -> str:
+    if not limit.by:
+        return ""
+    if limit.kind == LimitKind.HOST_STARVED:
+        return f" ({plain(limit.by, 120)} had them)"
+    return f" {'rank' if limit.kind == LimitKind.UNEQUAL else 'on'} {limit.by}"
+
+
+def _describe_remedies(summary: TrainingSummary) -> str:
+    if not summary.limits:
+        return ""
+    first = summary.limits[0]
+    low, high = _write_gain(first.gain_low), _write_gain(first.gain_high)
+    return f"would help: {first.remedy} {_write_gain(first.gain)} (between {low} and {high})"
+
+
+def _write_gain(gain: float) -> str:
+    """+58 %, or +900 % or more, which no interval of a part can tell from more."""
+    if gain >= MOST_GAIN:
+        return f"+{percent(MOST_GAIN)} or more"
+    return f"+{percent(gain)}"
+
+
+def _describe_ranks(summary: TrainingSummary) -> list[str]:
+    shares = ", ".join(
+        f"{write_share(each.share, each.micro)} on {each.device}" for each in summary.ranks
+    )
+    times = len(summary.changes)
+    before = ""
+    if times:
+        first = "+".join(map(str, summary.changes[0].before))
+        before = f"; {first} before, changed {'once' if times == 1 else f'{times} times or more'}"
+    missing = f"; {summary.missing_ranks} ranks aren't seen here" if summary.missing_ranks else ""
+    held = [_describe_memory(each) for each in summary.ranks if each.memory_bytes]
+    memory = [f"memory: {', '.join(held)}"] if held else []
+    return [f"shares: {shares}{before}{missing}", *memory] if summary.ranks else memory
+
+
+def _describe_memory(rank: RankSummary) -> str:
+    held = size(rank.memory_bytes)
+    if not rank.memory_of_bytes:
+        return f"{held} on {rank.device}"
+    part = percent(rank.memory_bytes / rank.memory_of_bytes)
+    return f"{held} of {size(rank.memory_of_bytes)} ({part}) on {rank.device}"
+
+
+def _describe_record(summary: TrainingSummary) -> list[str]:
+    """Where the record is; nothing where the training has left none."""
+    if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
+        return []
+    return [f"record: evener runs show {summary.run}"]
+
+
+def keep_summary(summary: TrainingSummary) -> None:
+    """Write the summary beside the training's journal, as JSON and as text; nothing where there is
+    no journal, or no room.
+    """
+    folder = runs_folder() / summary.run
+    if not (folder / TRAINING_JOURNAL).exists():
+        return
+    text = "".join(f"{line}\n" for line in describe_summary(summary))
+    with suppress(OSError):
+        write_atomically(folder / SUMMARY, msgspec.json.encode(summary))
+        write_atomically(folder / SUMMARY_TEXT, text.encode())
+
+
+def load_summary(run: str) -> TrainingSummary | None:
+    """The summary in a run; None where there is none, or it can't be read."""
+    with suppress(OSError, msgspec.MsgspecError):
+        content = (runs_folder() / run / SUMMARY).read_bytes()
+        return msgspec.json.decode(content, type=TrainingSummary)
+    return None

@@ -1,0 +1,132 @@
+"""Two trainings are compared by the windows of their steps, as a gate for CI."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import msgspec
+import pytest
+
+from evener.balancer.store.compared import compare_trainings
+from evener.balancer.store.runs import run_folder
+from evener.errors import RequestError
+from evener.live.journal import TRAINING_JOURNAL, StartEntry, StepsEntry, TrainingRecord
+from evener.system.files import make_private
+from evener.training.step_sums import StepSums
+from evener.tui.cli.main import run
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+MOST = 0.05
+START = StartEntry(1e9, "train.py", "torch", ("a", "b"), (40, 24), 0.0, "host", 1, 1)
+
+
+def make_training(
+    seed: int, slowdown: float = 0.0, windows: int = 40, phase: str = "own_work_s"
+) -> TrainingRecord:
+    """A training of steps that differ by 4 %, on a machine whose speed wanders by 2 % and drifts by
+    up to 2 %; its first windows take longer.
+    """
+    draw = random.Random(seed)
+    wander, drift, at = 0.0, draw.uniform(-0.02, 0.02), 1e9
+    entries: list[StartEntry | StepsEntry] = [START]
+    for window in range(windows):
+        wander = 0.8 * wander + draw.gauss(0, 0.02 * math.sqrt(1 - 0.8**2))
+        warm = 0.3 * math.exp(-window)
+        pace = (1 + wander) * (1 + drift * (window / windows - 0.5)) * (1 + warm)
+        steps = 50
+        own_s = 0.02 * pace * (1 + draw.gauss(0, 0.04 / math.sqrt(steps)))
+        parts = {"own_work_s": own_s, "meeting_s": 0.002}
+        parts[phase] = parts.get(phase, 0.0) + slowdown * 0.022
+        seconds = steps * sum(parts.values())
+        at += seconds
+        sums = StepSums(steps, **{name: steps * each for name, each in parts.items()})
+        entries.append(StepsEntry(at, steps, seconds, 64 * steps, sums))
+    return TrainingRecord(f"run-{seed}", tuple(entries))
+
+
+def test_equal_trainings_pass_and_slower_ones_are_found() -> None:
+    equal = [
+        compare_trainings(make_training(2 * seed), make_training(2 * seed + 1)).is_beyond(MOST)
+        for seed in range(40)
+    ]
+    assert sum(equal) <= 2
+    slower = [
+        compare_trainings(make_training(2 * seed), make_training(2 * seed + 1, 0.1)).is_beyond(MOST)
+        for seed in range(100, 120)
+    ]
+    assert sum(slower) >= 18
+
+
+def test_the_interval_holds_what_is_true() -> None:
+    """In 19 of 20 pairs, about: drift of the whole machine is part of each training's mean."""
+    held = 0
+    for seed in range(200):
+        found = compare_trainings(make_training(2 * seed), make_training(2 * seed + 1, 0.1))
+        held += found.low <= 0.1 <= found.high
+    assert held >= 180
+
+
+def test_the_phase_that_takes_longer_is_known() -> None:
+    found = compare_trainings(make_training(1), make_training(2, 0.3, phase="input_s"))
+    surely = [each.name for each in found.phases if each.low_s > 0]
+    assert surely == ["input"]
+    assert found.slowdown == pytest.approx(0.3, abs=0.04)
+
+
+def test_a_faster_training_is_never_beyond() -> None:
+    found = compare_trainings(make_training(1, 0.5), make_training(2))
+    assert found.slowdown == pytest.approx(-1 / 3, abs=0.05)
+    assert not found.is_beyond(0.0)
+
+
+def test_only_the_last_start_counts_and_a_short_training_says_so() -> None:
+    slow, quick = make_training(1, 2.0), make_training(2)
+    both = TrainingRecord("both", (*slow.entries, *quick.entries))
+    assert abs(compare_trainings(quick, both).slowdown) < 1e-9
+    with pytest.raises(RequestError, match="too short"):
+        compare_trainings(quick, make_training(3, windows=5))
+
+
+def keep(training: TrainingRecord) -> str:
+    """A training's journal on disk; its run."""
+    run_id = f"20261129-01{training.run.removeprefix('run-'):0>4}-abcd"
+    folder = run_folder(run_id)
+    make_private(folder)
+    lines = [msgspec.json.encode(entry) + b"\n" for entry in training.entries]
+    (folder / TRAINING_JOURNAL).write_bytes(b"".join(lines))
+    (folder / TRAINING_JOURNAL).chmod(0o600)
+    return run_id
+
+
+def test_the_command_is_a_gate_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    quick, same, slow = (
+        keep(each) for each in (make_training(1), make_training(2), make_training(3, 0.3))
+    )
+    assert run(["runs", "compare", quick, same]) == 0
+    assert "not slower by more than 5.0 %" in capsys.readouterr().out
+    assert run(["runs", "compare", quick, slow]) == 1
+    assert "own work" in capsys.readouterr().out
+    assert run(["runs", "compare", quick, slow, "--max-slowdown", "50%"]) == 0
+    capsys.readouterr()
+    assert run(["runs", "compare", quick, slow, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["beyond"] is True
+    assert found["difference"]["low"] <= 0.3 <= found["difference"]["high"]
+    for wrong in (["nothing"], [slow, "--max-slowdown", "much"], [slow, "--max-slowdown", "-1"]):
+        assert run(["runs", "compare", quick, *wrong]) == 2
+
+
+def test_searches_are_compared_by_their_plans_and_not_with_trainings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    searches = []
+    for devices in ("sim:gtx1080ti,gtx1080", "sim:gtx1080,gtx1080"):
+        capsys.readouterr()
+        assert run(["balance", "-d", devices, "--json"]) == 0
+        searches.append(str(json.loads(capsys.readouterr().out)["run"]))
+    assert run(["runs", "compare", *searches]) == 1
+    assert run(["runs", "compare", *reversed(searches)]) == 0
+    assert run(["runs", "compare", searches[0], keep(make_training(1))]) == 2

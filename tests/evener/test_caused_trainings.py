@@ -1,0 +1,67 @@
+"""Real ranks that train with one known cause each: it is named first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from evener.launch.summary import summarize_training
+from evener.training.limits import LEAST_SHARE, LimitKind
+from tests.support.frameworks import skip_without
+
+skip_without("torch")
+pytestmark = pytest.mark.slow
+
+FIRST = {
+    "loader": LimitKind.INPUT,
+    "collate": LimitKind.INPUT,
+    "disk of one rank": LimitKind.RANK_INPUT,
+    "unequal": LimitKind.UNEQUAL,
+    "optimizer": LimitKind.OPTIMIZER,
+    "checkpoints": LimitKind.CHECKPOINTS,
+    "validation": LimitKind.VALIDATION,
+    "validation between epochs": LimitKind.VALIDATION,
+    "logging": LimitKind.BETWEEN,
+    "own code": LimitKind.OWN_CODE,
+}
+PLAIN = ("plain", "plain, in two epochs")
+MOST_STARVED = 0.25  # of the time, in which a sleep can be told from want of cores
+OF_THE_LOOP = {*FIRST.values()} - {LimitKind.UNEQUAL, LimitKind.OWN_CODE}
+
+
+def test_the_cause_is_named_first_and_plain_trainings_have_none(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
+    """Where other programs take cores meanwhile, that is named too, makes ranks unequal, and hides
+    sleeps.
+    """
+    from tests.support.caused_trainings import read_record
+
+    ranks = trainer_ranks("tests.support.caused_trainings.train_all", world=2)
+    limits = {}
+    for cause in ranks[0]:
+        records = [read_record(rank[cause]) for rank in ranks]
+        summary = summarize_training(records, "run", "finished", {})
+        assert summary is not None
+        limits[cause] = summary.limits
+    starved = {
+        cause: max(read_record(rank[cause]).starved_so_far for rank in ranks) for cause in ranks[0]
+    }
+    wrong = {}
+    for cause, kind in FIRST.items():
+        said = limits[cause]
+        found = [each.kind for each in said if each.kind != LimitKind.HOST_STARVED]
+        if starved[cause] > LEAST_SHARE and kind != LimitKind.UNEQUAL:
+            found = [each for each in found if each != LimitKind.UNEQUAL]
+        if kind == LimitKind.OWN_CODE and starved[cause] > MOST_STARVED:
+            continue
+        if found[:1] != [kind]:
+            wrong[cause] = [(each.kind.value, round(each.share, 2)) for each in said]
+    assert not wrong
+    assert LimitKind.HOST_STARVED in [limit.kind for limit in limits["cores"]]
+    for cause in PLAIN:
+        named = {limit.kind for limit in limits[cause]}
+        assert not named & OF_THE_LOOP
+        assert not named or starved[cause] > LEAST_SHARE

@@ -1,0 +1,65 @@
+"""The lines of `evener runs compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from evener.balancer.number_format import milliseconds, percent, rate
+from evener.balancer.store.compared import PhaseDifference, RunDifference
+from evener.printable import align
+
+
+def difference_lines(found: RunDifference, most: float) -> list[str]:
+    """What differs, by phase, and whether that is beyond `most`."""
+    rows = [
+        ("run", "samples/s"),
+        (found.before, rate(found.before_samples_per_second)),
+        (found.after, rate(found.after_samples_per_second)),
+    ]
+    lines = align(rows, 1)
+    lines.append(_write_whole(found))
+    if found.other_batch:
+        lines.append("their steps have different numbers of rows: times are per sample")
+    if found.phases:
+        lines += ["", *_write_phases(found)]
+    return [*lines, "", _write_verdict(found, most)]
+
+
+def _write_whole(found: RunDifference) -> str:
+    interval = f"{_signed(found.low)} to {_signed(found.high)}"
+    return f"{_signed(found.slowdown)} time per sample, between {interval} (95 %)"
+
+
+def _signed(part: float) -> str:
+    return f"{'+' if part >= 0 else '-'}{percent(abs(part), 1)}"
+
+
+def _write_phases(found: RunDifference) -> Iterator[str]:
+    heading = ("of a step", "before", "after", "longer by", "95 %", "")
+    yield from align([heading, *map(_write_phase, found.phases)], 1)
+
+
+def _write_phase(phase: PhaseDifference) -> tuple[str, ...]:
+    longer = phase.after_s - phase.before_s
+    error = (phase.high_s - phase.low_s) / 2
+    surely = "longer" if phase.low_s > 0 else ""
+    if phase.high_s < 0:
+        surely = "shorter"
+    sign = "-" if longer < 0 else ""
+    return (
+        phase.name,
+        milliseconds(phase.before_s),
+        milliseconds(phase.after_s),
+        f"{sign}{milliseconds(abs(longer))}",
+        f"± {milliseconds(error)}",
+        surely,
+    )
+
+
+def _write_verdict(found: RunDifference, most: float) -> str:
+    allowed = percent(most, 1)
+    if found.is_beyond(most):
+        return f"slower by more than {allowed}"
+    if found.slowdown > most:
+        return f"above {allowed}, but not surely slower: train both for longer"
+    return f"not slower by more than {allowed}"
