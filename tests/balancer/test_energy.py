@@ -27,7 +27,7 @@ from evener.devices.nvidia.gpu_reader import GpuReader
 from evener.devices.nvidia.nvml_library import describe
 from evener.plan.file import load_plan
 from evener.tui.cli.main import run
-from evener.tui.text.page import read_report
+from evener.tui.text.run_report import read_report
 from tests.support.efficiency_oracle import is_efficient
 
 ENERGY = find_objective("samples-per-joule")

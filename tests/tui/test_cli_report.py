@@ -8,9 +8,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from evener.balancer import journal
 from evener.balancer.number_format import rate
+from evener.balancer.store.runs import JOURNAL
+from evener.system.files import runs_folder
 from evener.tui.cli.main import run
+from evener.tui.text.page_chart import round_log_ticks, round_ticks
 from evener.tui.text.summaries import layout_words, outcome_words
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -86,7 +92,7 @@ def test_the_memory_wall_is_in_the_first_picture(
     a_run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only where a device did run out of memory."""
-    from evener.tui.text.page import read_report
+    from evener.tui.text.run_report import read_report
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
@@ -103,7 +109,7 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
     """For those who can't see it: each curve's points, each probe, each layout; headings are marked
     as such.
     """
-    from evener.tui.text.page import read_report
+    from evener.tui.text.run_report import read_report
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
@@ -125,6 +131,46 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
         )
         assert any(f"||{layout}||{result}||" in row for row in rows)
     assert text.count("<th scope=col") == text.count("<th") > 15
+
+
+def test_a_page_begins_with_the_gains_and_ends_its_verdict_with_the_commands() -> None:
+    """Of a search on two real GPUs: as the app's panel, before all else that was measured."""
+    name = "h200x2-torch_maxer-60percent-4096"
+    recorded = Path(__file__).parents[1] / "recorded" / f"{name}.jsonl"
+    record = journal.read(recorded)
+    folder = runs_folder() / record.header.run
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / JOURNAL).write_bytes(recorded.read_bytes())
+    (folder / JOURNAL).chmod(0o600)
+    assert run(["report", record.header.run, "-o", "report.html"]) == 0
+    text = Path("report.html").read_text()
+    card = text[: text.index("</section>")]
+    assert "this plan" in card
+    assert "even split" in card
+    assert "+31" in card
+    assert f"evener export {record.header.run} -o plan.toml" in card
+
+
+@given(st.floats(1e-3, 1e9), st.integers(2, 8))
+def test_ticks_are_round_and_few(high: float, most: int) -> None:
+    """From 0 on, in steps of 1, 2 or 5 times a power of ten, at most so many and not too few."""
+    ticks = round_ticks(high, most)
+    assert ticks[0] == 0.0
+    assert 1 <= len(ticks) - 1 <= most
+    assert len(ticks) - 1 >= most // 3, "a coarser step than it takes"
+    assert ticks[-1] <= high * (1 + 1e-6)
+    assert all(_is_round(tick / number) for number, tick in enumerate(ticks[1:], 1))
+
+
+@given(st.integers(1, 1 << 20), st.floats(1.1, 1e6))
+def test_ticks_of_batches_are_round_and_within_the_axis(low: int, times: float) -> None:
+    ticks = round_log_ticks(low, low * times)
+    assert len(ticks) <= 6
+    assert all(low <= tick <= low * times and _is_round(tick) for tick in ticks)
+
+
+def _is_round(number: float) -> bool:
+    return f"{number:.6e}"[0] in "125" and set(f"{number:.6e}".split("e")[0][2:]) == {"0"}
 
 
 def test_the_same_run_gives_the_same_file(a_run: str) -> None:
@@ -164,7 +210,7 @@ def test_what_a_machine_is_called_can_not_break_the_page(
 
 def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     """As the plan's table; the plan has one name, and no other split is the best."""
-    from evener.tui.text.page import read_report, write_layout
+    from evener.tui.text.run_report import read_report, write_layout
 
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080@60%", "--json"]) == 0
     assert run(["report", "last", "-o", "report.html"]) == 0

@@ -114,5 +114,29 @@ def test_every_picture_and_table_is_there(browser: Chromium, page: Path) -> None
         assert [heading for heading in seen["headings"] if heading.startswith(title)], title
     assert len(seen["figures"]) == 1
     assert min(seen["figures"]) > 80
-    assert len(seen["rows"]) == 5
+    assert len(seen["rows"]) == 6, "gains, shares, curves, ranking, timeline, facts"
     assert min(seen["rows"]) >= 2
+
+
+SEEN = """(() => {
+  const head = word => [...document.querySelectorAll('th')].filter(node => node.textContent === word);
+  const right = node => node.getBoundingClientRect().right;
+  const shown = node => getComputedStyle(node).display !== 'none';
+  const tables = [...document.querySelectorAll('.wide')].filter(node => node.querySelector('table').offsetHeight);
+  return JSON.stringify({
+    speeds: head('samples/s').filter(shown).map(right).filter(Boolean),
+    page: document.documentElement.clientWidth,
+    scrolled: tables.map(node => node.scrollHeight - node.clientHeight)});
+})()"""  # noqa: E501
+
+
+@pytest.mark.parametrize("width", [1100, 420])
+def test_speeds_are_in_sight_and_the_timeline_is_whole(
+    browser: Chromium, page: Path, width: int
+) -> None:
+    """Nobody has to scroll within a table for the figure that the page is about."""
+    _open(browser, page, "light", width)
+    seen = json.loads(browser.evaluate(SEEN))
+    assert len(seen["speeds"]) >= 2
+    assert max(seen["speeds"]) <= seen["page"]
+    assert max(seen["scrolled"]) <= 1

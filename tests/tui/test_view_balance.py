@@ -43,7 +43,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.tui.text.summaries import event_line, layout_words
+from evener.tui.text.summaries import event_line, layout_words, versus
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
 from evener.tui.view.cells import span_cells
@@ -397,10 +397,10 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     figure = Interval(100.0, 99.0, 101.0)
     rival = RivalRate("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
     plan = RivalRate("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
-    assert balance_lines.versus(plan, rival) == "+29.3 %"
-    assert balance_lines.versus(plan, rival._replace(tie=True)) == "tie"
+    assert versus(plan, rival) == "+29.3 %"
+    assert versus(plan, rival._replace(tie=True)) == "tie"
     rough = rival._replace(figure=Interval(100.0, 99.0, 140.0))
-    assert balance_lines.versus(plan, rough) == "unclear"
+    assert versus(plan, rough) == "unclear"
 
 
 @pytest.mark.parametrize("width", [*range(48, 70), 80])

@@ -355,6 +355,17 @@ def _alone(solo: Evidence | None) -> str:
     return f"{speed} at {write_share(share.batch, share.micro)}"
 
 
+def versus(best: RivalRate, each: RivalRate) -> str:
+    """The gain of the best over another layout, in a few cells."""
+    gain = each.gain_of(best)
+    if gain is None:
+        return "" if is_known(each.figure) else "unclear"
+    if each.kind == "sum":
+        return f"{percent(1 + gain)} of it"
+    size = write_gain(abs(gain), best.figure, each.figure)
+    return "tie" if each.tie else f"{'-' if gain < 0 else '+'}{size}"
+
+
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Lines on a split and one device, a larger batch that is faster, and the plan's part of the
     sum of all devices alone; with the plan's gains, unless the verdict's headline has them.

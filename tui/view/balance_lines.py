@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.events import Finished
 from evener.balancer.number_format import duration, percent, rate, relative_error
-from evener.balancer.result.rivals import list_samples, write_gain
+from evener.balancer.result.rivals import list_samples
 from evener.balancer.result.sentences import (
     BETWEEN,
     Written,
@@ -23,12 +23,11 @@ from evener.balancer.session_state import (
     seconds_left,
     timed,
 )
-from evener.balancer.statistics import is_known
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.printable import plain
 from evener.shares.whole_rows import apportion
 
-from ..text.summaries import layout_words, left_words, outcome_words, share_words
+from ..text.summaries import layout_words, left_words, outcome_words, share_words, versus
 from .cells import (
     Line,
     Mark,
@@ -201,17 +200,6 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, drawn: tuple[Span,
     )
     left = width - span_cells(spans)
     return Line(pad((*spans, Span(cut(each.where, max(1, min(22, left))), "dim")), width))
-
-
-def versus(best: RivalRate, each: RivalRate) -> str:
-    """The gain of the best over another layout, in a few cells."""
-    gain = each.gain_of(best)
-    if gain is None:
-        return "" if is_known(each.figure) else "unclear"
-    if each.kind == "sum":
-        return f"{percent(1 + gain)} of it"
-    size = write_gain(abs(gain), best.figure, each.figure)
-    return "tie" if each.tie else f"{'-' if gain < 0 else '+'}{size}"
 
 
 def versus_tone(text: str) -> Tone:

@@ -18,8 +18,8 @@ from evener.balancer.statistics import is_known
 from evener.printable import plain
 
 from ..text.summaries import rival_lines as rival_texts
-from ..text.summaries import share_table, write_search
-from .balance_lines import other_warnings, shares_bar, versus, versus_tone, warning_lines
+from ..text.summaries import share_table, versus, write_search
+from .balance_lines import other_warnings, shares_bar, versus_tone, warning_lines
 from .cells import Line, Mark, Span, cut, line, pad, span_cells, text_lines, whole_lines
 from .search_log import LOG, log_rows
 from .table import whole_table

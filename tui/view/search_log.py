@@ -12,22 +12,12 @@ from evener.balancer.session_state import SessionState
 from evener.balancer.types import Observation, OutOfMemory, Stage, Timed
 from evener.printable import plain
 
+from ..text.stages import STAGE_WORDS
 from ..text.summaries import DOUBTS, share_words
 from .cells import Line, Mark, Span, Tone, cut, line, text_lines
 from .search_story import name_layout
 from .table import Column, Grid
 
-KINDS: dict[Stage, str] = {
-    "solo": "alone",
-    "rest": "alone",
-    "part": "a part",
-    "split": "together",
-    "shard": "cut up",
-    "race": "in turn",
-    "pack": "packed",
-    "knobs": "other knobs",
-    "check": "again",
-}
 REASONS: dict[Stage, str] = {
     "solo": "Each device alone, all at once: how its speed and memory grow with the batch.",
     "rest": "One device alone, with the others idle: what has to be beaten.",
@@ -142,7 +132,7 @@ def _draw_news(row: LogRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_kind(row: LogRow, width: int) -> tuple[Span, ...]:
-    return (Span(cut(KINDS[row.seen.probe.stage], width)),)
+    return (Span(cut(STAGE_WORDS[row.seen.probe.stage], width)),)
 
 
 LOG: Grid[LogRow] = Grid(
@@ -166,7 +156,7 @@ def probe_lines(row: LogRow, width: int) -> tuple[Line, ...]:
     """All that is known of one measurement."""
     seen = row.seen
     layout, probe = seen.probe.layout, seen.probe
-    head = f"Probe {row.number}, at {duration(row.entry.at_seconds)}: {KINDS[probe.stage]}"
+    head = f"Probe {row.number}, at {duration(row.entry.at_seconds)}: {STAGE_WORDS[probe.stage]}"
     lines = [
         line(Span(head, "strong")),
         *text_lines(REASONS[probe.stage], width, 3, "dim", 0),

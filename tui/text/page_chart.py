@@ -1,0 +1,126 @@
+"""The picture of a report: samples/s of each device alone against its batch, as inline SVG.
+
+Batches are on a logarithmic axis, as in the app; both axes have round ticks (1, 2, 5, 10, ...).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from evener.balancer.number_format import count_words
+from evener.balancer.result.learning import Point
+
+from .run_report import SoloCurve
+
+SERIES = ("#2f81d6", "#c96f14", "#23947d", "#b05cc4", "#cf4f56", "#7c8c12", "#7a6ff0", "#a0714f")
+WIDE, HIGH = 480, 270  # of the picture, in pixels of a phone
+LEFT, RIGHT, ABOVE, BELOW = 48, 22, 18, 34  # its margins
+MOST_TICKS = 6
+
+
+def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
+    """Ticks from 0 to `high` in steps of 1, 2 or 5 times a power of ten, at most `most` above 0."""
+    if high <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(high / most))
+    for factor in (1, 2, 5, 10, 20):
+        step = power * factor
+        count = int(high / step + 1e-9)
+        if count <= most:
+            break
+    return [step * number for number in range(count + 1)]
+
+
+def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
+    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or fewer of them."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for round_ in ((1, 2, 5), (1, 5), (1,)):
+        ticks = [step * 10.0**power for power in powers for step in round_]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) <= most:
+            return inside
+    return inside[:: -(-len(inside) // most)]
+
+
+class _Axes:
+    """Where a batch and a rate lie in the picture."""
+
+    def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
+        known = [batch for batch in batches if batch > 0]
+        self.low, self.high = min(known, default=1.0), max(known, default=2.0)
+        if self.low == self.high:
+            self.low, self.high = self.low / 2, self.high * 2
+        self.top = 1.04 * max(speeds, default=1.0)
+
+    def x(self, batch: float) -> float:
+        """Pixels from the left."""
+        part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
+        return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
+
+    def y(self, speed: float) -> float:
+        """Pixels from above."""
+        return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
+
+
+def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> str:
+    """The picture; a dotted line is where a device ran out of memory."""
+    points = [point for curve in curves for point in curve.points]
+    walls = [curve.wall_batch for curve in curves if curve.wall_batch is not None]
+    batches = [*(batch for batch, _ in points), *walls, *(batch for batch, _, _ in frontier)]
+    speeds = [speed for _, speed in points] + [max(speed, worth) for _, speed, worth in frontier]
+    axes = _Axes(batches, speeds)
+    parts = [*_draw_ticks(axes)]
+    for number, curve in reversed(list(enumerate(curves))):  # the first device on top
+        parts += _draw_curve(axes, curve, SERIES[number % len(SERIES)], number)
+    fast = [(batch, speed) for batch, speed, _ in frontier]
+    worth = [(batch, value) for batch, _, value in frontier]
+    for line, dashes in ((fast, "8 4"), (worth, "8 3 2 3")):
+        if line:
+            parts.append(_path(axes, line, f'stroke="currentColor" stroke-dasharray="{dashes}"'))
+    label = "Samples/s of each device alone against its batch; a table of its figures is below"
+    return (
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {WIDE} {HIGH}">{"".join(parts)}</svg>'
+    )
+
+
+def _draw_ticks(axes: _Axes) -> Iterable[str]:
+    bottom, right = HIGH - BELOW, WIDE - RIGHT
+    for speed in round_ticks(axes.top):
+        y = axes.y(speed)
+        yield f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>'
+        yield _text(LEFT - 6, y + 4, _write_tick(speed), "end")
+    for batch in round_log_ticks(axes.low, axes.high):
+        x = axes.x(batch)
+        yield f'<path class="grid" d="M{x:.1f} {bottom}v4"/>'
+        yield _text(x, bottom + 17, count_words(round(batch)), "middle")
+    yield _text(LEFT - 6, 11, "samples/s", "middle")
+    yield _text(right, HIGH - 3, "batch", "end")
+
+
+def _write_tick(speed: float) -> str:
+    """A round figure without digits that say nothing."""
+    return count_words(round(speed)) if speed == round(speed) else f"{speed:g}"
+
+
+def _draw_curve(axes: _Axes, curve: SoloCurve, colour: str, number: int) -> Iterable[str]:
+    yield _path(axes, curve.points, f'stroke="{colour}" stroke-width="2"')
+    for batch, speed in curve.points:
+        at = f'cx="{axes.x(batch):.1f}" cy="{axes.y(speed):.1f}"'
+        yield f'<circle {at} r="3" fill="{colour}"/>'
+    if curve.wall_batch is not None:
+        x = axes.x(curve.wall_batch)
+        across = f"M{x:.1f} {ABOVE}V{HIGH - BELOW}"
+        yield f'<path d="{across}" fill="none" stroke="{colour}" stroke-dasharray="2 4"/>'
+        words = f"{curve.label}: out of memory"
+        yield _text(x - 5, ABOVE + 26 + 15 * number, words, "end")
+
+
+def _path(axes: _Axes, line: Iterable[tuple[float, float]], style: str) -> str:
+    points = " ".join(f"{axes.x(batch):.1f},{axes.y(speed):.1f}" for batch, speed in line)
+    return f'<polyline fill="none" points="{points}" {style}/>'
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -1,0 +1,143 @@
+"""What a report of a run shows: verdict, curves, ranking and timeline, without their drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.balancer.events import Finished
+from evener.balancer.journal import Header, ObservationEntry, Record
+from evener.balancer.number_format import write_share
+from evener.balancer.result.learning import Point
+from evener.balancer.result.sentences import Written, write_next_steps, write_verdict
+from evener.balancer.session_state import RivalRate, plan_rate, plan_rivals
+from evener.balancer.store import runs
+from evener.balancer.types import OutOfMemory, Timed
+from evener.devices.terms import write_limit
+from evener.devices.types import Device
+from evener.plan.file import Evidence, Plan, PlanLayout
+from evener.printable import plain
+
+THE_PLAN = "the plan"  # in the ranking
+
+
+class SoloCurve(msgspec.Struct, frozen=True):
+    """A device alone: measured (batch, samples/s), by batch, and the smallest batch that did not
+    fit.
+    """
+
+    label: str
+    points: tuple[tuple[int, float], ...]
+    wall_batch: int | None
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    """A run, ready to be drawn."""
+
+    header: Header
+    labels: tuple[str, ...]
+    plan: Plan
+    verdict: str
+    curves: tuple[SoloCurve, ...]
+    ranking: tuple[Evidence, ...]  # the plan and its rivals, the fastest first
+    seen: tuple[ObservationEntry, ...]
+    rivals: tuple[RivalRate, ...]  # the plan first, then what it is compared with
+    steps: tuple[str, ...]  # what comes next, with the commands
+    written: Written | None = None  # the verdict in words; None for a run without one
+    frontier: Sequence[Point] = ()  # where the noise scale is known
+
+
+def read_report(name: str) -> RunReport:
+    """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no
+    plan.
+
+    An unfinished run has the plan of what it measured, as in an export.
+    """
+    found = runs.load_run(name)
+    header, plan = found.header, found.require_plan()
+    labels = tuple(device.label for device in header.devices)
+    compared = [
+        each for each in plan_rivals(plan, labels) if each.kind not in ("larger_batch", "sum")
+    ]
+    end = found.end
+    return RunReport(
+        header=header,
+        labels=tuple(_label(device) for device in header.devices),
+        plan=plan,
+        verdict=found.end.verdict if found.end else "",
+        curves=tuple(_curve(found.record, i) for i in range(len(header.devices))),
+        ranking=_rank(plan),
+        seen=found.record.seen,
+        rivals=(plan_rate(plan, labels), *compared),
+        steps=_find_steps(header.run, end),
+        written=write_verdict(end.found) if end is not None and end.found is not None else None,
+        frontier=_find_frontier(found.end),
+    )
+
+
+def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
+    """What to do with the plan; for a run without an end, the line that goes on."""
+    if end is None:
+        return (f"to go on: evener balance --resume {run}",)
+    return write_next_steps(run, end, "", True)
+
+
+def _find_frontier(end: Finished | None) -> Sequence[Point]:
+    learning = end.found.learning if end is not None and end.found is not None else None
+    return learning.frontier if learning is not None else ()
+
+
+def _label(device: Device) -> str:
+    """A device's label with its limit, as in the plan's table."""
+    return (
+        f"{device.label} @{limit}"
+        if (limit := plain(write_limit(device.limit), 32))
+        else device.label
+    )
+
+
+def _curve(record: Record, position: int) -> SoloCurve:
+    points: dict[int, float] = {}
+    failed: list[int] = []
+    for entry in record.seen:
+        layout = entry.seen.probe.layout
+        if not layout.traits.alone or layout.active != (position,) or layout.knobs or layout.length:
+            continue
+        if isinstance(entry.seen, Timed):
+            points[layout.global_batch] = max(
+                entry.seen.samples_per_second, points.get(layout.global_batch, 0.0)
+            )
+        elif isinstance(entry.seen, OutOfMemory):
+            failed.append(layout.global_batch)
+    label = _label(record.header.devices[position])
+    return SoloCurve(label, tuple(sorted(points.items())), min(failed, default=None))
+
+
+def _rank(plan: Plan) -> tuple[Evidence, ...]:
+    """The plan and its rivals, without the solos, which are in the curves, and without a second
+    name of one of them.
+    """
+    own = [
+        rival
+        for rival in plan.evidence
+        if rival.layout.batches == plan.layout.batches and rival.gain is None
+    ]
+    rivals = [
+        msgspec.structs.replace(rival, name=plain(rival.name, 40))
+        for rival in plan.evidence
+        if rival.kind not in ("one_device", "larger_batch") and rival not in own
+    ]
+    bars = [Evidence(THE_PLAN, plan.layout, plan.throughput), *rivals]
+    return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
+
+
+def write_layout(layout: PlanLayout, header: Header) -> str:
+    """The devices of a layout with their shares: GPU:0[820] + GPU:1[568]."""
+    parts = zip(header.devices, layout.share, strict=True)
+    where = " + ".join(
+        f"{each.label}[{write_share(share.batch, share.micro)}]"
+        for each, share in parts
+        if share.batch
+    )
+    return f"{layout.processes} x {where}" if layout.processes > 1 else where

@@ -1,0 +1,17 @@
+"""The stages of a search in a word or two, the same in the app and in a report."""
+
+from __future__ import annotations
+
+from evener.balancer.types import Stage
+
+STAGE_WORDS: dict[Stage, str] = {
+    "solo": "alone",
+    "rest": "alone",
+    "part": "a part",
+    "split": "together",
+    "shard": "cut up",
+    "race": "in turn",
+    "pack": "packed",
+    "knobs": "other knobs",
+    "check": "again",
+}
