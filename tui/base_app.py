@@ -367,8 +367,12 @@ class BaseApp(App[int]):
         in_form = self.balance == SessionState()
         if in_form:
             self.start_fault = fault
-        if self.replays or (self.current_mode == "balance" and (begun or in_form)):
-            return
+        shown = self.current_mode == "balance" and (begun or in_form)
+        if not self.replays and not shown:
+            self._tell_end(fault)
+
+    def _tell_end(self, fault: str) -> None:
+        """Say on another screen how the session has ended."""
         if fault:
             self.say(fault, severity="error")
         elif self.balance.finished is not None:

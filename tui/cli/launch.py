@@ -277,10 +277,8 @@ def run(
         keeps = not (code or alone or (chosen.given and not balance))
         saved = save_plan(chosen.plan, read, left) if keeps else None
     if saved is not None:
-        say(
-            f"these shares again: "
-            f"{shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}"
-        )
+        again = shlex.join(["evener", "run", "--plan", str(saved), "--", *(command or [])])
+        say(f"these shares again: {again}")
     return code
 
 

@@ -46,6 +46,13 @@ class _Progress:
         self.said: list[str] = []
         self.drawn = False  # True while the lines are on a terminal
 
+    def say(self, text: str) -> None:
+        """Say it below the lines, or on standard error."""
+        if self.drawn:
+            self.said.append(text)
+        else:
+            _write_error(text)
+
 
 def run_session(
     session: Session,
@@ -64,18 +71,9 @@ def run_session(
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
-    unsaved = (
-        f"ended at once; {'the plan is not written; ' if export else ''}to go on: evener "
-        f"balance --resume"
-    )
-
-    def say(text: str) -> None:
-        if progress.drawn:
-            progress.said.append(text)
-        else:
-            _write_error(text)
-
-    with stopped_by_signals(session.stop, words, f"{unsaved} {session.run_id}", say) as caught:
+    lost = "the plan is not written; " if export else ""
+    at_once = f"ended at once; {lost}to go on: evener balance --resume {session.run_id}"
+    with stopped_by_signals(session.stop, words, at_once, progress.say) as caught:
         unwritten: UnwrittenError | None = None
         try:
             finished = _show_progress(session, progress, as_json)
@@ -90,13 +88,12 @@ def run_session(
             return caught[0]
         finally:
             session.close()
+        if export is not None:
+            finished.plan.save(export)
+        labels, path = progress.state.devices, "" if export is None else str(export)
+        measured = progress.state.replayed < finished.plan.search.probes
+        steps = write_next_steps(session.run_id, finished, path, measured)
         try:
-            if export is not None:
-                finished.plan.save(export)
-            labels = progress.state.devices
-            measured = progress.state.replayed < finished.plan.search.probes
-            path = "" if export is None else str(export)
-            steps = write_next_steps(session.run_id, finished, path, measured)
             if as_json:
                 found = more(session, finished, labels)
                 print(json_text(result_json(session.run_id, finished, steps, found)), flush=True)

@@ -24,6 +24,8 @@ from .base import PanelScreen
 from .dialogs import confirm
 from .run_dialogs import RunActions, ask_to_train, errors_file, plan_dialog
 
+NOT_IN_REPLAYS = ("stop", "go_on", "report")
+
 
 class BalanceScreen(RunActions, PanelScreen):
     """Shows the app's session, which continues when another screen is opened."""
@@ -110,31 +112,43 @@ class BalanceScreen(RunActions, PanelScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
-        state, replays = self.evener.balance, self.evener.replays
-        if replays and action in ("stop", "go_on", "report"):
+        if self.evener.replays and action in NOT_IN_REPLAYS:
             return False
         if action in ("pause", "stop"):
-            return (
-                state.active
-                and state.finished is None
-                and (action == "stop" or parameters[0] is not state.paused)
-            )
-        if action == "read_all":
-            return state.finished is not None
-        if action in ("export", "report"):
-            return state.finished is not None and not self.evener.readonly
-        if action == "train_here":
-            return (
-                state.finished is not None
-                and not self.evener.readonly
-                and recommends_plan(state.finished)
-                and bool(find_training_command(state.finished.plan, "plan.toml"))
-            )
-        if action == "traceback":
-            return bool(state.run or state.seen) and errors_file(state.run) is not None
+            return self._goes_on and parameters != (self.evener.balance.paused,)
         if action in ("new", "go_on"):
-            return replays or (state.ended and bool(action == "new" or state.run))
+            return self._begins_again(action)
+        if action in ("read_all", "export", "report", "train_here"):
+            return self._leads_on(action)
+        if action == "traceback":
+            run = self.evener.balance.run
+            return bool(run or self.evener.balance.seen) and errors_file(run) is not None
         return True
+
+    @property
+    def _goes_on(self) -> bool:
+        """True while a search measures."""
+        state = self.evener.balance
+        return state.active and state.finished is None
+
+    def _begins_again(self, action: str) -> bool:
+        """True if the form can be shown, or the run can be continued."""
+        state = self.evener.balance
+        if self.evener.replays:
+            return True
+        return state.ended and (action == "new" or bool(state.run))
+
+    def _leads_on(self, action: str) -> bool:
+        """True if a result can be read, written, or trained by."""
+        finished = self.evener.balance.finished
+        if finished is None:
+            return False
+        if action == "read_all":
+            return True
+        if self.evener.readonly or action != "train_here":
+            return not self.evener.readonly
+        has_script = bool(find_training_command(finished.plan, "plan.toml"))
+        return recommends_plan(finished) and has_script
 
     def action_pause(self, paused: bool) -> None:
         """Pause the search, or resume it."""

@@ -316,6 +316,7 @@ def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
         for each in sorted(snapshot.reports, key=lambda each: each.updated_at)
     }
     yield from _training_families(named)
+    yield from _noise_families(named)
     yield from _share_families(
         named, {sample.device.id: sample.device for sample in snapshot.devices}
     )
@@ -378,6 +379,10 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
         yield _gauge(
             name, help_text, TRAINING_LABELS, ((labels, got) for labels, got in found if got)
         )
+
+
+def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
+    """The noise scale of each rank, where it is known, and its ends that are figures."""
     for name, field, help_text in _NOISE:
         ends = (
             (labels, getattr(each.noise, field))

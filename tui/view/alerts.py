@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from evener.balancer.number_format import rate
@@ -101,21 +101,31 @@ def _training_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:
         groups.setdefault(report.training or f"pid {report.pid}", []).append(report)
     for about, reports in groups.items():
         name = plain(reports[0].workload or reports[0].framework, 60)
-        silent = [
-            report
-            for report in reports
-            if report.late_seconds(snapshot.at_seconds) > SILENT_REPORT_SECONDS
-        ]
+        silent = [report for report in reports if _is_silent(report, snapshot.at_seconds)]
         if silent:
             ranks = ", ".join(str(report.rank) for report in silent)
             yield Alert("silent", about, name, f"{name}: no report from rank {ranks}.")
             continue
-        speed = sum(report.samples_per_second for report in reports)
-        plan = max(report.plan_samples_per_second for report in reports)
-        whole = len({report.rank for report in reports}) == max(
-            1, *(each.world for each in reports)
-        )
-        if whole and plan > 0 and 100 * speed < rules.plan_percent * plan:
-            reached = 100 * speed / plan
-            text = f"{name} reaches {reached:.0f} % of its plan: {rate(speed)} samples/s."
+        reached = _part_of_plan(reports)
+        if reached is not None and 100 * reached < rules.plan_percent:
+            speed = sum(report.samples_per_second for report in reports)
+            part = f"{100 * reached:.0f} % of its plan"
+            text = f"{name} reaches {part}: {rate(speed)} samples/s."
             yield Alert("below plan", about, name, text)
+
+
+def _is_silent(report: Training, now: float) -> bool:
+    return report.late_seconds(now) > SILENT_REPORT_SECONDS
+
+
+def _part_of_plan(reports: Sequence[Training]) -> float | None:
+    """The part of the plan's samples/s that a training reaches; None without a plan, or where not
+    all of its ranks report here.
+    """
+    plan = max(report.plan_samples_per_second for report in reports)
+    ranks = {report.rank for report in reports}
+    world = max(1, *(report.world for report in reports))
+    if plan <= 0 or len(ranks) != world:
+        return None
+    speed: float = sum(report.samples_per_second for report in reports)
+    return speed / plan

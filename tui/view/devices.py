@@ -5,7 +5,7 @@ missing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -106,9 +106,9 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
     samples = [each.sample for each in row.rows]
     if all(sample.utilization_percent.state is State.LOST for sample in samples):
         return Line(pad((*head, Span(cut(plain(samples[0].note, 300), room), "bad")), width), here)
-    busy = _current([sample.utilization_percent for sample in samples])
-    used = _current([sample.memory_used_bytes for sample in samples])
-    speed = _current([sample.samples_per_second for sample in samples])
+    busy = _read(samples, "utilization_percent")
+    used = _read(samples, "memory_used_bytes")
+    speed = _read(samples, "samples_per_second")
     figures = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
     figures += [f"{gib(sum(used))} GiB used"] if used else []
     figures += [f"{rate(sum(speed))} samples/s"] if speed else []
@@ -121,27 +121,34 @@ def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ..
     """
     if len(samples) < 2:
         return ()
-    busy = _current([sample.utilization_percent for sample in samples])
-    used = _current([sample.memory_used_bytes for sample in samples])
-    there = _current([sample.memory_total_bytes for sample in samples])
-    drawn = _current([sample.power_watts for sample in samples])
-    speed = _current([sample.samples_per_second for sample in samples])
-    facts: list[tuple[Span, ...]] = []
-    if any(speed):
-        facts.append((Span(f"  {rate(sum(speed))}", "speed"), Span(" samples/s", "dim")))
-    if busy:
-        facts.append((Span(f"  {sum(busy) / len(busy):.0f} %", "accent"), Span(" busy", "dim")))
-    if drawn:
-        facts.append((Span(f"  {sum(drawn):.0f}", "power"), Span(" W", "dim")))
-    if used and there and not any(sample.device.on_cpu for sample in samples):
-        memory = Span(f"  {gib(sum(used))}", "memory")
-        facts.append((memory, Span(f"/{gib(sum(there))} G", "dim")))
     spans: tuple[Span, ...] = (Span(f"{len(samples)} devices", "title"),)
-    for fact in facts:
+    for fact in _facts_together(samples):
         if span_cells((*spans, *fact)) >= room:
             break
         spans += fact
     return (*spans, Span(" ")) if len(spans) > 1 else ()
+
+
+def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...]]:
+    """Sums of devices with their units, the most important first."""
+    speed = _read(samples, "samples_per_second")
+    if any(speed):
+        yield Span(f"  {rate(sum(speed))}", "speed"), Span(" samples/s", "dim")
+    busy = _read(samples, "utilization_percent")
+    if busy:
+        yield Span(f"  {sum(busy) / len(busy):.0f} %", "accent"), Span(" busy", "dim")
+    drawn = _read(samples, "power_watts")
+    if drawn:
+        yield Span(f"  {sum(drawn):.0f}", "power"), Span(" W", "dim")
+    own = [sample for sample in samples if not sample.device.on_cpu]
+    used, there = _read(own, "memory_used_bytes"), _read(own, "memory_total_bytes")
+    if used and there:
+        yield Span(f"  {gib(sum(used))}", "memory"), Span(f"/{gib(sum(there))} G", "dim")
+
+
+def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
+    """The current values of a reading, of those devices that have one."""
+    return _current([getattr(sample, field) for sample in samples])
 
 
 def _current(readings: Sequence[Reading]) -> list[float]:

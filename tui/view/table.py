@@ -204,28 +204,32 @@ def table_lines(
     room = max(0, height - 1)
     first = window(len(rows), position.cursor, room, position.top)
     shown = rows[first : first + room]
-    below = len(rows) - first - len(shown)
-    hidden = [
-        f"{mark}{count}"
-        for mark, count in ((Mark.ASCENDING, first), (Mark.DESCENDING, below))
-        if count
-    ]
-    head = _heading(
-        grid.columns, widths, order, "".join(f" {sign}" for sign in (note, *hidden) if sign)
-    )
-    lines = [head]
+    hidden = _hidden_rows(first, len(rows) - first - len(shown))
+    notes = "".join(f" {sign}" for sign in (note, *hidden) if sign)
+    lines = [_heading(grid.columns, widths, order, notes)]
     for place, row in enumerate(shown, first):
         here = position.active and place == position.cursor
-        lines.append(
-            grid.draw(row, widths, width, here)
-            if grid.draw
-            else table_row(grid.columns, widths, row, here)
-        )
-    if isinstance(grid.nothing, Lesson) and not rows:
-        lines += lesson_lines(grid.nothing, width, max(1, room))
-    elif isinstance(grid.nothing, str) and grid.nothing and not rows:
-        lines += text_lines(grid.nothing, width, max(1, room), "dim")
+        if grid.draw:
+            lines.append(grid.draw(row, widths, width, here))
+        else:
+            lines.append(table_row(grid.columns, widths, row, here))
+    if not rows:
+        lines += _nothing_lines(grid.nothing, width, max(1, room))
     return tuple(lines), first
+
+
+def _hidden_rows(above: int, below: int) -> Iterator[str]:
+    """How many rows there are above and below those shown."""
+    if above:
+        yield f"{Mark.ASCENDING}{above}"
+    if below:
+        yield f"{Mark.DESCENDING}{below}"
+
+
+def _nothing_lines(nothing: str | Lesson, width: int, height: int) -> tuple[Line, ...]:
+    if isinstance(nothing, Lesson):
+        return lesson_lines(nothing, width, height)
+    return text_lines(nothing, width, height, "dim") if nothing else ()
 
 
 def whole_table(grid: Grid[RowT], rows: Sequence[RowT], width: int) -> tuple[Line, ...]:

@@ -182,6 +182,9 @@ def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> boo
     return any(past.history(sample.device.key, metric.field, HISTORY_TICKS))
 
 
+Histories = dict[tuple[str, str], tuple[float | None, ...]]  # by device and field
+
+
 def draw_timelines(
     plan: GraphPlan, past: PastTicks, view: TimeView, width: int
 ) -> tuple[Line, ...]:
@@ -190,31 +193,36 @@ def draw_timelines(
     column = None if view.cursor is None else view.cursor - window.first_cell
     if column is not None and not 0 <= column < plan.graph:
         column = None
-    histories = {
-        (sample.device.key, metric.field): past.history(
-            sample.device.key, metric.field, window.newest
-        )
-        for sample in plan.devices
-        for metric in plan.metrics
-    }
+    histories = _read_past(plan, past, window.newest)
     tops = _common_tops(plan, histories) if view.common_top else {}
     lines = [_heading(plan, width)]
     for sample, rows in zip(plan.devices, plan.rows, strict=True):
-        label = _label(sample, rows, plan.label, sample.device.key == view.chosen)
-        graphs = []
+        parts = [_label(sample, rows, plan.label, sample.device.key == view.chosen)]
         for metric in plan.metrics:
             values = histories[sample.device.key, metric.field]
             top = tops.get(metric.field) or _top(sample, metric, values)
-            graphs.append(_graph(sample, metric, top, window.dots(values), rows, column))
-        for parts in zip(label, *graphs, strict=True):
-            spans = tuple(span for part in parts for span in part)
-            lines.append(Line(pad(spans, width)))
+            parts.append([*_graph(sample, metric, top, window.dots(values), rows, column)])
+        lines += _join_parts(parts, width)
     return (*lines, _axis(plan, window, past.times(window.newest), column, width))
 
 
-def _common_tops(
-    plan: GraphPlan, histories: dict[tuple[str, str], tuple[float | None, ...]]
-) -> dict[str, float]:
+def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
+    """The newest readings of everything that is drawn."""
+    histories: Histories = {}
+    for sample in plan.devices:
+        for metric in plan.metrics:
+            key = sample.device.key
+            histories[key, metric.field] = past.history(key, metric.field, newest)
+    return histories
+
+
+def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
+    """Blocks of as many rows side by side."""
+    for row in zip(*parts, strict=True):
+        yield Line(pad(tuple(span for part in row for span in part), width))
+
+
+def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
     """For each metric one top, the highest of all devices."""
     tops: dict[str, float] = {}
     for sample in plan.devices:
