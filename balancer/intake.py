@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import cast
 
 import msgspec
 
@@ -30,7 +29,7 @@ from .number_format import join_words
 from .objectives import OBJECTIVES, find_objective
 from .probes.launch_plan import ONE_PROCESS, OPEN_SERVERS, choose_group_engine
 from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
-from .search.layouts import Knob, LayoutOptions
+from .search.layouts import BALANCE, Knob, LayoutOptions
 from .types import Problem
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
@@ -292,7 +291,12 @@ def check_problem(problem: Problem) -> None:
 
 
 SINGLE = "single"  # a placement that is a solo layout
-KNOBS: tuple[Knob, ...] = ("xla", "mixed")
+WORKERS = "workers"  # the word for several numbers of a loader's worker processes
+KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by what --try calls them
+    "xla": ("xla",),
+    "mixed": ("mixed",),
+    WORKERS: ("workers0", "workers2", "workers4", "workers8"),
+}
 
 
 def take_in_comparison(
@@ -304,7 +308,7 @@ def take_in_comparison(
     unknown words, or if nothing is left.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
-    knobs = _choose("--try", knobs, KNOBS)
+    tried = _choose("--try", knobs, tuple(KNOBS))
     resolved = take_in(request)
     placements = _find_placements(resolved)
     reasons = {family: _why_impossible(resolved, family, placements) for family in families}
@@ -320,22 +324,59 @@ def take_in_comparison(
     has_packs = any(family.traits.side_by_side for family in possible)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         notes.append("An MPS daemon runs: processes share GPUs through it.")
-    if resolved.machine is not None and knobs:
-        notes.append("Simulated devices have neither XLA nor other precisions; --try was left out.")
-        knobs = []
+    able, why = _find_knobs(resolved, tried)
+    notes += why
     has_placements = any(family.traits.placed for family in possible)
     has_shards = any(family.traits.sharded for family in possible)
     wanted = LayoutOptions(
         families=tuple(family.name for family in possible),
         placements=placements if has_placements else (),
         pack_modes=_pack_modes(resolved),
-        knobs=tuple(cast(list[Knob], knobs)),
+        knobs=able,
         left_out=tuple(notes),
         shards=has_shards and layouts is not None,
     )
     return msgspec.structs.replace(
         resolved, request=msgspec.structs.replace(request, compare=wanted)
     )
+
+
+def take_in_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
+    """The request of a search as `take_in` has it, whose winner is measured with these knobs too.
+
+    What isn't possible here is explained in `request.compare.left_out`; RequestError for unknown
+    words.
+    """
+    tried = _choose("--try", knobs, (WORKERS,))
+    resolved = take_in(request)
+    able, why = _find_knobs(resolved, tried)
+    wanted = msgspec.structs.replace(BALANCE, knobs=able, left_out=why)
+    return msgspec.structs.replace(
+        resolved, request=msgspec.structs.replace(request, compare=wanted)
+    )
+
+
+def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
+    """The knobs that can be tried here, and why others can't."""
+    if not tried:
+        return (), ()
+    if resolved.machine is not None:
+        why = "Simulated devices have no XLA, other precisions or loaders; --try was left out."
+        return (), (why,)
+    notes: list[str] = []
+    if WORKERS in tried and resolved.framework == "tensorflow":
+        notes.append(
+            "--try workers was left out: tf.data fetches rows by threads of its own; give "
+            "dataset.map num_parallel_calls=tf.data.AUTOTUNE, and end with "
+            "prefetch(tf.data.AUTOTUNE)."
+        )
+    elif WORKERS in tried and ":" not in resolved.workload:
+        notes.append(
+            "--try workers was left out: the rows of a built-in workload are in memory already."
+        )
+    left_out = [WORKERS] if notes else []
+    able = [knob for word in tried if word not in left_out for knob in KNOBS[word]]
+    return tuple(able), tuple(notes)
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:

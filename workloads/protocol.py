@@ -47,6 +47,8 @@ class Place(msgspec.Struct, frozen=True):
     precision: Precision = "float32"
     xla: bool = False
     input: Input = "host"  # host: batches come from host memory each step, as in training
+    # worker processes of the loader of the user's data; None: as the user's code says
+    loader_workers: int | None = None
     placement: str = ""  # place layouts: the workload's own name for it
     state: tuple[
         float, ...

@@ -25,6 +25,7 @@ from ..types import MEASURED_PART, Layout, Probe
 from .protocol import Build
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
+WORKERS = "workers"  # how knobs of that kind begin
 LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
 OPEN_SERVERS = (
@@ -117,6 +118,7 @@ def build_commands(
             xla=request.xla or "xla" in key.knobs,
             input=cast(Input, request.input),
             placement=key.placement if key.traits.placed else "",
+            loader_workers=find_workers(key.knobs),
             state=(key.state or (MEASURED_PART,)) if key.traits.sharded else (),
         )
         commands.append(
@@ -132,6 +134,12 @@ def build_commands(
             )
         )
     return commands
+
+
+def find_workers(knobs: Sequence[str]) -> int | None:
+    """The worker processes of a loader that a knob asks for, as `workers4`; None without one."""
+    numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
+    return int(numbers[0]) if numbers else None
 
 
 _held: deque[int] = (

@@ -216,7 +216,7 @@ class Worker:
         if starved.part < NAMED_FROM:
             return ""
         before, self._use = self._use, look_at_processes()
-        return name_takers(before, self._use, os.getppid(), starved.throttled_s)
+        return name_takers(before, self._use, os.getppid(), starved.throttled_s, own=os.getpid())
 
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True

@@ -18,7 +18,14 @@ from ..statistics import is_known
 from ..types import Interval, Layout, Result
 from ..verdict import RateGap
 
-KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
+KNOBS = {
+    "xla": "XLA",
+    "mixed": "mixed precision",
+    "workers0": "no loader workers",
+    "workers2": "2 loader workers",
+    "workers4": "4 loader workers",
+    "workers8": "8 loader workers",
+}
 
 
 def name_layout(

@@ -329,6 +329,9 @@ LIMITS = {
 }
 
 
+MUCH_MORE = 3.0  # times a gain: an upper bound beyond it says nothing
+
+
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     """The samples/s that the remedy would give, as measured or as expected."""
     speed = verdict.figure.samples_per_second
@@ -337,7 +340,11 @@ def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     if limit.gain >= 2:
         gain = f"{factor(1 + limit.gain)} times as fast"
     about = f"about {rate(speed * (1 + limit.gain))} samples/s, {gain}"
-    span = "" if low == high else f" ({low} to {high})"
+    span = f" ({low} to {high})"
+    if limit.gain_high > MUCH_MORE * (1 + limit.gain):
+        span = f" ({low} or more)"
+    if low == high:
+        span = ""
     return f"Without it, {'measured' if limit.measured else 'expected'}: {about}{span}."
 
 
@@ -543,7 +550,7 @@ def _say_knobs(verdict: Verdict) -> Iterator[str]:
     if not verdict.figure.known:
         return
     for one in verdict.rivals:
-        if one.kind != "knobs" or one.gain is None:
+        if one.kind != "knobs" or one.gain is None or _find_workers(verdict, one) is not None:
             continue
         knobs = one.knobs or verdict.chosen.knobs
         what = join_words([KNOBS.get(knob, knob) for knob in knobs])
@@ -555,6 +562,42 @@ def _say_knobs(verdict: Verdict) -> Iterator[str]:
             yield f"{what} loses {_percent_lost(one.gain)}{in_turn}."
         elif one.batches == verdict.chosen.batches:
             yield f"{what} gives {percent(one.gain, 0 if one.gain >= 0.02 else 1)}{in_turn}."
+
+
+def _find_workers(verdict: Verdict, one: Rival) -> str | None:
+    """How a rival's loader works where several numbers of workers were tried; None for other
+    rivals.
+    """
+    knobs = (*one.knobs, *verdict.chosen.knobs)
+    same = (one.devices, one.batches) == (verdict.chosen.devices, verdict.chosen.batches)
+    if one.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
+        return None
+    return WORKERS[one.knobs[0]] if one.knobs else "as your code has it"
+
+
+def _say_workers(verdict: Verdict) -> Iterator[str]:
+    """The samples/s by the number of a loader's workers, the most first, and what to write."""
+    tried = [
+        (how, one.figure)
+        for one in verdict.rivals
+        if (how := _find_workers(verdict, one)) is not None
+    ]
+    if not tried:
+        return
+    own = verdict.chosen.knobs
+    best = WORKERS[own[0]] if own else "as your code has it"
+    found = sorted([(best, verdict.figure), *tried], key=lambda each: -each[1].samples_per_second)
+    rates = [f"{how}: {_write_rate(figure)}" for how, figure in found]
+    advice = f"Write num_workers={best} for your loader." if own else "Leave your loader as it is."
+    yield f"Loader workers, in samples/s: {', '.join(rates)}. {advice}"
+
+
+def _write_rate(figure: Figure) -> str:
+    speed = rate(figure.samples_per_second)
+    return speed if figure.known else f"{speed} {write_error(figure)}"
+
+
+WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _percent_lost(gain: float) -> str:
@@ -684,6 +727,7 @@ def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
 
 REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_limits,
+    _say_workers,
     _say_unknown,
     _say_equal_shares,
     _say_one_would_do,

@@ -18,6 +18,10 @@ from ..types import Layout, Observation, PartSeconds, Timed
 TWICE = 0.5  # of a part that doesn't grow with the batch: what twice the batch spares of it
 STARVED_ERROR = 0.3  # relative: cores that are taken now may be free in the next minute
 LARGER_BATCH = "A larger batch: twice as many samples a step halve its part."
+TRY_WORKERS = (
+    "Load rows in worker processes (num_workers): evener balance --try workers measures how many "
+    "are best."
+)
 KERAS_INPUT = (
     "Let tf.data work ahead: dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE), cache(), "
     "prefetch(tf.data.AUTOTUNE)."
@@ -96,7 +100,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
     closer = measured.closer
     if closer is None or closer.kept is None:
         if seconds is not None:
-            yield StepPart(kind=LimitKind.INPUT, seconds=seconds)
+            yield StepPart(kind=LimitKind.INPUT, seconds=seconds, remedy=TRY_WORKERS)
         return
     without = measured.scale(closer.kept.step_seconds)
     error = measured.scale((closer.kept.high_seconds - closer.kept.low_seconds) / 2)
@@ -106,7 +110,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
         seconds=max(0.0, measured.step_s - without) if seconds is None else seconds,
         without_s=without,
         without_error_s=error,
-        remedy="" if known else KERAS_INPUT,
+        remedy=TRY_WORKERS if known else KERAS_INPUT,
     )
 
 

@@ -12,7 +12,7 @@ from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
 
 NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)  # of a device in a layout whose plan needs none
-Knob = Literal["xla", "mixed"]
+Knob = Literal["xla", "mixed", "workers0", "workers2", "workers4", "workers8"]
 # relative; a smaller difference of speeds isn't worth a change, and one of shares can't be measured
 TIE = 0.01
 # of a batch that ran out of memory: the next to try, as a child that runs out costs 3 s on a GPU

@@ -23,6 +23,7 @@ LEAST_CORES = 0.1  # that another program takes, to be named
 MOST_NAMED = 3
 LONGEST_NAME = 40  # characters
 CONTAINER = "the container's CPU limit"
+OWN_WORKERS = "the training's own worker processes"
 HYPERVISOR = "other virtual machines on this host"
 
 
@@ -152,11 +153,13 @@ def name_takers(
     own_root: int,
     throttled_s: float,
     most: int = MOST_NAMED,
+    own: int = -1,
 ) -> str:
     """The programs that took the most CPU time between two looks, as `python load.py (1.9 cores)`.
 
     Left out are `own_root`, all processes under it, and the one that started it. Empty where
-    nobody is seen, as in a container that hides the others.
+    nobody is seen, as in a container that hides the others. What `own` has started itself, as
+    workers of a loader, is named as such.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
@@ -164,9 +167,10 @@ def name_takers(
     taken: dict[str, float] = {}  # cores by name: several processes of one name are one program
     for (pid, started), seconds in after.seconds.items():
         cores = (seconds - before.seconds.get((pid, started), 0.0)) / wall_s
-        own = pid == after.parents.get(own_root) or _is_under(pid, own_root, after.parents)
-        if cores > 0 and not own:
-            name = _name_process(pid)
+        mine = pid == after.parents.get(own_root) or _is_under(pid, own_root, after.parents)
+        worker = pid != own and _is_under(pid, own, after.parents)
+        if cores > 0 and (worker or not mine):
+            name = OWN_WORKERS if worker else _name_process(pid)
             taken[name] = taken.get(name, 0.0) + cores
     first = sorted(taken.items(), key=lambda item: -item[1])[:most]
     named = [f"{name} ({cores:.1f} cores)" for name, cores in first if cores >= LEAST_CORES]

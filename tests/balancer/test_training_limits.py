@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from evener.balancer.intake import take_in_with_knobs
 from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.launch_plan import find_workers
 from evener.balancer.request import Job, Request
 from evener.balancer.result.sentences import write_verdict
 from evener.balancer.result.training_limits import find_training_limits
-from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.report import SearchReport
 from evener.balancer.types import (
     Interval,
@@ -35,8 +38,9 @@ from evener.balancer.types import (
 )
 from evener.devices.cpu import slices
 from evener.devices.types import Device
+from evener.errors import RequestError
 from evener.training.limits import LimitKind, TrainingLimit
-from tests.balancer.test_verdict import SPLIT, judged, result
+from tests.balancer.test_verdict import SPLIT, candidate, judged, result, said, standing
 from tests.support import limited_trainings
 from tests.support.frameworks import skip_without
 
@@ -153,6 +157,48 @@ def test_the_verdict_names_its_limits_behind_the_answer_the_largest_first() -> N
     assert lines[3].startswith("Limited by the optimizer")
 
 
+# ---------------------------------------------------------------------- loader workers
+
+
+def with_knob(knob: str) -> Layout:
+    return msgspec.structs.replace(SPLIT.layout, knobs=(knob,))
+
+
+def test_the_best_number_of_workers_is_told_with_what_to_write() -> None:
+    few, many = candidate("split", with_knob("workers2")), candidate("split", with_knob("workers4"))
+    ranking = [standing(few, 1500, -0.25), standing(SPLIT, 500, -0.75)]
+    text = said(result(many, 2000), ranking).text
+    assert "4: 2 000, 2: 1 500, as your code has it: 500" in text
+    assert "num_workers=4" in text
+
+
+def test_a_loader_that_is_best_as_it_is_stays_so() -> None:
+    ranking = [standing(candidate("split", with_knob("workers2")), 1500, -0.25)]
+    text = said(result(SPLIT, 2000), ranking).text
+    assert "Leave your loader as it is." in text
+
+
+def test_workers_can_be_tried_where_evener_makes_the_loader(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(limited_trainings.PLAIN)
+    own = Request(devices="cpu/1", workload=f"{script}:build", framework="torch")
+    options = take_in_with_knobs(own, ["workers"]).request.compare
+    assert options is not None
+    assert [find_workers([knob]) for knob in options.knobs] == [0, 2, 4, 8]
+    assert options.families == BALANCE.families
+    for devices, workload, framework in (
+        ("cpu/1", "torch_mnist", "torch"),
+        ("sim:gtx1080ti,gtx1080", None, "torch"),
+    ):
+        request = Request(devices=devices, workload=workload, framework=framework)
+        options = take_in_with_knobs(request, ["workers"]).request.compare
+        assert options is not None
+        assert options.knobs == ()
+        assert "--try" in options.left_out[0]
+    with pytest.raises(RequestError, match="xla"):
+        take_in_with_knobs(own, ["xla"])
+
+
 # ---------------------------------------------------------------------- real trainings
 
 SECONDS = 1.0
@@ -175,9 +221,10 @@ def prober_of(tmp_path: Path, shared_servers: None) -> Iterator[Any]:
         prober.close()
 
 
-def measure(prober: ChildProber, rows: int) -> Timed:
+def measure(prober: ChildProber, rows: int, *knobs: str) -> Timed:
     """One device alone on so many rows."""
-    probe = Probe(solo(1, 0, rows), "solo", SECONDS)
+    layout = msgspec.structs.replace(solo(1, 0, rows), knobs=knobs)
+    probe = Probe(layout, "solo", SECONDS)
     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
     assert isinstance(seen, Timed), seen
     return seen
@@ -244,3 +291,11 @@ def test_the_ceiling_without_input_is_the_speed_with_rows_at_hand(prober_of: Any
     assert slow.kept is not None
     assert 0.3 < slow.kept.step_seconds / fast.step_seconds < 3
     assert slow.step_seconds > 10 * slow.kept.step_seconds
+
+
+@pytest.mark.slow
+def test_rows_that_wait_for_a_disk_come_sooner_with_workers(prober_of: Any) -> None:
+    """Four workers wait for four rows at once."""
+    prober = prober_of(limited_trainings.SLOW_ROWS)
+    alone, four = measure(prober, 32, "workers0"), measure(prober, 32, "workers4")
+    assert four.step_seconds < 0.6 * alone.step_seconds

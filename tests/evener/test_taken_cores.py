@@ -88,6 +88,8 @@ def test_programs_under_the_root_are_not_others(tmp_path: Path) -> None:
             named = name_takers(before, after, NOBODY, 0.0, most=100)
         assert "busy_load.py" in named
         assert "busy_load.py" not in name_takers(before, after, os.getpid(), 0.0, most=100)
+        workers = name_takers(before, after, os.getpid(), 0.0, most=100, own=os.getpid())
+        assert "own worker processes" in workers
     finally:
         end(load)
 

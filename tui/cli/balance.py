@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from evener.balancer.events import Finished, ProbeProgress
-from evener.balancer.intake import take_in, take_in_comparison
+from evener.balancer.intake import take_in, take_in_comparison, take_in_with_knobs
 from evener.balancer.request import Job, Request
 from evener.balancer.run import Run, begin, open_run
 from evener.balancer.session import Session
@@ -50,6 +50,13 @@ def balance(
     resume: Annotated[
         str | None, LENGTH("--resume", help="Continue a run: its id, or `last`.")
     ] = None,
+    knobs: Annotated[
+        str | None,
+        WHAT(
+            "--try",
+            help="workers: also measure the winner with 0, 2, 4 and 8 DataLoader workers.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         LENGTH(
@@ -82,8 +89,15 @@ def balance(
         print("\n".join(lines), flush=True)
 
     check_export(export)
-    session = Session(open_run(request, resume=resume, extend_seconds=extend_seconds))
-    return run_session(session, show, export, as_json)
+    if knobs is not None and resume is not None:
+        raise RequestError(
+            "A run goes on with what it began to try.", "Leave --try out, or start a new one."
+        )
+    if knobs is not None:
+        run = begin(take_in_with_knobs(request, parse_words(knobs) or ()))
+    else:
+        run = open_run(request, resume=resume, extend_seconds=extend_seconds)
+    return run_session(Session(run), show, export, as_json)
 
 
 def _read_budget(
@@ -153,7 +167,11 @@ def compare(
     ] = None,
     knobs: Annotated[
         str | None,
-        WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision."),
+        WHAT(
+            "--try",
+            help="xla,mixed,workers: also measure the winner with XLA, with mixed precision, with "
+            "0, 2, 4 and 8 DataLoader workers.",
+        ),
     ] = None,
     resume: Annotated[
         str | None, LENGTH("--resume", help="Continue a comparison: its run's id, or `last`.")

@@ -27,6 +27,8 @@ from evener.torch.rows.sampler import LengthSampler, UnevenBatchSampler
 from evener.torch.rows.structure import DealtBatch, each_item, each_tensor
 from evener.training.dealing import Dealer
 
+# options of a DataLoader that it takes only with workers
+OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 SAMPLED = 256  # lengths that stand for those of all rows
 ENDLESS_STEPS = 1 << 40
 
@@ -153,6 +155,16 @@ class Data:
         check_options(self.options)
         self.rows = count_rows(dataset)
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
+
+    def use_workers(self, count: int) -> None:
+        """Fetch rows by so many worker processes, which go on from one epoch to the next."""
+        options = self.options
+        if not count:
+            for name in OF_WORKERS:
+                options.pop(name, None)
+        options["num_workers"] = count
+        if count:
+            options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Full batches of whole epochs; of a pool, or of fewer rows than a batch, rows in turn."""

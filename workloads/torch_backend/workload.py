@@ -345,6 +345,8 @@ class TorchWorkload(Workload, StepListener):
             data = self.recipe.data or Data(
                 Pool(cast(SampleBatch, self.recipe.sample_batch), self.device.type)
             )
+            if self.place.loader_workers is not None:
+                data.use_workers(self.place.loader_workers)
             self._batches = Batches(data, self.device, self.place.input == "device", self)
         return self._batches
 
