@@ -7,11 +7,13 @@ from the program. Every link of the result is followed, and nothing may be loade
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
@@ -20,9 +22,15 @@ from urllib.parse import unquote, urlsplit
 
 from docs.reference import commands_page, files_page, python_page
 from docs.tested import tested_page
+from evener import __version__
 
 REPO = Path(__file__).resolve().parents[1]
 PAGES, SITE = REPO / "build/pages", REPO / "build/site"
+CONFIG = REPO / "build/zensical.toml"  # that of the repository, with version and address
+# Pages that the menu has and the search leaves out: logs of what was measured, and what is for
+# those who change evener.
+UNSEARCHED = ("benchmarks/", "changelog.html", "contributing.html", "reference/tested.html")
+FIRST_PAGE = "index.html"  # its slogan, but not its parts
 MOVED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -56,6 +64,37 @@ def stage(pages: Path = PAGES) -> None:
     for name, make in MADE.items():
         (pages / name).parent.mkdir(exist_ok=True)
         (pages / name).write_text(make())
+
+
+def write_config(config: Path = CONFIG) -> None:
+    """The site's configuration, with the version that its pages are about, and with where the
+    project lives if pyproject.toml says so.
+    """
+    text = (REPO / "zensical.toml").read_text()
+    text = text.replace('site_name = "evener"', f'site_name = "evener {__version__}"', 1)
+    text = text.replace('"build/', '"')
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    source = project.get("urls", {}).get("Source")
+    if source:
+        own = f'[project]\nrepo_url = "{source}"\nrepo_name = "Repository"'
+        text = text.replace("[project]", own, 1)
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(text)
+
+
+def shorten_search(site: Path = SITE) -> None:
+    """Leave out of the search's index what answers no question: it would come before how-tos."""
+    index = json.loads((site / "search.json").read_text())
+    index["items"] = [
+        each
+        for each in index["items"]
+        if each["location"] != FIRST_PAGE and not each["location"].startswith(UNSEARCHED)
+    ]
+    found = json.dumps(index, separators=(",", ":"))
+    script = (site / "search.js").read_text()
+    name = script[: script.index("{")]
+    (site / "search.json").write_text(found)
+    (site / "search.js").write_text(f"{name}{found}")
 
 
 def _move(found: re.Match[str], origin: Path, page: Path, pages: Path) -> str:
@@ -122,9 +161,10 @@ def main() -> int:
     """Stage, build and check; the exit code is 1 if a link is dead."""
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
-    subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=REPO, check=True
-    )
+    write_config()
+    build = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    subprocess.run([*build, "--config-file", str(CONFIG)], cwd=REPO, check=True)
+    shorten_search()
     faults = sorted(set(find_faults()))
     print("\n".join(faults), file=sys.stderr)
     print(f"{len(list(SITE.rglob('*.html')))} pages in build/site, {len(faults)} faults")
