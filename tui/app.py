@@ -47,11 +47,22 @@ def _runs_provider() -> type[Provider]:
     return RunsProvider
 
 
+def _settings_provider() -> type[Provider]:
+    from .palette import SettingsProvider
+
+    return SettingsProvider
+
+
 class EvenerApp(BaseApp):
     """Four screens over one stream of snapshots and at most one session at a time."""
 
     TITLE = "evener"
-    COMMANDS: ClassVar[set[Any]] = {*BaseApp.COMMANDS, _keys_provider, _runs_provider}
+    COMMANDS: ClassVar[set[Any]] = {
+        *BaseApp.COMMANDS,
+        _keys_provider,
+        _runs_provider,
+        _settings_provider,
+    }
     CSS_PATH = "app.tcss"
     MODES: ClassVar[dict[str, str | MakeScreen]] = {name: _made_by(name) for name in SCREENS}
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -62,6 +73,7 @@ class EvenerApp(BaseApp):
         Binding("ctrl+p", "command_palette", "Keys", key_display="Ctrl-P"),
         Binding("question_mark,h,f1", "help", "Help", key_display="?"),
         Binding("T", "switch_theme", "Next theme", show=False),
+        Binding("comma,f2", "settings", "Settings", show=False, key_display=","),
         Binding("q", "leave", "Quit"),
         Binding("ctrl+c", "quit", "Quit now", show=False, priority=True),
     ]
@@ -223,12 +235,25 @@ class EvenerApp(BaseApp):
             notes = self.snapshot.notes if self.snapshot is not None else ()
             self.push_screen(DetailsDialog("Help", lambda width: help_lines(notes, width)))
 
+    def action_settings(self, first: str = "") -> None:
+        """Show all settings, with the focus on the one that has this label."""
+        from .screens.settings_dialog import SettingsDialog
+
+        if not isinstance(self.screen, ModalScreen):
+            self.push_screen(SettingsDialog(first))
+
+    def apply_settings(self) -> None:
+        """Go by all settings, also by the theme."""
+        super().apply_settings()
+        self.theme = f"evener-{self.settings.theme}"
+
     def action_switch_theme(self) -> None:
         """Switch to the next of evener's themes, and keep it."""
-        names = [f"evener-{name}" for name in get_args(ThemeName)]
-        place = names.index(self.theme) if self.theme in names else -1
-        self.theme = names[(place + 1) % len(names)]
-        self.keep(theme=self.theme.removeprefix("evener-"))
+        names = get_args(ThemeName)
+        now = self.theme.removeprefix("evener-")
+        place = names.index(now) if now in names else -1
+        self.keep(theme=names[(place + 1) % len(names)])
+        self.theme = f"evener-{self.settings.theme}"
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Commands of the palette in addition to the keys of the screen."""
@@ -241,6 +266,7 @@ class EvenerApp(BaseApp):
         yield SystemCommand(
             "First steps", "Where to begin, as at the first start", self.action_welcome
         )
+        yield SystemCommand("Settings", "All of them, on a page", self.action_settings)
         yield SystemCommand("Help", "Keys, and what the marks mean", self.action_help)
         if not self.readonly:
             yield SystemCommand(

@@ -210,9 +210,8 @@ class BaseApp(App[int]):
     ) -> None:
         super().__init__()
         self.settings = settings
-        self._settings_file = settings_file  # None: nothing is kept
-        rules = AlertRules(settings.alerts.throttled_percent, settings.alerts.plan_percent)
-        self.alert_watch = AlertWatch(rules)
+        self.settings_file = settings_file  # None: nothing is kept
+        self.alert_watch = AlertWatch(self._alert_rules)
         self.alerts: deque[Alert] = deque(maxlen=KEPT_ALERTS)
         self.unread_alerts = 0
         self.publisher = publisher
@@ -266,9 +265,19 @@ class BaseApp(App[int]):
         if settings == self.settings:
             return
         self.settings = settings
-        if self._settings_file is not None:
+        if self.settings_file is not None:
             with self.saying_faults():
-                save_settings(self._settings_file, settings)
+                save_settings(self.settings_file, settings)
+
+    def apply_settings(self) -> None:
+        """Go by the settings that are read once; screens read theirs as they draw."""
+        self.publisher.interval_seconds = self.settings.interval_seconds
+        self.alert_watch.rules = self._alert_rules
+
+    @property
+    def _alert_rules(self) -> AlertRules:
+        alerts = self.settings.alerts
+        return AlertRules(alerts.throttled_percent, alerts.plan_percent)
 
     def start_session(
         self,

@@ -23,6 +23,7 @@ OWN_ENTRIES = (
     "help",
     "switch_theme",
     "command_palette",
+    "settings",
 )  # the app offers these by itself
 MOVES = ("move", "page")  # rows of a list: found by a search, but not offered
 
@@ -68,6 +69,15 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
     return target.check_action(name, parameters) is True
 
 
+class KeyDiscovery(DiscoveryHit):
+    """A key of the screen, which is offered before what every screen has."""
+
+    @property
+    def score(self) -> float:
+        """Above that of Textual's own, which is 0."""
+        return 1.0
+
+
 class KeysProvider(Provider):
     """Every key of the screen: its words, the panel it belongs to, and the key itself."""
 
@@ -84,7 +94,7 @@ class KeysProvider(Provider):
         """Everything but the moves within a list."""
         for words, help_text, command, moves in self._entries():
             if not moves:
-                yield DiscoveryHit(words, command, help=help_text)
+                yield KeyDiscovery(words, command, help=help_text)
 
     async def search(self, query: str) -> Hits:
         """What matches these words."""
@@ -129,3 +139,20 @@ class RunsProvider(Provider):
         screen = self.app.screen
         if isinstance(screen, RunsScreen):
             await screen.go_to(name)
+
+
+class SettingsProvider(Provider):
+    """Every setting by its words: it opens the page of settings there."""
+
+    async def search(self, query: str) -> Hits:
+        """The settings that match these words."""
+        from .screens.settings_dialog import LABELS
+
+        app = cast(BaseApp, self.app)
+        matcher = self.matcher(query)
+        for label in LABELS:
+            words = f"Setting: {label}"
+            score = matcher.match(words)
+            if score > 0:
+                show = partial(app.run_action, f"app.settings({label!r})")
+                yield Hit(score, matcher.highlight(words), show, help="change it")

@@ -228,6 +228,7 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
         "ctrl+t": "Ctrl-T",
         "ctrl+o": "Ctrl-O",
         "delete": "Delete",
+        "comma": ",",
     }
     page = "\n".join(row.text for row in help_lines((), 100))
     widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, Setup, ResultPanel)

@@ -29,6 +29,7 @@ WHERE_WIDE = (  # actions whose keys are shown where there is room behind all ot
     "toggle_scale",
     "change_span",
     "change_interval",
+    "settings",
     "switch_theme",
 )
 

@@ -284,6 +284,12 @@ class Ticks(ListPanel[tuple[str, str]]):
         rest = cut(plain(note), room)
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
+    def action_move(self, rows: int) -> None:
+        """Move the cursor; where one entry is ticked, it is the one under the cursor."""
+        super().action_move(rows)
+        if self._single and self.count and self.ticked != frozenset({self.cursor}):
+            self.action_tick()
+
     def action_tick(self) -> None:
         """Tick the entry under the cursor, or untick it where several may be ticked."""
         if not self.count:
@@ -320,10 +326,11 @@ class OneOf(Lines):
         Binding("left", "change(-1)", "Previous", show=False),
     ]
 
-    def __init__(self, words: Sequence[str], *, id: str) -> None:  # noqa: A002 - Textual's name
+    # Textual's name
+    def __init__(self, words: Sequence[str], *, id: str, value: str = "") -> None:  # noqa: A002
         super().__init__(id=id, classes="bar")
         self._words = tuple(words)
-        self.value = self._words[0]
+        self.value = value or self._words[0]
 
     def redraw(self) -> None:
         """Show the word between arrows."""

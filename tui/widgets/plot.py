@@ -42,11 +42,11 @@ class ChartPanel(Lines):
     def __init__(self, title: str = "", *, id: str | None = None) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id, classes="panel")
         self.chart = Chart()
-        self.log2 = True
 
-    def on_mount(self) -> None:
-        """Begin on the scale that was chosen last."""
-        self.log2 = self.evener.settings.log_axes
+    @property
+    def log2(self) -> bool:
+        """True on log-2 axes, as the settings say."""
+        return self.evener.settings.log_axes
 
     def take(self, chart: Chart) -> None:
         """Draw this chart; the scale and the cursor stay the panel's own."""
@@ -90,8 +90,7 @@ class ChartPanel(Lines):
 
     def action_toggle_scale(self) -> None:
         """Switch between log-2 and linear axes."""
-        self.log2 = not self.log2
-        self.evener.keep(log_axes=self.log2)
+        self.evener.keep(log_axes=not self.log2)
         self.redraw()
         self.post_message(self.Scaled(self.log2))
 

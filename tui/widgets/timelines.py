@@ -26,18 +26,16 @@ class TimelinePanel(Lines):
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
-        self.span = SPANS[2]  # seconds that are shown at least
-        self.common_top = False
         self.cursor: int | None = None  # the number of a cell since the start
         self._samples: Sequence[DeviceSample] = ()
         self._chosen: DeviceSample | None = None
         self._plan: GraphPlan | None = None
 
-    def on_mount(self) -> None:
-        """Show what was shown when the app was last left."""
-        settings = self.evener.settings
-        self.common_top = settings.common_scale
-        self.span = min(SPANS, key=lambda span: abs(span - settings.graph_seconds))
+    @property
+    def span(self) -> float:
+        """Seconds that are shown at least: of those to choose from, the nearest to the setting."""
+        wanted = self.evener.settings.graph_seconds
+        return min(SPANS, key=lambda span: abs(span - wanted))
 
     def take(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
         """Draw these devices, whose past the app's sampler has."""
@@ -52,7 +50,8 @@ class TimelinePanel(Lines):
         if self._plan is None:
             self.show(())
             return
-        view = TimeView(self._per_dot(self._plan), self.cursor, self.common_top, chosen)
+        common = self.evener.settings.common_scale
+        view = TimeView(self._per_dot(self._plan), self.cursor, common, chosen)
         self.show(draw_timelines(self._plan, self.evener.publisher, view, width))
         self._entitle(self._plan)
 
@@ -90,15 +89,13 @@ class TimelinePanel(Lines):
     def change_span(self, direction: int) -> None:
         """Show more time, or less."""
         place = SPANS.index(self.span) + direction
-        self.span = SPANS[max(0, min(place, len(SPANS) - 1))]
-        self.evener.keep(graph_seconds=self.span)
+        self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None
         self.redraw()
 
     def toggle_scale(self) -> None:
         """Draw all devices on one scale, or each on its own."""
-        self.common_top = not self.common_top
-        self.evener.keep(common_scale=self.common_top)
+        self.evener.keep(common_scale=not self.evener.settings.common_scale)
         self.redraw()
 
     def click_cell(self, x: int, y: int) -> None:
