@@ -7,13 +7,14 @@ behind: by Keras' own step on one device, and by the engine, with its shares and
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import keras
 import msgspec
@@ -23,6 +24,7 @@ import tensorflow as tf
 from ..errors import RequestError
 from ..shares.divisions import Cut
 from ..training.audit import (
+    EARLY,
     REPEATS,
     Action,
     Audits,
@@ -37,13 +39,15 @@ from ..training.audit import (
 from .audit_step import StepResult, StepVariable, TracedStep
 from .compatibility import NO_PASSES, TOWERS, warn
 from .data import DealtArrays
-from .keras_step import OwnRows, Tensors, count_rows, cut_rows, pad_rows
+from .decisions import both_sides, find_apart
+from .instances import replaced
+from .keras_step import OwnRows, Tensors, count_rows, cut_rows, open_rows, pad_rows
 from .loss_kinds import first_line
 from .measuring import peek
 from .passes import is_seed
 
-FEW = 8  # rows that are always audited, where the batch has them
-MOST = 32
+FEW = 8  # rows that are audited in late steps, where the batch has them
+MOST = 32  # in the first EARLY ones
 LATE = 1_000_000  # a step in which all that grows by steps has grown
 ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # of the numbers in a repeat
 FINEST_ROUNDING = 2e-7  # models of float64 often compute something in float32
@@ -142,7 +146,8 @@ class StepAudit:
             triple = tf.nest.map_structure(_to_tensor, triple)
             whole = int(batch.rows) if isinstance(batch, OwnRows) else int(count_rows(triple))
             devices = len(self._engine.cut.weights)
-            rows = min(whole, max(self._most, 2 * devices))
+            most = self._most if self.audits.step <= EARLY else FEW
+            rows = min(whole, max(most, 2 * devices))
             if self._group is None:
                 return cut_rows(triple, 0, rows)
             return self._gather(triple, isinstance(batch, OwnRows), whole, rows)
@@ -171,7 +176,7 @@ class StepAudit:
 
     def _trace(self, rows: Tensors, signature: Any) -> tuple[TracedStep, TracedStep] | None:
         """Keras' own step, and the engine's, as graphs; None where they can't be audited."""
-        spec = tf.nest.map_structure(_open_rows, rows)
+        spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
         if before is not None:
             spec = tf.nest.map_structure(_open_unequal, before, spec)
@@ -194,7 +199,8 @@ class StepAudit:
     def _trace_both(self, rows: Tensors, spec: Any) -> tuple[TracedStep, TracedStep]:
         model = self._model
         with tf.device(self._device):
-            plain = TracedStep(model, lambda data: type(model).train_step(model, data), spec)
+            own = functools.partial(type(model).train_step, model)
+            plain = TracedStep(model, own, spec, shifted=True)
         with self._in_small_passes(int(count_rows(rows))):
             return plain, TracedStep(model, model.train_step, spec)
 
@@ -206,7 +212,7 @@ class StepAudit:
             yield
             return
         micros = [max(1, -(-size // 2)) for size in cut.sizes(rows)]
-        with patch.object(self._engine, "cut", Cut(cut.weights, cut.floors, micros)):
+        with replaced(self._engine, "cut", Cut(cut.weights, cut.floors, micros)):
             yield
 
     # ---------------------------------------------------------------- comparing
@@ -220,6 +226,7 @@ class StepAudit:
         found = found or unequal
         if signature in self._varied:
             return found
+        found = found or self._compare_decisions(steps, rows)
         for moved, values, changed in self._list_variants(steps[0], rows):
             other = self._compare_gradients(steps, changed, values, moved)  # in every process
             found = found or other
@@ -302,7 +309,9 @@ class StepAudit:
     ) -> Finding | None:
         """A state that the step leaves otherwise, and that changes what is learned from it."""
         for variable in self._list_states(plain):
-            one = reference.states[variable.key]
+            if variable.key not in reference.states and variable.key not in trained.states:
+                continue
+            one = reference.states.get(variable.key, variable.read())
             other = trained.states.get(variable.key, variable.read())
             relative = _distance(one, other)
             if relative <= _state_floor(one):
@@ -322,6 +331,44 @@ class StepAudit:
             )
             return Finding(difference, said)
         return None
+
+    def _compare_decisions(
+        self, steps: tuple[TracedStep, TracedStep], rows: Tensors
+    ) -> Finding | None:
+        """A decision that parts of the rows may take otherwise than all of them, and that changes
+        what is learned.
+        """
+        plain, shared = steps
+        whole = plain.run(rows).margins
+        if not whole:
+            return None
+        if self._engine.cut.in_passes or self._group is not None:
+            every = [plain.run(part).margins for part in self._cut_parts(rows)]
+        else:
+            every = [shared.run(rows).margins]  # losses see the whole batch in towers
+        others = {
+            place: [margin for each in every for margin in each.get(place, [])] for place in whole
+        }
+        for place, apart in find_apart(whole, others).items():
+            one, other = (
+                plain.run_shifted(rows, place, amounts)
+                for amounts in both_sides(whole[place], apart)
+            )
+            difference = compare(one.gradients, other.gradients)
+            if difference is not None:
+                said = (
+                    f"In step {self.audits.step}, {place} decides by a figure that is another one"
+                    f" for parts of {self._name_parts(rows)} of the rows than for all at once, so"
+                    f" parts may decide otherwise, now or later: the gradient of {difference.name}"
+                    f" then differs by {difference.relative:.2g} of its size."
+                )
+                return Finding(difference, said)
+        return None
+
+    def _cut_parts(self, rows: Tensors) -> list[Tensors]:
+        """The rows of each device that has some."""
+        edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
+        return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _list_states(self, plain: TracedStep) -> list[StepVariable]:
         """Variables of the program that a step may assign, besides weights and metrics."""
@@ -492,20 +539,6 @@ def _to_tensor(each: Any) -> Any:
     return tf.convert_to_tensor(each)
 
 
-def _open_rows(leaf: Any) -> Any:
-    """The kind of a tensor with any number of rows."""
-    if leaf is None:
-        return None
-    spec = tf.type_spec_from_value(leaf)
-    if isinstance(leaf, tf.Tensor):
-        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return tf.RaggedTensorSpec(
-        [None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, spec.row_splits_dtype
-    )
-
-
 def _open_unequal(one: Any, other: Any) -> Any:
     """The kind of tensors of two kinds, with the axes open that aren't equally long."""
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
@@ -545,9 +578,12 @@ def _summary(value: Any) -> Any:
     """Two sums of a variable's sizes, which are unequal where values are."""
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
-    flat = tf.abs(tf.cast(tf.reshape(value, [-1]), tf.float64))
-    drawn = tf.random.stateless_uniform(tf.shape(flat), (1, 2), 0.1, 1.0, tf.float64)
-    return tf.stack([tf.reduce_sum(flat), tf.reduce_sum(flat * drawn)])
+    columns = value.shape[-1] if value.shape.rank else 1
+    sizes = tf.abs(tf.reshape(tf.cast(value, tf.float64), [-1, columns]))
+    of_rows = tf.linspace(tf.constant(0.1, tf.float64), 1.0, tf.shape(sizes)[0])
+    of_columns = tf.linspace(tf.constant(1.0, tf.float64), 0.2, columns)
+    weighed = tf.reduce_sum(tf.linalg.matvec(sizes, of_columns) * of_rows)
+    return tf.stack([tf.reduce_sum(sizes), weighed])
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:

@@ -6,10 +6,9 @@ optimizer would get them, and all variables that the graph touches are put back 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
@@ -17,7 +16,9 @@ from tensorflow.python.ops import gen_resource_variable_ops
 from ..training.audit import PROJECTIONS, Sketch
 from .attributes import CallTensors, keras_attributes
 from .compatibility import all_layers
+from .decisions import Margins, Shifts, list_decisions, read_margin
 from .equal_draws import draws_alike
+from .instances import replaced
 from .keras_step import Tensors, calls_of_steps
 
 DRAWING = ("Random", "Multinomial", "TruncatedNormal", "Rng")  # in the names of operations
@@ -33,6 +34,7 @@ class StepResult(NamedTuple):
     gradients: Sketch
     figures: dict[str, float]
     states: Values
+    margins: Margins  # of its decisions
 
 
 class StepVariable(NamedTuple):
@@ -55,12 +57,17 @@ class StepVariable(NamedTuple):
 class TracedStep:
     """The graph of a step that takes batches of this kind, (x, y, weight), of any number of rows.
 
-    `variables` are those that it reads or assigns, by key. `draws` is True if it draws numbers
-    that can't be made the same for a row wherever it is computed.
+    `variables` are those that it reads or assigns, by key, `assigned` the keys of those that it may
+    assign. With `shifted`, its decisions can be brought to either side. `draws` is True if it draws
+    numbers that can't be made the same for a row wherever it is computed.
     """
 
-    def __init__(self, model: Any, step: Callable[[Tensors], Any], spec: Tensors) -> None:
+    def __init__(
+        self, model: Any, step: Callable[[Tensors], Any], spec: Tensors, shifted: bool = False
+    ) -> None:
         self._model = model
+        self._shifts = Shifts() if shifted else None
+        self._places: list[str] = []  # of decisions
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients
         with kept_attributes(model), draws_alike(model), calls_of_steps():
@@ -68,53 +75,92 @@ class TracedStep:
             seed = tf.TensorSpec([2], tf.int32)
             self._graph = traced.get_concrete_function(spec, seed)
         self.variables = {each.key: each for each in _list_variables(model, self._graph.graph)}
+        self.assigned = _find_assigned(self._graph.graph) & self.variables.keys()
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
+
+    def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
+        """The result, with these amounts added to the left sides of a place's decisions."""
+        assert self._shifts is not None
+        self._shifts.assign(place, amounts)
+        try:
+            return self.run(data)
+        finally:
+            self._shifts.clear()
 
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
         """The result of the step on these rows, with these values of variables; none stays
         changed.
         """
-        before = [(each, each.read()) for each in self.variables.values()]
+        given = {key: value for key, value in (values or {}).items() if key in self.variables}
+        changed = [self.variables[key] for key in sorted(self.assigned | given.keys())]
+        before = [(each, each.read()) for each in changed]
         try:
-            for key, value in (values or {}).items():
-                if key in self.variables:
-                    self.variables[key].assign(value)
-            sums, figures = self._graph(data, tf.constant(SEED))
-            states = {key: each.read() for key, each in self.variables.items()}
+            for key, value in given.items():
+                self.variables[key].assign(value)
+            sums, figures, margins = self._graph(data, tf.constant(SEED))
+            states = {key: self.variables[key].read() for key in self.assigned}
         finally:
             for variable, value in before:
                 variable.assign(value)
         numbers = _read_figures(figures)
         sketch = Sketch({}, {}, numbers.get("loss", float("nan")))
-        for name, each in sums.items():
-            sketch.add(name, self._kinds[name], [float(number) for number in each])
-        return StepResult(sketch, numbers, states)
+        for name, each in zip(self._kinds, sums.numpy().tolist(), strict=True):
+            sketch.add(name, self._kinds[name], each)
+        by_place: Margins = {}
+        for place, margin in zip(self._places, margins, strict=True):
+            by_place.setdefault(place, []).append(margin.numpy())
+        return StepResult(sketch, numbers, states, by_place)
 
-    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any]:
-        """The gradients' random sums by name, and what the step logs."""
+    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any]:
+        """The gradients' random sums, a row for each name in `_kinds`, what the step logs, and the
+        margins of its decisions, in `_places`.
+        """
         found: list[tuple[Any, Any]] = []
-        with patch.object(self._model.optimizer, "apply_gradients", found.extend):
+        with replaced(self._model.optimizer, "apply_gradients", found.extend):
             self._model.reset_metrics()
             figures = self._step(data)
         names, half = _name_weights(self._model), _computes_in_half(self._model)
-        sums = {}
+        sums = [tf.zeros([0, PROJECTIONS], tf.float64)]
+        self._kinds.clear()
         for place, (gradient, variable) in enumerate(found):
-            name = names[id(variable)]
             if gradient is not None:
-                self._kinds[name] = half or tf.as_dtype(variable.dtype).name
-                sums[name] = _sum_up(gradient, seed + tf.constant([0, place]))
-        return sums, figures
+                self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
+                sums.append(_sum_up(gradient, seed + tf.constant([0, 2 * place]))[None])
+        return tf.concat(sums, 0), figures, self._read_margins()
+
+    def _read_margins(self) -> list[Any]:
+        """The margins of the decisions of the graph that is being traced."""
+        found = list(list_decisions(tf.compat.v1.get_default_graph()))
+        self._places[:] = [place for place, _ in found]
+        margins = [read_margin(operation) for _, operation in found]
+        if self._shifts is not None:
+            for place, operation in found:
+                self._shifts.insert(place, operation)
+        return margins
 
 
 def _sum_up(gradient: Any, seed: Any) -> Any:
-    """PROJECTIONS sums of the gradient's numbers, each with random signs."""
-    flat = tf.reshape(tf.convert_to_tensor(gradient), [-1])
-    if flat.dtype.is_complex:
-        flat = tf.concat([tf.math.real(flat), tf.math.imag(flat)], 0)
-    flat = tf.cast(flat, tf.float64 if flat.dtype == tf.float64 else tf.float32)
-    drawn = tf.random.stateless_uniform([tf.size(flat)], seed, None, None, tf.int32)
-    signs = [tf.bitwise.bitwise_and(drawn, 1 << bit) > 0 for bit in range(PROJECTIONS)]
-    return tf.stack([tf.reduce_sum(tf.where(sign, flat, -flat)) for sign in signs])
+    """PROJECTIONS sums of the gradient's numbers, each with random signs.
+
+    A number's sign is that of its row times that of its column, so few are drawn, and the sums are
+    products of matrices: the mean of a sum's square is the square of the gradient's norm, as for
+    signs of their own.
+    """
+    dense = tf.convert_to_tensor(gradient)
+    if dense.dtype.is_complex:
+        dense = tf.stack([tf.math.real(dense), tf.math.imag(dense)])
+    dense = tf.cast(dense, tf.float64 if dense.dtype == tf.float64 else tf.float32)
+    columns = dense.shape[-1] if dense.shape.rank else 1
+    matrix = tf.reshape(dense, [-1, columns])
+    of_rows = _draw_signs(tf.shape(matrix)[0], seed, matrix.dtype)
+    of_columns = _draw_signs(columns, seed + tf.constant([0, 1]), matrix.dtype)
+    return tf.cast(tf.reduce_sum(tf.matmul(matrix, of_columns) * of_rows, 0), tf.float64)
+
+
+def _draw_signs(count: Any, seed: Any, kind: Any) -> Any:
+    """A matrix of 1 and -1 with PROJECTIONS columns."""
+    drawn = tf.random.stateless_uniform([count, PROJECTIONS], seed, None, None, tf.int32)
+    return tf.where(drawn >= 0, tf.ones([], kind), -tf.ones([], kind))
 
 
 def _read_figures(figures: Any) -> dict[str, float]:
@@ -157,6 +203,19 @@ def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
         name = known.get(id(outer), "a variable")
         kind = tf.as_dtype(described.shape_and_type[0].dtype)
         yield StepVariable(id(outer), name, outer, kind)
+
+
+READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Shape")
+
+
+def _find_assigned(graph: Any) -> set[int]:
+    """The keys of variables that a graph may assign: what takes them does more than to read."""
+    found = set()
+    for outer, inner in graph.captures:
+        uses = {operation.type for operation in inner.consumers()}
+        if outer.dtype == tf.resource and not uses <= set(READING):
+            found.add(id(outer))
+    return found
 
 
 def _list_operations(graph: Any) -> Iterator[str]:

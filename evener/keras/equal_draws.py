@@ -4,18 +4,20 @@ compared with the whole.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
+
+from .compatibility import list_normalizations
+from .instances import replaced
 
 DRAWN_BY_SHAPE = ("normal", "uniform", "randint", "truncated_normal", "gamma", "binomial", "beta")
 DRAWN_BY_TENSORFLOW = {
@@ -26,28 +28,67 @@ DRAWN_BY_TENSORFLOW = {
 SEED = (3, 5)
 
 are_alike = ContextVar("are_alike", default=False)  # True while parts draw what the whole does
+_rows_alike = ContextVar("_rows_alike", default=False)  # True while each row draws the same
+_kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", default=None)
 
 
 @contextmanager
-def equal_rows() -> Iterator[None]:
-    """Keras draws the same numbers for each row, and BatchNormalization takes its moving
+def equal_rows(model: Any) -> Iterator[None]:
+    """Keras draws the same numbers for each row, and the model's normalization takes its moving
     averages.
     """
-    drawn = import_module("keras.src.backend.tensorflow.random")
-    normalize = keras.layers.BatchNormalization.call
+    _install()
+    token = _rows_alike.set(True)
+    try:
+        with ExitStack() as still:
+            for layer in list_normalizations(model, synchronized=None):
+                still.enter_context(replaced(layer, "call", _normalize_still(layer)))
+            yield
+    finally:
+        _rows_alike.reset(token)
 
-    def normalize_still(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+
+def _normalize_still(layer: Any) -> Callable[..., Any]:
+    """The layer's call, by its moving averages."""
+    normalize = layer.call
+
+    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
         del training
-        return normalize(layer, inputs, training=False, mask=mask)
+        return normalize(inputs, training=False, mask=mask)
 
-    with ExitStack() as patches:
-        for name in DRAWN_BY_SHAPE:
-            patches.enter_context(patch.object(drawn, name, _draw_once(getattr(drawn, name))))
-        patches.enter_context(patch.object(drawn, "dropout", _drop_equally(drawn.dropout)))
-        patches.enter_context(
-            patch.object(keras.layers.BatchNormalization, "call", normalize_still)
-        )
-        yield
+    return call
+
+
+@functools.cache
+def _install() -> None:
+    """Let functions that draw look up, in each call, what the context of their thread asks for.
+
+    Keras has no hook for them. Outside `equal_rows` and `draws_alike` they are what they were.
+    """
+    drawn: Any = import_module("keras.src.backend.tensorflow.random")
+    for name in DRAWN_BY_SHAPE:
+        own = getattr(drawn, name)
+        setattr(drawn, name, _in_context(own, _draw_once(own), lambda: _rows_alike.get()))
+    dropout = drawn.dropout
+    drawn.dropout = _in_context(dropout, _drop_equally(dropout), lambda: _rows_alike.get())
+    draw_seed = drawn.draw_seed
+    seed_alike = _take_seed(draw_seed)
+    drawn.draw_seed = _in_context(draw_seed, seed_alike, lambda: _kept_seeds.get() is not None)
+    for name, draw in DRAWN_BY_TENSORFLOW.items():
+        own = getattr(tf.random, name)
+        setattr(tf.random, name, _in_context(own, _without_state(draw), lambda: are_alike.get()))
+
+
+def _in_context(
+    own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
+) -> Callable[..., Any]:
+    """The function itself, or the other one where it is asked for."""
+
+    @functools.wraps(own)
+    def draw(*given: Any, **words: Any) -> Any:
+        return (alike if asked() else own)(*given, **words)
+
+    return draw
 
 
 def _draw_once(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,23 +121,22 @@ def draws_alike(model: Any) -> Iterator[None]:
 
     TensorFlow's own numbers, and Keras' that have no generator of the model, come from one seed.
     """
-    drawn = import_module("keras.src.backend.tensorflow.random")
-    own = {id(state) for state in model.non_trainable_variables}
-    draw_seed = drawn.draw_seed
-
-    def take_seed(seed: Any) -> Any:
-        state = getattr(seed, "state", None)
-        return draw_seed(seed) if id(state) in own else tf.constant(SEED)
-
-    token = are_alike.set(True)
+    seeds = frozenset(id(state) for state in model.non_trainable_variables)
+    tokens = are_alike.set(True), _kept_seeds.set(seeds)
     try:
-        with kept_generators(), equal_rows(), ExitStack() as patches:
-            patches.enter_context(patch.object(drawn, "draw_seed", take_seed))
-            for name, draw in DRAWN_BY_TENSORFLOW.items():
-                patches.enter_context(patch.object(tf.random, name, _without_state(draw)))
+        with kept_generators(), equal_rows(model):
             yield
     finally:
-        are_alike.reset(token)
+        are_alike.reset(tokens[0])
+        _kept_seeds.reset(tokens[1])
+
+
+def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
+    def take_seed(seed: Any) -> Any:
+        state = getattr(seed, "state", None)
+        return draw_seed(seed) if id(state) in (_kept_seeds.get() or ()) else tf.constant(SEED)
+
+    return take_seed
 
 
 def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,6 +66,20 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
     )
 
 
+def open_rows(leaf: Any) -> Any:
+    """The type of a tensor with any number of rows."""
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.Tensor):
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    spec = tf.type_spec_from_value(leaf)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    return tf.RaggedTensorSpec(
+        [None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, spec.row_splits_dtype
+    )
+
+
 def take_rows(data: Tensors, rows: Any) -> Tensors:
     """The first `rows` rows of every tensor, masks kept; RequestError for a single number, which
     has no rows.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
@@ -19,17 +19,14 @@ import numpy as np
 import tensorflow as tf
 
 from ..training.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
-from .attributes import CallTensors
 from .compatibility import COUNTS, OTHER, ROWS, SUM, plain_variables, warn, warn_loss_metric
 from .equal_draws import kept_generators
 from .keras_step import Tensors, cut_rows, loss_with, own_loss, take_rows
 
 
 @contextmanager
-def traceless(model: Any, states: Sequence[tuple[Any, Any]] = ()) -> Iterator[Any]:
-    """A scope that collects what calls of the model assign and add to its loss; `states` have other
-    values.
-    """
+def traceless(model: Any) -> Iterator[Any]:
+    """A scope that collects what calls of the model assign and add to its loss."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # where Keras regularizes in a scope, it knows only the weights that were given to it
     given = [
@@ -37,7 +34,7 @@ def traceless(model: Any, states: Sequence[tuple[Any, Any]] = ()) -> Iterator[An
         for each in model.trainable_weights
         if each.regularizer is not None
     ]
-    scope = keras.StatelessScope(state_mapping=[*given, *states], collect_losses=True)
+    scope = keras.StatelessScope(state_mapping=given, collect_losses=True)
     try:
         with kept_generators(), scope:
             yield scope
@@ -56,7 +53,7 @@ def judge_loss(
     model: Any,
     data: Tensors,
     call: Any,
-    calls: Sequence[CallTensors],
+    leave: Sequence[Callable[[], None]],
     edges: Sequence[int],
     training: bool,
     batch: int,
@@ -64,20 +61,20 @@ def judge_loss(
     """The kind of the model's loss on these rows, and a sentence where there is none. They are of a
     batch of so many, where that is known.
 
-    `call` has the outputs of a call on all of them and the losses of layers; `calls` put back what
-    this and the calls on the parts have left in attributes.
+    `call` has the outputs of a call on all of them and the losses of layers; each of `leave` puts
+    into attributes what this call, or one of those on the parts, has left there.
     """
     x, y, weight = data
     outputs, losses = call.outputs, call.losses
     left: list[str] | None = None
     for number, changed in enumerate(_variants(model, y, outputs, weight)):
         try:
-            figures, together = _read(model, x, changed, losses, edges, training, calls)
+            figures, together = _read(model, x, changed, losses, edges, training, leave)
         except Exception as error:
             if number:
                 continue
             said = first_line(error)
-            calls[0].restore()
+            leave[0]()
             if _is_computed(model, (*data, outputs), losses, training):
                 return (
                     OTHER,
@@ -174,15 +171,15 @@ def _read(
     losses: Sequence[Any],
     edges: Sequence[int],
     training: bool,
-    calls: Sequence[CallTensors],
+    leave: Sequence[Callable[[], None]],
 ) -> tuple[LossFigures, float]:
     """Figures of the loss of all rows and of each part, and the loss of all rows with those of
     layers.
     """
     figures, counts, totals = [], [], []
     ranges = [(0, edges[-1]), *pairwise(edges)]
-    for (start, stop), left in zip(ranges, calls, strict=True):
-        left.restore()
+    for (start, stop), leave_own in zip(ranges, leave, strict=True):
+        leave_own()
         own, (y, outputs, weight) = (
             cut_rows(x, start, stop),
             [_cut_masked(each, start, stop) for each in changed],

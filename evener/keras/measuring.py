@@ -12,14 +12,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import msgspec
 import numpy as np
 import tensorflow as tf
 
-from .attributes import CallTensors, Leaves
+from .attributes import CallTensors
 from .compatibility import (
     OTHER,
     ROWS,
@@ -27,15 +27,14 @@ from .compatibility import (
     SUM,
     PartKinds,
     list_normalizations,
-    plain_variables,
     refuse_everywhere,
     refuse_partial,
     warn,
 )
 from .data import DealtArrays
-from .equal_draws import equal_rows
-from .keras_step import OwnRows, Tensors, call_model, cut_rows, split_losses
-from .loss_kinds import CLOSE, first_line, judge_loss, kind_of, traceless
+from .keras_step import OwnRows, Tensors, cut_rows
+from .loss_kinds import CLOSE, first_line, judge_loss, kind_of
+from .model_call import CallResult, ModelCall
 from .passes import is_seed
 
 MOST_ROWS = 8
@@ -44,18 +43,6 @@ OUTPUTS_DIFFER = {
     "float32": 1e-3,
 }  # relative to the largest; other kernels add in another order
 HALF_DIFFERS = 5e-2
-
-
-class CallResult(NamedTuple):
-    """The outputs, losses and states of a call on some rows."""
-
-    outputs: Tensors
-    losses: list[Any]  # of layers
-    added: list[float]  # the same without regularizers
-    states: dict[int, Any]  # new values by place
-    attributes: Leaves  # tensors that were left in attributes
-    left: CallTensors  # puts them there again
-    variables: list[Any]  # TensorFlow's own, as the call has left them
 
 
 def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
@@ -78,10 +65,11 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int
         data, batch = tf.nest.map_structure(_add_row, data), 2
     rows = min(batch, MOST_ROWS)
     try:
-        result = _call(model, cut_rows(data[0], 0, rows), training)
+        call = ModelCall(model, data[0], training)
+        result = call(cut_rows(data[0], 0, rows))
     except Exception as error:
         return _fault_of_rows(model, data[0], training, rows, whole, error)
-    return _compare(model, cut_rows(data, 0, rows), rows, result, training, partial, whole)
+    return _compare(call, cut_rows(data, 0, rows), rows, result, training, partial, whole)
 
 
 def build_model(model: Any, x: Tensors) -> None:
@@ -106,7 +94,7 @@ def _fault_of_rows(
     try:
         if rows >= own:
             raise error
-        _call(model, x, training)
+        ModelCall(model, x, training)(x)
     except Exception as fault:
         if own < batch and isinstance(
             fault, tf.errors.InvalidArgumentError
@@ -125,39 +113,8 @@ def _say_alone(rows: int, batch: int, error: Exception) -> str:
     return f"The model computes {batch} rows, but not {rows} of them alone: {first_line(error)}"
 
 
-def _call(
-    model: Any,
-    x: Tensors,
-    training: bool,
-    states: dict[int, Any] | None = None,
-    varied: Sequence[tuple[Any, Any]] = (),
-) -> CallResult:
-    """The model on these rows, without a trace; `states`, by place, and `varied` variables have
-    these values instead of theirs.
-    """
-    every, before = model.non_trainable_variables, CallTensors(model)
-    with (
-        traceless(
-            model, [*((every[place], value) for place, value in (states or {}).items()), *varied]
-        ) as scope,
-        equal_rows(),
-    ):
-        outputs = call_model(model, x, training)
-        losses = list(model.losses)
-        states = {
-            place: np.asarray(value)
-            for place, state in enumerate(every)
-            if not is_seed(state) and (value := scope.state_mapping.get(id(state))) is not None
-        }
-        variables = [np.asarray(each) for each in plain_variables(model)]
-    attributes, after = before.collect(), CallTensors(model)
-    before.restore()
-    added = [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]]
-    return CallResult(outputs, losses, added, states, attributes, after, variables)
-
-
 def _compare(
-    model: Any,
+    call: ModelCall,
     data: Tensors,
     rows: int,
     whole: CallResult,
@@ -166,23 +123,24 @@ def _compare(
     batch: int,
 ) -> PartKinds:
     """Compare two parts of these rows with the whole."""
+    model = call.model
     x, edges = data[0], (0, max(1, 3 * rows // 8), rows)
     sizes = (edges[1], rows - edges[1])
     cut = [cut_rows(x, start, stop) for start, stop in pairwise(edges)]
     try:
-        parts = [_call(model, each, training) for each in cut]
+        parts = [call(each) for each in cut]
     except Exception as error:
         return PartKinds(fault=_say_alone(sizes[0], rows, error))
     fault = _find_fault(whole.outputs, [part.outputs for part in parts], rows, sizes)
-    if fault and training and _is_random(model, x, whole):
+    if fault and training and _is_random(call, x, whole):
         return measure(model, data, False, partial, batch)
     fault = fault or _find_assigned(whole, parts)
     if fault:
         return PartKinds(fault=fault)
-    added = _judge_added(model, (x, *cut), (whole, *parts), sizes, training)
+    added = _judge_added(call, (x, *cut), (whole, *parts), sizes)
     states = _judge_states(model, {}, whole, parts, sizes)
     if whole.states:  # a sum that decays looks like a sum while it is 0
-        again = [_call(model, each, training, whole.states) for each in (x, *cut)]
+        again = [call(each, whole.states) for each in (x, *cut)]
         later = _judge_states(model, whole.states, again[0], again[1:], sizes)
         states = {
             place: kind if later.get(place, kind) == kind else OTHER
@@ -190,9 +148,10 @@ def _compare(
         }
     loss, seen = ROWS, ""
     if partial:
-        now, calls = CallTensors(model), [each.left for each in (whole, *parts)]
+        now = CallTensors(model)
+        leave = [functools.partial(call.leave, each) for each in (whole, *parts)]
         try:
-            loss, seen = judge_loss(model, data, whole, calls, edges, training, batch)
+            loss, seen = judge_loss(model, data, whole, leave, edges, training, batch)
         finally:
             now.restore()
     attributes = _judge_attributes(whole, parts, sizes)
@@ -200,24 +159,23 @@ def _compare(
 
 
 def _judge_added(
-    model: Any,
+    call: ModelCall,
     every: Sequence[Tensors],
     calls: Sequence[CallResult],
     sizes: tuple[int, ...],
-    training: bool,
 ) -> list[str]:
     """The way in which each loss that layers add does so, by calls on all rows and on the parts.
 
     One that is 0 says nothing yet: its factor may grow from 0 on, or no row is concerned so far. It
     is looked at again with other values of the variables, and other rows.
     """
-    found = [(one, *each) for one, *each in zip(*(call.added for call in calls), strict=True)]
+    found = [(one, *each) for one, *each in zip(*(each.added for each in calls), strict=True)]
     for change in (_raise_zeros, _change_weights):
         if all(any(figures) for figures in found):
             break
         with suppress(Exception):  # values that the model can't compute with
-            varied, rows = change(model, every)
-            again = [_call(model, each, training, varied=varied).added for each in rows]
+            varied, rows = change(call.model, every)
+            again = [call(each, varied=varied).added for each in rows]
             pairs = zip(found, zip(*again, strict=True), strict=True)
             found = [before if any(before) else after for before, after in pairs]
     return [kind_of(one, each, sizes) for one, *each in found]
@@ -328,9 +286,9 @@ def _is_close(one: Any, other: Any) -> bool:
     )
 
 
-def _is_random(model: Any, x: Tensors, whole: CallResult) -> bool:
+def _is_random(call: ModelCall, x: Tensors, whole: CallResult) -> bool:
     """True if the same rows have other outputs when they are called again."""
-    again = _call(model, x, True)
+    again = call(x)
     pairs = zip(keras.tree.flatten(whole.outputs), keras.tree.flatten(again.outputs), strict=True)
     return not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
 
@@ -416,7 +374,7 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
         parts = model._compile_loss, model._compile_metrics
         missing = [part for part in parts if part is not None and not part.built]
         if missing and y is not None:
-            outputs = _call(model, x, training).outputs
+            outputs = ModelCall(model, x, training)(x).outputs
             for part in missing:
                 part.build(y, outputs)
 

@@ -9,12 +9,12 @@ rows; if outputs are too large for that, each counts its own rows, and the state
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import keras
 import tensorflow as tf
@@ -22,13 +22,21 @@ import tensorflow as tf
 from ..errors import DeviceError, RequestError
 from ..shares.divisions import Cut
 from ..training.retreat import PassLimit, Retreat, say
-from .compatibility import COUNTS, PartKinds, overrides, warn, warn_summed_metrics
+from .compatibility import (
+    COUNTS,
+    PartKinds,
+    list_normalizations,
+    overrides,
+    warn,
+    warn_summed_metrics,
+)
 from .group import (
     BatchDigests,
     Group,
     digest_batch,
     refuse_other,
 )
+from .instances import replaced
 from .keras_step import (
     OwnRows,
     Tensors,
@@ -212,7 +220,7 @@ class Workers:
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
-        with tf.GradientTape() as tape, whole_statistics(self.group, own.size):
+        with tf.GradientTape() as tape, whole_statistics(model, self.group, own.size):
             outputs = call_model(model, x, True)
             loss = self._part_of_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
@@ -450,24 +458,17 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
     return keras.tree.pack_sequence_as(outputs, found)
 
 
-NORMALIZATION = keras.layers.BatchNormalization
-
-
 @contextmanager
-def whole_statistics(group: Group, size: Any) -> Iterator[None]:
-    """Synchronized layers take the statistics of all processes' rows, of which `size` of this one's
-    count.
+def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
+    """A model's synchronized layers take the statistics of all processes' rows, of which `size` of
+    this one's count.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def sum_all(*own: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
         return group.sum(own), lambda *flows: group.sum(flows)
 
-    own_moments = NORMALIZATION._moments
-
     def find_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        if not layer.synchronized:
-            return tuple(own_moments(layer, inputs, mask))
         if mask is not None:
             raise RequestError(
                 f"{layer.name} can't synchronize statistics of masked steps.", "Leave the mask out."
@@ -480,5 +481,8 @@ def whole_statistics(group: Group, size: Any) -> Iterator[None]:
         mean = total / rows
         return mean, tf.maximum(squares / rows - tf.square(mean), 0.0)
 
-    with patch.object(NORMALIZATION, "_moments", find_moments):
+    with ExitStack() as whole:
+        for layer in list_normalizations(model, synchronized=True):
+            moments = functools.partial(find_moments, layer)
+            whole.enter_context(replaced(layer, "_moments", moments))
         yield

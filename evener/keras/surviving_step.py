@@ -18,7 +18,7 @@ from ..errors import DeviceError
 from ..training.retreat import PassLimit, Retreat, says_out_of_memory
 from .attributes import PlainVariables
 from .compatibility import list_normalizations, plain_variables
-from .keras_step import OwnRows, Tensors, count_rows
+from .keras_step import OwnRows, Tensors, count_rows, open_rows
 from .passes import DevicePasses, PassSums, StateUpdate
 from .sparse_gradients import spec_of
 
@@ -96,7 +96,7 @@ class SurvivingStep:
 
     def _trace(self, spec: Any, data: Tensors) -> None:
         """Make both graphs, for batches of this kind and any number of rows."""
-        spec = tf.nest.map_structure(_open_rows, data) if spec is None else spec
+        spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:
             return
         number = tf.TensorSpec([], tf.int64)
@@ -185,8 +185,3 @@ def describe_memory(device: str) -> str:
     return "the training holds {:.1f} GiB, at most {:.1f}".format(
         *(held[each] / 2**30 for each in ("current", "peak"))
     )
-
-
-def _open_rows(leaf: Any) -> Any:
-    """The kind of a tensor with any number of rows."""
-    return None if leaf is None else tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)

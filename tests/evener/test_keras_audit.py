@@ -17,15 +17,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 # by engine: the steps that are trained before the audit that sees it, and a part of the sentence
 HIDDEN = {
-    "towers": {"a global": (0, "kernel"), "rows mixed later": (3, "In step 4")},
-    "passes": {"a late term": (0, "as later in a training")},
+    "towers": {
+        "a global": (0, "kernel"),
+        "rows mixed later": (3, "In step 4"),
+        "a decision": (0, "decides by a figure"),
+        "a decision of a functional model": (0, "decides by a figure"),
+    },
+    "passes": {
+        "a late term": (0, "as later in a training"),
+        "a decision": (0, "decides by a figure"),
+    },
     "multiworker": {
+        "a decision": (0, "decides by a figure"),
         "labels of -1 later": (0, "labels of -1"),
         "a figure carried on": (3, "the variable"),
     },
 }
 EXACT = {
-    "towers": ["Dropout, GaussianNoise, a state", "loss of attributes: containers"],
+    "towers": [
+        "Dropout, GaussianNoise, a state",
+        "loss of attributes: containers",
+        "own decision of a loss",
+    ],
     "passes": ["activity and weight regularizers", "state: rows", "loss of a second call"],
     "multiworker": ["ignore_class", "BatchNormalization", "pooler, AdamW"],
 }

@@ -45,6 +45,7 @@ SAMPLES = {
         "own metric of an attribute": EXACT,
         "own metric in compute_loss": EXACT,
         "own state of a loss": EXACT,
+        "own scale of rows": EXACT,
         "own train_step": EXACT,
         "own train_step: signs": "calls super().train_step never",
         "own graph": "but not 3 of them alone",

@@ -100,6 +100,40 @@ class ReadsGlobal(keras.Model):
         return ops.mean(ops.square(y - y_pred)) + ops.mean(ops.square(KEPT["hidden"]))
 
 
+class LeavesEarly(keras.Model):
+    """Leaves out a layer once the mean of a batch's first outputs is above what it is at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quick, self.deep = layers.Dense(1), layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        """The outputs of one layer, or of two."""
+        quick = self.quick(x)
+        return tf.cond(
+            tf.reduce_mean(quick) > 50.0, lambda: quick, lambda: quick + self.deep(tf.tanh(x))
+        )
+
+
+def leaving() -> Any:
+    """The model that decides by a mean of the batch."""
+    model = LeavesEarly()
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    model(X[:2])
+    return model
+
+
+def choosing() -> Any:
+    """The same decision in a functional model."""
+    entry = keras.Input((6,))
+    quick = layers.Dense(1)(entry)
+    deep = layers.Dense(1)(ops.tanh(entry))
+    chosen = ops.where(ops.mean(quick) > 50.0, quick, quick + deep)
+    model = keras.Model(entry, chosen)
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
 def masked(y: Any, outputs: Any) -> Any:
     """A mean over labels that aren't -1."""
     known = tf.cast(y >= 0, outputs.dtype)
@@ -147,6 +181,8 @@ HIDDEN: dict[str, tuple[Callable[[], Any], Any, list[Any]]] = {
     "a late term": (lambda: dense(None, base=LateContrast), Y, []),
     "labels of -1 later": (lambda: dense(masked, 3), LABELS, []),
     "a figure carried on": (carrying, Y, []),
+    "a decision": (leaving, Y, []),
+    "a decision of a functional model": (choosing, Y, []),
 }
 
 

@@ -1,0 +1,110 @@
+"""A call of a model on a few rows that leaves nothing behind, in a graph for any number of rows.
+
+It is a graph because an engine's step is one, too: Keras computes some operations otherwise where
+the number of rows is known, as `ops.add(x, y)` of (3, 3) and (3, 1), whose y it takes for a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from .attributes import CallTensors, Leaves
+from .compatibility import plain_variables
+from .equal_draws import equal_rows
+from .keras_step import Tensors, call_model, open_rows, split_losses
+from .loss_kinds import traceless
+from .passes import is_seed
+
+
+class CallResult(NamedTuple):
+    """The outputs, losses and states of a call on some rows."""
+
+    outputs: Tensors
+    losses: list[Any]  # of layers
+    added: list[float]  # the same without regularizers
+    states: dict[int, Any]  # new values by place
+    attributes: Leaves  # tensors that were left in attributes
+    variables: list[Any]  # TensorFlow's own, as the call has left them
+
+
+class ModelCall:
+    """The calls of a model on rows of the kind of x; a model that runs eagerly is called so."""
+
+    def __init__(self, model: Any, x: Tensors, training: bool) -> None:
+        self.model = model
+        self._training = training
+        self._varied = [
+            *model.trainable_variables,
+            *(each for each in model.non_trainable_variables if not is_seed(each)),
+            *([model.optimizer._iterations] if model.optimizer else []),
+        ]
+        self._places: list[int] = []  # of the states that a call assigns
+        self._left: Any = None  # the attributes as a call leaves them
+        self._run: Any = self._call
+        if not model.run_eagerly:
+            traced = tf.function(self._call, autograph=False)
+            values = [tf.TensorSpec(each.shape, each.dtype) for each in self._varied]
+            with traceless(model):
+                self._run = traced.get_concrete_function(
+                    tf.nest.map_structure(open_rows, x), values
+                )
+
+    def __call__(
+        self,
+        x: Tensors,
+        states: Mapping[int, Any] | None = None,
+        varied: Sequence[tuple[Any, Any]] = (),
+    ) -> CallResult:
+        """The result for these rows; `states`, by place, and `varied` variables have these values
+        instead of theirs.
+        """
+        every = self.model.non_trainable_variables
+        given = {id(every[place]): value for place, value in (states or {}).items()}
+        given |= {id(variable): value for variable, value in varied}
+        values = [
+            tf.convert_to_tensor(given.get(id(each), each), each.dtype) for each in self._varied
+        ]
+        with traceless(self.model):
+            outputs, masks, losses, after, attributes, variables = self._run(x, values)
+            variables = [np.asarray(each) for each in variables]
+        for leaf, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
+            if mask is not None:
+                leaf._keras_mask = mask
+        found = {place: np.asarray(value) for place, value in zip(self._places, after, strict=True)}
+        added = [float(tf.reduce_sum(loss)) for loss in split_losses(self.model, losses)[0]]
+        return CallResult(outputs, losses, added, found, attributes, variables)
+
+    def leave(self, result: CallResult) -> None:
+        """Put into attributes what the call of this result has left there."""
+        self._left.restore()
+        self._left.put(result.attributes)
+
+    def _call(self, x: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
+        model = self.model
+        before = CallTensors(model)
+        pairs = list(zip(self._varied, values, strict=True))
+        with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope:
+            with equal_rows(model):
+                outputs = call_model(model, x, self._training)
+            losses = list(model.losses)
+        begins = {id(variable): value for variable, value in pairs}
+        states = {
+            place: scope.get_current_value(state)
+            for place, state in enumerate(model.non_trainable_variables)
+            if id(state) in begins
+        }
+        every = model.non_trainable_variables
+        changed = [p for p, value in states.items() if value is not begins[id(every[p])]]
+        self._places[:] = changed
+        attributes = before.collect()
+        self._left = CallTensors(model)
+        before.restore()
+        masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
+        variables = [tf.identity(each) for each in plain_variables(model)]
+        after = [tf.convert_to_tensor(states[place]) for place in changed]
+        return outputs, masks, losses, after, attributes, variables
