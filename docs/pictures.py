@@ -31,13 +31,15 @@ from evener.devices.sampler import History, Subscriber
 from evener.devices.simulated import SimulatedSource
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import HostSample, ProcessSample, Snapshot, value
-from evener.live.files import LiveDevice, ShareChange, Training
+from evener.live.files import LastStep, LiveDevice, ShareChange, Training
+from evener.training.step_sums import StepSums
 from evener.tui.app import EvenerApp
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 FOLDER = Path(__file__).resolve().parent / "pictures"
 AT_SECONDS = 1_790_070_000.0
 PAIR = "sim:gtx1080ti,gtx1080"
+STEPS = 10  # of each rank, that a picture shows
 EIGHT = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
 FONT = 'font-family: "Fira Code", "DejaVu Sans Mono", "Liberation Mono", Menlo, Consolas, monospace'
 HOST = HostSample(
@@ -139,22 +141,40 @@ def _reports() -> tuple[Training, ...]:
     facts: dict[str, Any] = {
         "training": "picture",
         "world": 2,
-        "step_s": 0.743,
+        "step_s": 0.804,
         "step_spread": 0.03,
-        "input_s": 0.004,
-        "between_s": 0.002,
+        "input_s": 0.03,
+        "between_s": 0.015,
         "plan_samples_per_second": 2106.0,
         "changes": (ShareChange(900, at_seconds - 1130, (820, 568), (768, 620), change),),
     }
     ranks = (("sim-0-gtx1080ti", 768, 0.528, 0.211), ("sim-1-gtx1080", 620, 0.731, 0.008))
     return tuple(
         Training(
-            "torch", "train.py", rows / 0.743, 2421, at_seconds - 0.3,
-            (LiveDevice(device, rank, rows, rows / 0.743, rows, own, waiting, own_spread=0.03),),
-            rank=rank, pid=41_200 + 7 * rank, **facts,
+            "torch", "train.py", rows / 0.804, 2421, at_seconds - 0.3,
+            (LiveDevice(device, rank, rows, rows / 0.804, rows, own, waiting, own_spread=0.03),),
+            rank=rank, pid=41_200 + 7 * rank, **facts, **_steps(own, waiting),
         )
         for rank, (device, rows, own, waiting) in enumerate(ranks)
     )  # fmt: skip
+
+
+def _steps(own_s: float, meeting_s: float) -> dict[str, Any]:
+    """The last steps of a rank, none quite like another, and their sums."""
+    paces = [1 + 0.03 * ((7 * number) % 5 - 2) for number in range(STEPS)]
+    last = [
+        LastStep(2421 - STEPS + number, 0.03, own_s * pace, meeting_s * (2 - pace), 0.035)
+        for number, pace in enumerate(paces, 1)
+    ]
+    sums = StepSums(
+        STEPS,
+        input_s=0.03 * STEPS,
+        own_work_s=sum(each.own_work_s for each in last),
+        meeting_s=sum(each.meeting_s for each in last),
+        update_s=0.02 * STEPS,
+        between_s=0.015 * STEPS,
+    )
+    return {"recent": sums, "last_steps": tuple(last)}
 
 
 def _app(spec: str, theme: str, reports: Sequence[Training] = ()) -> EvenerApp:

@@ -14,7 +14,7 @@ import msgspec
 from evener.devices.simulated import SLOWDOWN_CELSIUS, SimulatedSource, catalogue
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Snapshot, value
-from evener.live.files import LiveDevice, ShareChange, Training
+from evener.live.files import LastStep, LiveDevice, PendingShares, ShareChange, Training
 from evener.plan.file import Plan
 from evener.plan.solver import read_curves
 from evener.training.rebalance import Rebalancer
@@ -29,6 +29,7 @@ PERIOD_SECONDS, HOT_FROM, HOT_UNTIL, SLOWED = (
 )  # the first device loses this share of its speed
 WINDOW_SECONDS = 2.0  # between two figures for the rule
 NOISE = 0.004
+STEPS_SHOWN = 8  # of the last ones, each like the newest
 
 
 class TrainingSource(SimulatedSource):
@@ -90,7 +91,12 @@ class TrainingSource(SimulatedSource):
         self._ticked, step = now, round(self._steps)
         changes = tuple(self._changes[-3:])
         report = msgspec.structs.replace(
-            first, step=step, step_s=step_s, updated_at=self._epoch + now, changes=changes
+            first,
+            step=step,
+            step_s=step_s,
+            updated_at=self._epoch + now,
+            changes=changes,
+            pending=PendingShares(self._rule.windows_seen, self._rule.windows_needed),
         )
         if now - self._observed >= WINDOW_SECONDS:
             self._observed = now
@@ -103,10 +109,15 @@ class TrainingSource(SimulatedSource):
     def _of_rank(self, rank: int, report: Training, rows: int, own_s: float) -> Training:
         device, speed = self.devices()[rank], rows / report.step_s
         self.set_load(rank, speed, rows)
-        live = LiveDevice(
-            device.id, rank, rows, speed, rows, own_s, report.step_s - own_s, own_spread=NOISE
+        waiting_s = report.step_s - own_s
+        live = LiveDevice(device.id, rank, rows, speed, rows, own_s, waiting_s, own_spread=NOISE)
+        last = tuple(
+            LastStep(number, 0.0, own_s, waiting_s, 0.0)
+            for number in range(max(1, report.step - STEPS_SHOWN + 1), report.step + 1)
         )
-        return msgspec.structs.replace(report, rank=rank, samples_per_second=speed, devices=(live,))
+        return msgspec.structs.replace(
+            report, rank=rank, samples_per_second=speed, devices=(live,), last_steps=last
+        )
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:

@@ -125,6 +125,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: Count = 0  # of the device, the most that this rank has held; 0: unknown
     memory_of_bytes: Count = 0  # that there are; 0: unknown
     pending: PendingShares | None = None  # null: shares stay as they are
+    run: Text = ""  # with its journal; empty: it keeps none
 
 
 class LiveRecord(Details, frozen=True):

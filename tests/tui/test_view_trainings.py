@@ -13,17 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
-from evener.live.files import LiveDevice, ShareChange, Training
+from evener.live.files import LastStep, LiveDevice, PendingShares, ShareChange, Training
 from evener.training.noise_scale import ENDLESS, NoiseScale
+from evener.training.step_sums import RankStep
 from evener.tui.cli.monitor import snapshot_document, snapshot_text
-from evener.tui.view.cells import cells
+from evener.tui.view.cells import cells, to_ascii
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow
 from evener.tui.view.ranks import work_by_device
-from evener.tui.view.training_lines import arrange_trainings, training_graph_lines, training_lines
-from evener.tui.view.trainings import TrainingRow, join_trainings
+from evener.tui.view.share_history import share_lines
+from evener.tui.view.step_bars import OWN_WORK, PARTS, lane_lines, legend_line, part_bar
+from evener.tui.view.training_lines import (
+    Wanted,
+    arrange_trainings,
+    training_graph_lines,
+    training_lines,
+)
+from evener.tui.view.trainings import EndedTrainings, TrainingRow, join_trainings
 from tests.support.tables import device_lines, rank_table, training_table
 from tests.support.trainings import AT_SECONDS, make_ranks
+
+OTHER = Training("keras", "mnist", 1234.0, 50, AT_SECONDS, (), pid=77)
 
 
 def _snapshot(script: Any, reports: Sequence[Training], **changed: Any) -> Snapshot:
@@ -209,10 +219,10 @@ def test_changes_of_shares_stand_with_their_reasons_newest_first(script: Any) ->
     lines = training_lines(_only(script, make_ranks(changes=changes)), AT_SECONDS, 160)
     newest, oldest = (line.text.strip() for line in lines[-2:])
     assert newest == (
-        "· Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12 020; 820 + 568 to "
+        "2 Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12 020; 820 + 568 to "
         "904 + 484."
     )
-    assert oldest.startswith("· Step 880, 2 h ago: SIM:1 slower by 9 %")
+    assert oldest.startswith("1 Step 880, 2 h ago: SIM:1 slower by 9 %")
 
 
 def test_a_rank_that_ran_out_of_memory_is_named(script: Any) -> None:
@@ -228,7 +238,9 @@ def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
     )
     text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100))
     assert "82 % of the plan's 10 000" in text
-    assert "No cause was found" in text
+    said = " ".join(text.split())
+    assert "No cause was found. Of a step take at most: input 1 %, waiting 0 %" in said
+    assert "Threads wait for cores 0 % of the time" in said
 
 
 def snapshot_with(*reports: Training) -> Snapshot:
@@ -332,13 +344,140 @@ def test_a_work_bar_fills_its_width_and_shows_any_work(
 
 def test_panels_fill_the_height_and_every_rank_has_a_row_where_it_can() -> None:
     for height, frame, has_graphs in ((22, 0, False), (38, 2, True), (46, 2, True), (68, 2, True)):
-        trainings, ranks, sentences, graphs = arrange_trainings(height, frame, 3, 8).values()
-        assert trainings + ranks + sentences + graphs == height
-        assert (trainings, ranks) == (4 + frame, 9 + frame)
-        assert (graphs >= 9) == bool(graphs) == has_graphs
-    crowded = arrange_trainings(22, 0, 40, 40)
+        rows = arrange_trainings(height, frame, 3, Wanted(8, 5))
+        assert sum(rows.values()) == height
+        assert (rows["#trainings"], rows["#ranks"]) == (4 + frame, 10 + frame)
+        assert bool(rows["#training-graphs"]) == has_graphs
+    crowded = arrange_trainings(22, 0, 40, Wanted(40))
     assert crowded["#causes"] >= 5
     assert sum(crowded.values()) == 22
+    both = arrange_trainings(38, 2, 1, Wanted(2, 5, lanes=2, shares=2))
+    assert min(both.values()) > 0
+    assert sum(both.values()) == 38
+
+
+SECONDS = st.floats(0, 10)
+
+
+@given(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS), SECONDS, st.integers(1, 100))
+def test_a_step_s_bar_fills_its_width_in_the_order_of_its_parts(
+    parts: tuple[float, ...], more: float, width: int
+) -> None:
+    step = RankStep(*parts)
+    spans = part_bar(step, step.step_s + more, width)
+    drawn = "".join(span.text for span in spans)
+    assert len(drawn) == width
+    signs = [part.sign for part in PARTS]
+    places = [signs.index(sign) for sign in drawn if sign in signs]
+    assert places == sorted(places)
+    assert (OWN_WORK.sign in drawn) == (step.own_work_s > 0)
+    for part, seconds in zip(PARTS, parts, strict=True):
+        share = seconds / (step.step_s + more) if step.step_s + more else 0.0
+        assert abs(drawn.count(part.sign) - share * width) <= 2
+
+
+def test_input_is_most_of_the_bar_where_it_is_most_of_the_step(script: Any) -> None:
+    """And not what remains of it: waiting."""
+    ranks = make_ranks(own=(0.01, 0.008), waiting=(0.001, 0.003), input_s=0.293, step_s=0.304)
+    row = _only(script, ranks)
+    for line in rank_table(row, 120, 5)[0][1:]:
+        assert line.text.count("▒") > 15 * line.text.count("░")
+        assert line.text.count("▒") > 15 * line.text.count("━")
+    assert _kinds(row) == ["input"]
+
+
+@pytest.mark.parametrize("width", range(40, 121, 8))
+def test_the_legend_has_every_part_and_fits(width: int) -> None:
+    drawn = legend_line(width)
+    assert cells(drawn.text) <= width
+    for part in PARTS:
+        tones = [span.tone for span in drawn.spans if part.sign in span.text]
+        assert tones == [part.tone]
+        assert part.name.split()[0] in drawn.text
+    ascii_signs = {to_ascii(part.sign) for part in PARTS}
+    assert len(ascii_signs) == len({part.tone for part in PARTS}) == len(PARTS)
+
+
+def _with_steps(reports: Sequence[Training]) -> list[Training]:
+    """Reports with the last steps of each rank: the second began to tell of them later."""
+    return [
+        msgspec.structs.replace(
+            each,
+            last_steps=tuple(
+                LastStep(number, 0.01, each.devices[0].own_work_s, each.devices[0].waiting_s, 0.0)
+                for number in range(100 + 2 * each.rank, 110)
+            ),
+        )
+        for each in reports
+    ]
+
+
+def test_lanes_show_the_steps_that_all_ranks_tell_of_on_one_scale(script: Any) -> None:
+    row = _only(script, _with_steps(make_ranks()))
+    quick, slow, scale = (line.text for line in lane_lines(row.ranks, 150, 5))
+    assert "steps 102 to 109" in scale
+    assert quick.count("░") > 4 * quick.count("━")
+    assert slow.count("━") > 4 * slow.count("░")
+    assert quick.startswith(" GPU:0 ")
+    assert lane_lines(_only(script, make_ranks()).ranks, 150, 5) == ()
+
+
+CHANGES = (
+    ShareChange(50, AT_SECONDS - 100, (694, 694), (780, 608), "GPU:1 slower by 10 %"),
+    ShareChange(90, AT_SECONDS - 50, (780, 608), (820, 568), "GPU:1 slower by 9 %"),
+)
+
+
+def test_shares_over_time_have_the_number_of_the_change_where_it_was(script: Any) -> None:
+    row = _only(script, make_ranks(changes=CHANGES))
+    first, second, marks = (
+        line.text for line in share_lines(row.ranks, row.changes, AT_SECONDS, 100, 4)
+    )
+    lane = first[7:-10]
+    assert [lane.index(sign) for sign in dict.fromkeys(lane)] == [
+        0,
+        marks.index("1") - 7,
+        marks.index("2") - 7,
+    ]
+    assert first.endswith("694 → 820")
+    assert second.endswith("694 → 568")
+    said = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 160))
+    assert "2 Step 90, 50 s ago: GPU:1 slower by 9 %" in said
+    assert share_lines(row.ranks[:1], row.changes, AT_SECONDS, 100, 4) == (), "other ranks"
+
+
+def test_a_training_that_will_change_its_shares_by_itself_says_so(script: Any) -> None:
+    pending = PendingShares(1, 2)
+    row = _only(script, make_ranks(own=(0.1, 0.15), waiting=(0.052, 0.002), pending=pending))
+    said = " ".join(line.text for line in training_lines(row, AT_SECONDS, 300))
+    assert "about to change its shares by itself" in said
+    assert "1 of 2 windows" in said
+    assert "would give" not in said
+
+
+def test_a_training_that_ends_keeps_its_last_figures_and_its_summary(script: Any) -> None:
+    told: list[str] = []
+
+    def find_summary(run: str) -> list[str]:
+        told.append(run)
+        return ["speed: 8 165 samples/s"] if len(told) > 1 else []
+
+    ended = EndedTrainings(find_summary)
+    row = _only(script, make_ranks(run="20261129-120000-abcd"))
+    assert ended.add_ended([row], AT_SECONDS) == (row,)
+    (early,) = ended.add_ended([], AT_SECONDS + 1)
+    assert early.summary == (), "it isn't written yet"
+    other = _only(script, [OTHER])
+    shown, kept = ended.add_ended([other], AT_SECONDS + 12)
+    assert shown == other
+    assert (kept.samples_per_second, kept.causes, kept.advice) == (row.samples_per_second, (), None)
+    said = "\n".join(line.text for line in training_lines(kept, AT_SECONDS + 12, 100))
+    assert "Ended 12 s ago." in said
+    assert "speed: 8 165 samples/s" in said
+    (table, *_), _ = training_table([kept], 100, 5), None
+    assert "ended 12 s ago" in table[1].text
+    assert {span.tone for span in table[1].spans if span.text.strip()} <= {"dim", "text"}
+    assert kept not in ended.add_ended([other], AT_SECONDS + 700)
 
 
 def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> None:

@@ -11,19 +11,24 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.devices.types import Snapshot
+from evener.launch.summary import describe_summary, load_summary
 from evener.printable import plain
 
 from ..view.cells import Line, whole_lines
 from ..view.ranks import RankRow
-from ..view.table import Grid
+from ..view.share_history import share_lines
+from ..view.step_bars import lane_lines, legend_line
+from ..view.table import Grid, table_lines
 from ..view.training_lines import (
+    LEGEND_ROWS,
     TRAININGS,
+    Wanted,
     arrange_trainings,
     rank_grid,
     training_graph_lines,
     training_lines,
 )
-from ..view.trainings import TrainingRow, join_trainings
+from ..view.trainings import EndedTrainings, TrainingRow, join_trainings
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel
 from .base import SnapshotScreen
@@ -39,11 +44,17 @@ class TrainingsScreen(SnapshotScreen):
     NAME = "trainings"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "stop_training", "Stop")]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = EndedTrainings(_find_summary)
+
     def panels(self) -> Iterable[Widget]:
-        """Trainings, ranks, causes, graphs."""
+        """Trainings, ranks, causes, the last steps, shares, graphs."""
         yield TrainingPanel()
         yield RankPanel()
         yield Lines("What holds it up", id="causes", classes="panel")
+        yield Lines("Last steps", id="last-steps", classes="panel")
+        yield Lines("Shares so far", id="shares", classes="panel")
         yield Lines("Last minutes", id="training-graphs", classes="panel")
         yield Lines("Log", id="training-log", classes="panel")
 
@@ -51,7 +62,8 @@ class TrainingsScreen(SnapshotScreen):
         """Draw the trainings of the snapshot."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
-                self.query_one(TrainingPanel).take(join_trainings(snapshot), self.state)
+                rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)
+                self.query_one(TrainingPanel).take(rows, self.state)
                 self._show_chosen(snapshot)
 
     def on_list_panel_moved(self) -> None:
@@ -60,26 +72,47 @@ class TrainingsScreen(SnapshotScreen):
             self._show_chosen(self.shown)
 
     def _show_chosen(self, snapshot: Snapshot) -> None:
-        trainings, app = self.query_one(TrainingPanel), self.evener
-        row = trainings.chosen
-        ranks = len(row.ranks) if row is not None else 0
-        frame = self.settle_frames()
-        height = app.size.height - _BARS
-        log = self._log_rows(height, shares_rows=row is not None)
-        rows = arrange_trainings(height - log, frame, trainings.count, ranks)
-        self.place_panels({**rows, "#training-log": log})
+        row = self.query_one(TrainingPanel).chosen
+        self._place(row, snapshot)
         self._show_log()
         self.query_one(RankPanel).take(row)
-        causes, graphs = self.query_one("#causes", Lines), self.query_one("#training-graphs", Lines)
-        causes.show(
-            training_lines(row, snapshot.at_seconds, causes.size.width) if row is not None else ()
-        )
-        if row is None or not graphs.display:
-            graphs.show(())
-        else:
-            graphs.show(
-                training_graph_lines(row, snapshot.devices, app.publisher.history, *graphs.size)
-            )
+        for name in ("#causes", "#last-steps", "#shares", "#training-graphs"):
+            panel = self.query_one(name, Lines)
+            shown = row is not None and panel.display
+            panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
+
+    def _place(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
+        """Give each panel its rows."""
+        frame = self.settle_frames()
+        size = self.evener.size
+        height = size.height - _BARS
+        log = self._log_rows(height, shares_rows=row is not None)
+        wanted = Wanted()
+        if row is not None:
+            text = training_lines(row, snapshot.at_seconds, size.width - frame)
+            lanes = sum(bool(rank.last_steps) for rank in row.ranks)
+            shares = len(row.ranks) if row.changes else 0
+            wanted = Wanted(len(row.ranks), len(text), lanes, shares)
+        count = self.query_one(TrainingPanel).count
+        rows = arrange_trainings(height - log, frame, count, wanted)
+        self.place_panels({**rows, "#training-log": log})
+
+    def _draw(
+        self, name: str, row: TrainingRow, snapshot: Snapshot, panel: Lines
+    ) -> Sequence[Line]:
+        """The lines of a panel for a training."""
+        width, height = panel.size
+        match name:
+            case "#causes":
+                return training_lines(row, snapshot.at_seconds, width)
+            case "#last-steps":
+                return lane_lines(row.ranks, width, height)
+            case "#shares":
+                at_seconds = snapshot.at_seconds - row.ended_s
+                return share_lines(row.ranks, row.changes, at_seconds, width, height)
+            case _:
+                history = self.evener.publisher.history
+                return training_graph_lines(row, snapshot.devices, history, width, height)
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
         """Rows for the log of a training that was started here; most of them until it reports."""
@@ -116,12 +149,19 @@ class TrainingsScreen(SnapshotScreen):
         chosen = self.query_one(TrainingPanel).rows[self.query_one(TrainingPanel).cursor]
 
         def draw(width: int) -> tuple[Line, ...]:
-            snapshot = self.shown
+            snapshot, panel = self.shown, self.query_one(TrainingPanel)
             there = join_trainings(snapshot) if snapshot is not None else ()
-            row = next((each for each in there if each.key == chosen.key), chosen)
+            every = (*there, *panel.rows)
+            row = next((each for each in every if each.key == chosen.key), chosen)
             return training_lines(row, snapshot.at_seconds if snapshot is not None else 0.0, width)
 
         self.open_details("Training", draw)
+
+
+def _find_summary(run: str) -> Sequence[str]:
+    """The lines that a run has of its end, but where it is."""
+    summary = load_summary(run)
+    return describe_summary(summary) if summary is not None else ()
 
 
 class TrainingPanel(ListPanel[TrainingRow]):
@@ -171,8 +211,14 @@ class RankPanel(ListPanel[RankRow]):
         return rank_grid(self.rows)
 
     def redraw(self) -> None:
-        """Draw the ranks; nothing without a training."""
-        if self.rows:
-            super().redraw()
-        else:
+        """Draw the ranks, and what their bars mean; nothing without a training."""
+        if not self.rows:
             self.show(())
+            return
+        width, height = self.size
+        has_legend = height > LEGEND_ROWS + self.HEADING_ROWS and any(
+            row.step.step_s for row in self.rows
+        )
+        room = height - LEGEND_ROWS if has_legend else height
+        lines, self.top = table_lines(self.grid(), self.rows, width, room, self.position)
+        self.show([*lines, legend_line(width)] if has_legend else lines)

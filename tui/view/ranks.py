@@ -54,6 +54,7 @@ class RankRow(msgspec.Struct, frozen=True):
     recent: StepSums = StepSums()  # of its last steps
     step: RankStep = NO_STEP  # of them the mean, in its parts
     last_steps: tuple[LastStep, ...] = ()
+    ended_s: float = 0.0  # since the training has ended; 0 while it goes on
 
 
 SILENT = "silent"  # the kind of a cause that is no limit of steps: there are none

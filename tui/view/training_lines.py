@@ -5,6 +5,7 @@ sentences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from evener.balancer.number_format import (
     count_words,
@@ -17,11 +18,13 @@ from evener.balancer.number_format import (
 from evener.devices.types import DeviceSample
 from evener.live.files import ShareChange
 from evener.printable import plain
+from evener.training.limits import LimitKind
 from evener.training.noise_scale import NoiseScale, describe, write_scale
 
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
-from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
+from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts
 from .ranks import DOING, RankRow
+from .step_bars import part_bar
 from .table import Cell, Column, Grid, text_cell
 from .teaching import NO_TRAINING
 from .trainings import TrainingRow
@@ -29,21 +32,43 @@ from .trainings import TrainingRow
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
 WHOLE_PERCENT = 0.005  # an error below isn't shown
 _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 5, 3, 7  # rows
-_MOST_TEXT = 8  # beside graphs
+MOST_TEXT = 8  # beside other panels
+LEGEND_ROWS = 1  # below the ranks
+MOST_GAIN = 9.0  # that is told from a larger one
+PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
 
-def arrange_trainings(height: int, frame: int, trainings: int, ranks: int) -> dict[str, int]:
-    """The rows of each panel, frames included: some trainings, every rank, sentences, graphs.
+class Wanted(NamedTuple):
+    """The rows that a training's panels would fill, without frames; 0: there is nothing to show."""
+
+    ranks: int = 0
+    text: int = MOST_TEXT
+    lanes: int = 0  # of last steps
+    shares: int = 0  # over time
+
+
+def arrange_trainings(height: int, frame: int, trainings: int, wanted: Wanted) -> dict[str, int]:
+    """The rows of each panel, frames included: some trainings, every rank, sentences, the last
+    steps, the shares so far, and graphs.
 
     Without a training there is one panel, which says how to get one.
     """
     if not trainings:
-        return {"#trainings": height, "#ranks": 0, "#causes": 0, "#training-graphs": 0}
+        return {"#trainings": height, **dict.fromkeys(PANELS_OF_ONE, 0)}
     top = min(max(1, trainings), max(1, height // 4)) + 1 + frame
-    middle = max(_LEAST_RANKS, min(ranks + 1 + frame, height - top - _LEAST_TEXT - frame))
+    ranks = wanted.ranks + 1 + LEGEND_ROWS + frame
+    middle = max(_LEAST_RANKS, min(ranks, height - top - _LEAST_TEXT - frame))
     left = max(0, height - top - middle)
-    text = _MOST_TEXT + frame if left >= _MOST_TEXT + _LEAST_GRAPHS + 2 * frame else left
-    return {"#trainings": top, "#ranks": middle, "#causes": text, "#training-graphs": left - text}
+    text = min(left, max(_LEAST_TEXT, min(wanted.text, MOST_TEXT)) + frame)
+    left -= text
+    placed = {}
+    for name, count in (("#last-steps", wanted.lanes), ("#shares", wanted.shares)):
+        rows = count + 1 + frame if count else 0
+        placed[name] = rows if rows <= left else 0
+        left -= placed[name]
+    graphs = left if left >= _LEAST_GRAPHS + frame else 0
+    sizes = {"#ranks": middle, "#causes": text + left - graphs, **placed}
+    return {"#trainings": top, **sizes, "#training-graphs": graphs}
 
 
 def _plan(row: TrainingRow, _width: int) -> tuple[Span, ...]:
@@ -70,6 +95,8 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
     """The causes in words, or the kinds of them, each once."""
+    if row.ended_s:
+        return (Span(cut(f"ended {duration(row.ended_s)} ago", width)),)
     words = " ".join(cause.text for cause in row.causes)
     kinds = ", ".join(dict.fromkeys(cause.kind for cause in row.causes))
     return (Span(words if cells(words) <= width else cut(kinds, width), "warn"),)
@@ -89,34 +116,42 @@ def _speed(number: float) -> tuple[Span, ...]:
     return (Span(rate(number), "speed") if number else Span(Mark.NONE, "dim"),)
 
 
-TRAININGS: Grid[TrainingRow] = Grid(
-    (
-        Column("workload", ("workload",), (12, 16, 24, 32), text_cell(_name, "strong"), "left"),
-        Column(
-            "framework",
-            ("framework",),
-            (10,),
-            text_cell(lambda row: row.framework, "dim"),
-            "left",
-            needs=110,
-        ),
-        Column("ranks", ("ranks",), (6,), text_cell(_ranks)),
-        Column("step", ("step",), (7, 9), text_cell(lambda row: count_words(row.step))),
-        Column("speed", ("samples/s",), (9,), lambda row, _: _speed(row.samples_per_second)),
-        Column(
-            "tokens",
-            ("tokens/s",),
-            (9,),
-            lambda row, _: _speed(row.tokens_per_second),
-            there=lambda row: row.tokens_per_second,
-        ),
-        Column("plan", ("of plan", "plan"), (5, 7), _plan),
-        Column("time", ("step time, spread", "step time", "time"), (7, 13, 17), _step_time),
-        Column("input", ("input",), (5,), _input),
-        Column("causes", ("held up by",), (10, 20), _held_up, "left", most=1000),
+def _greyed(column: Column[Any]) -> Column[Any]:
+    """The column, whose cells are dim in rows of what has ended."""
+
+    def draw(row: Any, width: int) -> tuple[Span, ...]:
+        spans = column.draw(row, width)
+        return tuple(Span(span.text, "dim") for span in spans) if row.ended_s else spans
+
+    return column._replace(draw=draw)
+
+
+_COLUMNS: tuple[Column[TrainingRow], ...] = (
+    Column("workload", ("workload",), (12, 16, 24, 32), text_cell(_name, "strong"), "left"),
+    Column(
+        "framework",
+        ("framework",),
+        (10,),
+        text_cell(lambda row: row.framework, "dim"),
+        "left",
+        needs=110,
     ),
-    NO_TRAINING,
+    Column("ranks", ("ranks",), (6,), text_cell(_ranks)),
+    Column("step", ("step",), (7, 9), text_cell(lambda row: count_words(row.step))),
+    Column("speed", ("samples/s",), (9,), lambda row, _: _speed(row.samples_per_second)),
+    Column(
+        "tokens",
+        ("tokens/s",),
+        (9,),
+        lambda row, _: _speed(row.tokens_per_second),
+        there=lambda row: row.tokens_per_second,
+    ),
+    Column("plan", ("of plan", "plan"), (5, 7), _plan),
+    Column("time", ("step time, spread", "step time", "time"), (7, 13, 17), _step_time),
+    Column("input", ("input",), (5,), _input),
+    Column("causes", ("held up by",), (10, 20), _held_up, "left", most=1000),
 )
+TRAININGS: Grid[TrainingRow] = Grid(tuple(map(_greyed, _COLUMNS)), NO_TRAINING)
 
 
 def _share(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -159,18 +194,16 @@ def _bar(longest_s: float) -> Cell[RankRow]:
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
         if row.silent_s:
             return (Span(cut(f"{DOING[row.doing]} for {duration(row.silent_s)}", width), "bad"),)
-        if not row.own_work_s:
+        if not row.step.step_s:
             return (Span(cut("reports no own work", width), "dim"),)
-        return work_bar(row.own_work_s, row.waiting_s, longest_s, width)
+        return part_bar(row.step, longest_s, width)
 
     return draw
 
 
 def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
     """The table of these ranks."""
-    longest_s = max(
-        (row.own_work_s + row.waiting_s for row in ranks if not row.silent_s), default=0.0
-    )
+    longest_s = max((row.step.step_s for row in ranks), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
         Column(
             "rank",
@@ -192,14 +225,14 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
         Column("waiting", ("waiting", "wait"), (7,), _part(lambda row: row.waiting_s)),
         Column(
             "bar",
-            ("own work, then waiting", "work, wait"),
+            ("a step in its parts, on one scale", "a step", "step"),
             (20, 24),
             _bar(longest_s),
             "left",
             most=1000,
         ),
     )
-    return Grid(columns)
+    return Grid(tuple(map(_greyed, columns)))
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
@@ -208,33 +241,82 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     """
     late = 0 < row.of_plan < AS_PLANNED
     lines = [*text_lines(_figures(row), width, 3, "warn" if late else "text")]
-    if late and not row.causes:
-        lines += text_lines(
-            "No cause was found: it isn't input, pauses, waiting, throttling or a neighbour.",
-            width,
-            2,
-        )
+    if row.ended_s:
+        lines += [*_ended_lines(row, width)]
+    elif late and not row.causes:
+        lines += text_lines(_exclude(row), width, 4)
     for cause in row.causes:
         lines += _marked(cause.text, "warn", Mark.ALARM, width)
-    if row.advice is not None:
-        shares = " + ".join(map(str, row.advice.shares))
-        rule = "the plan's curves" if row.advice.by_curves else "the rows"
-        error = f" ± {percent(row.advice.error)}" if row.advice.error >= WHOLE_PERCENT else ""
-        lines += _marked(
-            f"{shares} would give +{percent(row.advice.gain)}{error}, if own work follows {rule}.",
-            "good",
-            Mark.CURSOR,
-            width,
-        )
+    for words in (*_advise(row), *_list_remedies(row)):
+        lines += _marked(words, "good", Mark.CURSOR, width)
     if row.noise is not None:
         batch = sum(rank.share for rank in row.ranks)
         said = describe(row.noise, batch, row.step)
         lines += _marked(f"{said[0].upper()}{said[1:]}.", "text", Mark.DOT, width)
     for retreat in row.retreats:
         lines += _marked(f"{retreat}.", "warn", Mark.ALARM, width)
-    for change in reversed(row.changes):
-        lines += _marked(_change_words(change, at_seconds), "dim", Mark.DOT, width)
+    for number, change in reversed([*enumerate(row.changes, 1)]):
+        lines += _marked(_change_words(change, at_seconds), "dim", str(number)[-1], width)
     return tuple(lines)
+
+
+def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
+    """When the training ended, and its summary, once there is one."""
+    yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
+    for each in row.summary:
+        yield from _marked(each, "text", Mark.DOT, width)
+
+
+def _exclude(row: TrainingRow) -> str:
+    """What isn't the cause of a training below its plan, by which figures."""
+    steps = [rank.step for rank in row.ranks if rank.step.step_s]
+    if not steps:
+        return "No cause was found: this training reports no parts of its steps."
+    longest = {
+        "input": max(each.input_s for each in steps),
+        "waiting": max(each.waiting_s for each in steps),
+        "the exchange": max(each.exchange_s for each in steps),
+        "what lies between steps": max(each.between_s for each in steps),
+    }
+    step_s = max(each.step_s for each in steps)
+    said = ", ".join(f"{name} {percent(part / step_s)}" for name, part in longest.items())
+    return (
+        f"No cause was found. Of a step take at most: {said}. Threads wait for cores "
+        f"{percent(row.starved)} of the time; no device is throttled, and no other process is "
+        f"seen on one. So own work itself takes longer than when the plan was measured."
+    )
+
+
+def _advise(row: TrainingRow) -> Iterator[str]:
+    """The shares that would be faster, and whether the training takes them by itself."""
+    if row.advice is None or row.ended_s:
+        return
+    shares = " + ".join(map(str, row.advice.shares))
+    rule = "the plan's curves" if row.advice.by_curves else "the rows"
+    error = f" ± {percent(row.advice.error)}" if row.advice.error >= WHOLE_PERCENT else ""
+    gain = f"+{percent(row.advice.gain)}{error}"
+    if row.pending is None:
+        yield f"{shares} would give {gain}, if own work follows {rule}."
+        return
+    seen, needed = row.pending.windows, row.pending.needed
+    how_far = f"{min(seen, needed)} of {needed} windows of steps seen"
+    if seen >= needed:
+        how_far = "once they gain in most windows of steps"
+    yield f"It is about to change its shares by itself, towards {shares} ({gain}): {how_far}."
+
+
+def _list_remedies(row: TrainingRow) -> Iterator[str]:
+    """What would take limits away but unequal shares, and the gain; each remedy once."""
+    said = set()
+    for limit in row.limits:
+        if limit.kind == LimitKind.UNEQUAL or limit.remedy in said or row.ended_s:
+            continue
+        said.add(limit.remedy)
+        low, high = percent(limit.gain_low), percent(limit.gain_high)
+        gain = f"+{percent(limit.gain)} ({low} to {high})"
+        if limit.gain >= MOST_GAIN:
+            gain = f"+{percent(MOST_GAIN)} or more"
+        yield f"{limit.remedy} {gain}."
 
 
 def _marked(text: str, tone: Tone, mark: str, width: int) -> Iterator[Line]:

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -47,11 +47,59 @@ class TrainingRow(msgspec.Struct, frozen=True):
     limits: tuple[TrainingLimit, ...] = ()  # of its steps, the largest first
     starved: float = 0.0  # of the time, in which threads of a rank waited for cores
     pending: PendingShares | None = None  # the next change of shares that it makes by itself
+    run: str = ""  # with its journal; empty: it keeps none
+    ended_s: float = 0.0  # since it has ended; 0 while it goes on
+    summary: tuple[str, ...] = ()  # then, if it left one
 
     @property
     def key(self) -> tuple[str, int]:
         """The training's identity from tick to tick."""
         return self.training, 0 if self.training else self.ranks[0].pid
+
+
+KEPT_SECONDS = 600.0  # that a training which has ended stays on the screen
+MOST_KEPT = 3  # of them, the newest
+
+
+class EndedTrainings:
+    """The trainings that have ended while they were looked at, with their last figures.
+
+    `find_summary` gives the lines that a run has at its end; none so far where there is none.
+    """
+
+    def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
+        self._find_summary = find_summary
+        self._last: dict[tuple[str, int], tuple[TrainingRow, float]] = {}  # and when it was seen
+        self._summaries: dict[str, tuple[str, ...]] = {}
+
+    def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
+        """The trainings that report, and behind them those that have ended a while ago."""
+        running = {row.key for row in rows}
+        ended = [
+            self._end(row, seen_at, at_seconds)
+            for key, (row, seen_at) in self._last.items()
+            if key not in running and at_seconds - seen_at < KEPT_SECONDS
+        ]
+        kept = ended[-MOST_KEPT:]
+        last = {row.key: self._last[row.key] for row in kept}
+        self._last = last | {row.key: (row, at_seconds) for row in rows}
+        return (*rows, *reversed(kept))
+
+    def _end(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
+        """The last figures of a training, as those of one that has ended."""
+        if row.run and not self._summaries.get(row.run):
+            self._summaries[row.run] = tuple(self._find_summary(row.run))
+        ended_s = max(at_seconds - seen_at, 1e-3)
+        ranks = tuple(msgspec.structs.replace(rank, ended_s=ended_s) for rank in row.ranks)
+        return msgspec.structs.replace(
+            row,
+            ranks=ranks,
+            ended_s=ended_s,
+            summary=self._summaries.get(row.run, ()),
+            causes=(),
+            limits=(),
+            advice=None,
+        )
 
 
 def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
@@ -107,6 +155,7 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         limits=judged.limits,
         starved=_most(reports, "starved"),
         pending=newest.pending,
+        run=newest.run,
     )
 
 

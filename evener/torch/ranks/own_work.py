@@ -653,6 +653,7 @@ class StepReporter:
             memory_bytes=memory_bytes,
             memory_of_bytes=memory_of_bytes,
             pending=self.pending(),
+            run=launched_run(),
         )
         return details, (work,)
 

@@ -1,0 +1,140 @@
+"""A training's steps in their five parts: bars of mean steps, the last steps as lanes, and what the
+colours and fillings mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from evener.balancer.number_format import duration, milliseconds
+from evener.live.files import LastStep
+from evener.training.step_sums import RankStep
+
+from .cells import Line, Mark, Span, Tone, cells, cut
+from .ranks import RankRow
+
+
+class PartStyle(NamedTuple):
+    """How a part of a step is drawn; without colours, and in ASCII, the fillings differ too."""
+
+    name: str
+    tone: Tone
+    sign: str
+
+
+INPUT = PartStyle("input", "memory", "▒")
+OWN_WORK = PartStyle("own work", "speed", Mark.FULL)
+WAITING = PartStyle("waiting", "warn", Mark.SHADE)
+EXCHANGE = PartStyle("exchange", "accent", "▚")
+BETWEEN = PartStyle("between steps", "dim", Mark.DOT)
+PARTS = (INPUT, OWN_WORK, WAITING, EXCHANGE, BETWEEN)  # in the order of a step
+LEAST_LANE = 10  # cells
+
+
+def legend_line(width: int) -> Line:
+    """What the colours and fillings mean, in names as long as there is room for."""
+    spans: list[Span] = []
+    for part in PARTS:
+        spans += [Span(f" {part.sign * 2}", part.tone), Span(f" {part.name} ", "dim")]
+    if sum(cells(span.text) for span in spans) <= width:
+        return Line(tuple(spans))
+    short = []
+    for part in PARTS:
+        short += [Span(f" {part.sign}", part.tone), Span(part.name.split()[0], "dim")]
+    whole = Line(tuple(short))
+    return whole if cells(whole.text) <= width else Line((Span(cut(whole.text, width), "dim"),))
+
+
+def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
+    """A mean step in its parts; `width` cells are `longest_s`. Own work is visible if there is
+    any.
+    """
+    return _stack(tuple(step), longest_s, width)
+
+
+def _stack(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
+    """Parts one behind the other, each with its cells; empty ones are left out."""
+    if longest_s <= 0 or width <= 0:
+        return (Span(" " * max(0, width)),)
+    counts, so_far_s, drawn = [], 0.0, 0
+    for part_s in seconds:
+        so_far_s += part_s
+        end = min(width, round(width * min(1.0, so_far_s / longest_s)))
+        counts.append(max(0, end - drawn))
+        drawn = max(drawn, end)
+    own = PARTS.index(OWN_WORK)
+    if seconds[own] > 0 and not counts[own]:
+        _give_one(counts, own, width)
+    spans = [
+        Span(part.sign * count, part.tone)
+        for part, count in zip(PARTS, counts, strict=True)
+        if count
+    ]
+    return (*spans, Span(" " * (width - sum(counts))))
+
+
+def _give_one(counts: list[int], place: int, width: int) -> None:
+    """Give a part one cell, from the widest one where there is no other."""
+    if sum(counts) >= width:
+        counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
+    counts[place] += 1
+
+
+def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
+    """The last steps of each rank from left to right, on one scale; nothing where no rank reports
+    them.
+
+    Ranks begin with the same step, and each step begins where the one before ended.
+    """
+    lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
+    if not lanes:
+        return ()
+    labels = [row.device or f"rank {row.rank}" for row in lanes]
+    label_cells = max(map(cells, labels)) + 1
+    room = width - label_cells - 1
+    if room < LEAST_LANE:
+        return ()
+    first = max(row.last_steps[0].number for row in lanes)
+    last = min(row.last_steps[-1].number for row in lanes)
+    shown = [[step for step in row.last_steps if first <= step.number <= last] for row in lanes]
+    if not all(shown):
+        return ()
+    exchange_s = [row.step.exchange_s for row in lanes]
+    span_s = max(sum(map(_seconds, steps)) for steps in shown)
+    lines = []
+    for label, steps, exchange in zip(labels, shown, exchange_s, strict=True):
+        lane = _draw_lane(steps, exchange, span_s, room)
+        lines.append(Line((Span(f" {label:<{label_cells}}", "dim"), *lane)))
+    count = last - first + 1
+    words = f"steps {first} to {last}" if count > 1 else f"step {first}"
+    written = duration(span_s) if span_s >= 1 else milliseconds(span_s)
+    return (*lines, Line((Span(f" {'':<{label_cells}}{words}, {written}", "dim"),)))
+
+
+def _seconds(step: LastStep) -> float:
+    return step.input_s + step.own_work_s + step.meeting_s + step.between_s
+
+
+def _draw_lane(
+    steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
+) -> list[Span]:
+    """Some steps, each in its parts, over `width` cells of `span_s`."""
+    signs: list[PartStyle | None] = [None] * width
+    at_s = 0.0
+    for step in steps:
+        exchange = min(exchange_s, step.meeting_s)
+        parts = (step.input_s, step.own_work_s, step.meeting_s - exchange, exchange, step.between_s)
+        for style, seconds in zip(PARTS, parts, strict=True):
+            start, at_s = at_s, at_s + seconds
+            if span_s > 0:
+                _fill(signs, style, start / span_s, at_s / span_s)
+    return [Span(" ") if style is None else Span(style.sign, style.tone) for style in signs]
+
+
+def _fill(signs: list[PartStyle | None], style: PartStyle, start: float, end: float) -> None:
+    """Give a part the cells whose middle lies in it."""
+    width = len(signs)
+    first, behind = round(start * width), round(min(1.0, end) * width)
+    for place in range(first, behind):
+        signs[place] = style
