@@ -36,7 +36,7 @@ from textual.events import Key
 
 from benchmarks.monitor import Screen
 from evener.devices.discover import discover
-from evener.devices.sampler import History, Sampler, Subscriber
+from evener.devices.sampler import HISTORY_TICKS, History, Sampler, Subscriber
 from evener.devices.simulated import SimulatedSource
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.live.reporter import Reporter
@@ -59,6 +59,13 @@ KEYS = (
     "slash",
     "a",
     "escape",
+    "comma",
+    "escape",
+    "left",
+    "left",
+    "escape",
+    "right_square_bracket",
+    "left_square_bracket",
 )
 SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 SHARE = 600  # samples of each step
@@ -90,7 +97,8 @@ class TickPublisher(Sampler):
         self._began = time.time()
         around = SnapshotBuilder(TrainingRates(clock=self._clock), self._clock)
         self.source = SimulatedSource(machine, builder=around)
-        self._history = History(600)
+        self._history = History(HISTORY_TICKS)
+        self._lock = threading.Lock()
         self._reporter = Reporter()
         self._subscriber: Subscriber = lambda _: None
         self.started = threading.Event()
@@ -109,10 +117,6 @@ class TickPublisher(Sampler):
         self._reporter.close()
         return True
 
-    def history(self, key: str, metric: str, newest: int = 600) -> tuple[float | None, ...]:
-        """The same history as the sampler's."""
-        return self._history.values(key, metric, newest)
-
     def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         """No search runs here."""
 
@@ -129,7 +133,8 @@ class TickPublisher(Sampler):
         snapshot = msgspec.structs.replace(
             self.source.sample(), at_seconds=self._began + self._seconds
         )
-        self._history.add(snapshot)
+        with self._lock:
+            self._history.add(snapshot)
         self._subscriber(snapshot)
 
 
@@ -250,7 +255,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as home:
         output = Path(home) / "samples"
         call = f"run_app({options.devices!r}, {options.ticks}, {str(output)!r})"
-        variables = {**os.environ, "XDG_STATE_HOME": home, "EVENER_LIVE_DIR": f"{home}/live"}
+        variables = {
+            **os.environ,
+            "XDG_STATE_HOME": home,
+            "XDG_CONFIG_HOME": home,
+            "EVENER_LIVE_DIR": f"{home}/live",
+        }
         screen = Screen(
             f"import sys; from benchmarks.soak_ticks import run_app; sys.exit({call})", variables
         )

@@ -235,6 +235,14 @@ class EvenerApp(BaseApp):
             notes = self.snapshot.notes if self.snapshot is not None else ()
             self.push_screen(DetailsDialog("Help", lambda width: help_lines(notes, width)))
 
+    def action_command_palette(self) -> None:
+        """Open the palette, unless something else waits for an answer."""
+        from textual.command import CommandPalette
+
+        if not isinstance(self.screen, ModalScreen):
+            hint = "a key, a setting or a run, by its words"
+            self.push_screen(CommandPalette(placeholder=hint, id="--command-palette"))
+
     def action_settings(self, first: str = "") -> None:
         """Show all settings, with the focus on the one that has this label."""
         from .screens.settings_dialog import SettingsDialog

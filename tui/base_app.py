@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 from textual.app import App
 from textual.message import Message
 from textual.message_pump import MessagePump
 from textual.reactive import var
+from textual.scrollbar import ScrollBar, ScrollBarRender
 
 from evener.balancer.events import Event, EventThread, ProbeProgress
 from evener.balancer.journal import ObservationEntry, Record
@@ -188,6 +189,13 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
     return Session(open_run(request, **resumed))
 
 
+class PlainScrollBar(ScrollBarRender):
+    """A scroll bar of whole cells, which are only coloured."""
+
+    VERTICAL_BARS: ClassVar[list[str]] = [" "] * 8
+    HORIZONTAL_BARS: ClassVar[list[str]] = [" "] * 8
+
+
 class BaseApp(App[int]):
     """Holds what the threads report; knows no screen."""
 
@@ -230,6 +238,7 @@ class BaseApp(App[int]):
         self.training: LocalTraining | None = None  # that was started here last
         self.last_run = ""  # of the searches of this app
         self.set_class(self.ascii, "-ascii")
+        ScrollBar.renderer = PlainScrollBar if self.ascii else ScrollBarRender
 
     def close_threads(self) -> None:
         """Stop the session and the sampling, and wait for them; no probe child outlives this."""

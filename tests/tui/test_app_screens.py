@@ -374,15 +374,24 @@ async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any) -> None:
 
 
 async def test_ascii_draws_nothing_else(app_of: Any) -> None:
+    """On every screen, with a bar that scrolls, a message, and the palette."""
     app = app_of(ascii=True)
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
-        for mode in ("1", "2", "3"):
-            await pilot.press(mode)
-            await pilot.pause(0.1)
-            rows = [row for strip in app.screen._compositor.render_strips() for row in [strip.text]]
-            beyond = {sign for row in rows for sign in row if not sign.isascii()}
-            assert not beyond, f"screen {mode} draws {beyond}"
+        for keys in ("1", "2", "3", "4", "?", "escape", "comma", "escape", "ctrl+p", "escape"):
+            await pilot.press("question_mark" if keys == "?" else keys)
+            await pilot.pause(0.3)
+            _check_ascii(app, keys)
+        app.say("A message ± of the app.")
+        await pilot.pause(0.3)
+        _check_ascii(app, "a message")
+
+
+def _check_ascii(app: Any, where: str) -> None:
+    """Everything that is drawn now is ASCII."""
+    strips = app.screen._compositor.render_strips()
+    beyond = {sign for strip in strips for sign in strip.text if not sign.isascii()}
+    assert not beyond, f"{where} draws {beyond}"
 
 
 async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
