@@ -426,7 +426,7 @@ def test_a_disk_without_room_for_the_last_line_costs_no_plan(
     """Everything was measured and journalled; only that the search has ended isn't."""
     assert start(*SIMULATED, "--export", "whole.toml").wait(GONE_SECONDS) == 0
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
-    fill(small_disk, 20_000)
+    fill(small_disk, 24_000)
     process = start(*SIMULATED, "--export", "plan.toml")
     assert process.wait(GONE_SECONDS) == 2
     assert "No space left" in one_sentence(said(process))
