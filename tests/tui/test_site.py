@@ -16,8 +16,8 @@ REPO = Path(__file__).parents[2]
 SITE = REPO / "build" / "site"
 ASKED = {
     "out of memory": "howto/out_of_memory.html",
-    "slow": "howto/slower.html",
-    "two GPUs": "howto/slower.html",
+    "slow": "slow.html",
+    "two GPUs": "slow.html",
     "resume": "howto/resume.html",
     "batch": "howto/batch.html",
 }
