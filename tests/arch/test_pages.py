@@ -91,9 +91,7 @@ COMMANDS = sorted(set(_commands()))
 def test_there_are_commands_to_check() -> None:
     """The blocks are found at all."""
     assert len(COMMANDS) > 100
-    assert {"README.md", "docs/index.md", "docs/slow.md"} <= {
-        page for page, _, _ in COMMANDS
-    }
+    assert {"README.md", "docs/index.md", "docs/slow.md"} <= {page for page, _, _ in COMMANDS}
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _, _ in COMMANDS}))
