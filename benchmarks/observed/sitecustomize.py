@@ -56,7 +56,9 @@ def _watch_torch(module: Any) -> None:
 class _Moved:
     """A rule for shares, in place of a Rebalancer."""
 
-    def observe(self, step: int, _: Any, rows: Any, *__: Any) -> Any:
+    windows_needed = windows_seen = 1
+
+    def observe(self, step: int, _: Any, rows: Any, **__: Any) -> Any:
         from evener.training.rebalance import Change
 
         total, large = sum(rows), max(1, sum(rows) * 3 // 4)

@@ -60,7 +60,13 @@ _OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
 # they take tensors of any size, and so do those of objects
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
-LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose exchanges are known
+LIBRARIES = {
+    "torch",
+    "accelerate",
+    "transformers",
+    "deepspeed",
+    "evener",
+}  # whose exchanges are known
 # modules through which a program calls what exchanges
 _BETWEEN = (
     "torch.distributed.distributed_c10d",

@@ -44,11 +44,18 @@ _HOOKS = {
         ("nn.utils.clip_grad_norm_", "program:PROGRAM.clip"),
         ("nn.utils.clip_grad_value_", "program:PROGRAM.clip"),
         *((f"distributed.{name}", _EXCHANGED) for name in _EXCHANGES),
+        ("autograd.backward", "program:PROGRAM.run_backward"),
         ("distributed.init_process_group", "group:begin"),
         ("distributed.destroy_process_group", "install:leave_group"),
     ),
     "torch.multiprocessing.spawn": (("start_processes", "group:begin_processes"),),
     "torch.distributed._functional_collectives": tuple((name, _EXCHANGED) for name in _FUNCTIONAL),
+    "torch.distributed.fsdp": (
+        ("fully_shard", "program:PROGRAM.shard_model"),
+        ("FullyShardedDataParallel.__init__", "program:PROGRAM.make_model"),
+    ),
+    "deepspeed.runtime.engine": (("DeepSpeedEngine.__init__", "program:PROGRAM.make_model"),),
+    "torch.distributed._composable.fsdp": (("fully_shard", "program:PROGRAM.shard_model"),),
     "accelerate.data_loader": (
         ("DataLoaderShard.__iter__", "loops:begin_outer"),
         ("DataLoaderDispatcher.__iter__", "loops:begin_dispatcher"),

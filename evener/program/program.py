@@ -23,10 +23,10 @@ from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, meet, open_plan
 from ..torch.step.batch import Steps
 from ..torch.step.checks import OPTIMIZER_CHECK
-from ..torch.step.loose import trains_others
+from ..torch.step.weights import Weigh
 from ..torch.step.wrapped import model_digest
 from ..training.first_rank import is_released, is_started_rank
-from . import views
+from . import sharded, views
 from .advice import advise
 from .exchanges import Exchanges
 from .notes import Notebook, SharesOrigin, read_settings
@@ -93,9 +93,37 @@ class Program:
         )
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Know each DistributedDataParallel."""
+        """Know each model in DistributedDataParallel, or in another library's wrapper."""
         wrapped(*arguments, **keywords)
-        self.models[model] = None
+        self._note_whole(model)
+
+    def _note_whole(self, model: Any) -> None:
+        """Know a model as the whole that its layers are in."""
+        if not any(model in other.modules() for other in self.models):
+            for each in model.modules():
+                self.models.pop(each, None)
+            self.models[model] = None
+
+    def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        """Know each model that FSDP2 shards, as the whole that its layers are in."""
+        result = wrapped(*arguments, **keywords)
+        given = arguments[0] if arguments else keywords["module"]
+        for model in given if isinstance(given, list) else [given]:
+            self._note_whole(model)
+        return result
+
+    def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        """A backward pass: ranks' losses count by their rows where a library averages gradients
+        over ranks.
+        """
+        training = self.training
+        is_inner = torch._C._current_graph_task_id() != -1  # as checkpointing's
+        if training is None or self._others or is_inner or not training.weights.by_loss:
+            return wrapped(*arguments, **keywords)
+        result = sharded.run_weighted(training, wrapped, arguments, keywords)
+        training.timer.note_gradients()
+        training.timer.note_backward()
+        return result
 
     @property
     def is_uneven(self) -> bool:
@@ -144,8 +172,8 @@ class Program:
             self._guard.steps = False
         if self._others:
             return
-        undecided = self.training is None and not self._fault and self.models
-        if undecided and trains_others(optimizer, self.models):
+        undecided = self.training is None and not self._fault and bool(self.models)
+        if undecided and sharded.trains_others(optimizer, self.models):
             self._fault = views.OUTSIDE
         rates = views.read_numbers(optimizer, () if self.training is None else ("lr",))
         if self.training is None:
@@ -191,7 +219,9 @@ class Program:
         """Gradients are clipped; RequestError where that depends on the shares, and they have left
         even.
         """
-        if not self._others and any(not each.require_backward_grad_sync for each in self.models):
+        if not self._others and any(
+            not getattr(each, "require_backward_grad_sync", True) for each in self.models
+        ):
             self._fault = views.CLIPPED
             if self.training is not None:
                 raise RequestError(
@@ -228,6 +258,7 @@ class Program:
                 self.models,
                 loop.batch,
                 repad=loop.repad if self.training is None else None,
+                agree=self._agree if sharded.choose_weigh(self.models) == "loss" else None,
                 origins=self.exchanges.origins if self.training is None else None,
             )
         if self._heard is not None and loop.origin is not None:
@@ -343,6 +374,11 @@ class Program:
         )
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
+    def _agree(self, fault: str) -> str:
+        """The fault of any rank before all compute the same passes; they meet in each layer."""
+        every = self.exchange(RankView(fault), MEET_SECONDS)
+        return next((each.fault for each in every if each.fault), "") if every else views.ALONE
+
     def _take_over(self, loop: Any) -> None:
         """Train by shares from the next batch on, if all ranks can; they come here after the same
         step.
@@ -357,10 +393,10 @@ class Program:
             return
         try:
             models = [each for each in self.models if each.training]
-            training = self.plan(models, loop.sampler.global_batch)
-            for each in self.models:
-                if each.training:
-                    training.wrap(each)
+            weigh = sharded.choose_weigh(models)
+            training = self.plan(models, loop.sampler.global_batch, weigh)
+            for each in models:
+                sharded.follow(training, each)
         except EvenerError as error:
             self.stay(error.message)
             return
@@ -375,7 +411,7 @@ class Program:
             self.notebook.warn(warning)
         loop.follow(training)
         loop.sampler.change_shares(self.shares, loop.ahead)
-        self.notebook.watch(training, "DistributedDataParallel and DataLoader")
+        self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """The plan that a training of these models and rows starts with; None for the one that
@@ -398,13 +434,19 @@ class Program:
         even = make_layout(given.layout.kind, devices, (1,) * len(devices))
         return msgspec.structs.replace(given, layout=even)
 
-    def plan(self, models: Sequence[Any], global_batch: int, **place: Any) -> PlannedTraining:
+    def plan(
+        self,
+        models: Sequence[Any],
+        global_batch: int,
+        weigh: Weigh = "gradients",
+        **place: Any,
+    ) -> PlannedTraining:
         """A training of these models and rows by the plan that evener run has given."""
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
         found = find_shares(chosen, None, global_batch, {"rebalance": settings.rebalance}, **place)
         return PlannedTraining(
-            found, rebalance=settings.rebalance, noise=settings.noise, journal=True
+            found, weigh, rebalance=settings.rebalance, noise=settings.noise, journal=True
         )
 
     def _view(self, loop: Any) -> RankView:

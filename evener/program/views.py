@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from . import sharded
+
 NO_GROUP = (
     "it trains without a process group, so each process trains on all rows; wrap the model in"
     " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
@@ -40,15 +42,13 @@ LOCAL = "its ranks step by gradients that they haven't exchanged"
 OUTSIDE = (
     "its optimizer trains what isn't in a DistributedDataParallel, by each rank's own gradients"
 )
-NO_MODEL = "its model isn't in DistributedDataParallel"
-FLAT = "its model is in FullyShardedDataParallel, whose ranks sum shards of gradients themselves"
-SHARDED = (
-    "its parameters are DTensors, as FSDP2's fully_shard and tensor parallelism make them, whose "
-    "ranks sum shards of gradients themselves"
+NO_MODEL = "its model isn't in DistributedDataParallel, FSDP or DeepSpeed"
+TENSOR_PARALLEL = (
+    "its parameters are DTensors of no fully_shard, as tensor parallelism makes them, which has "
+    "several ranks compute one row"
 )
-DEEPSPEED = "DeepSpeed sums its gradients"
 NO_LOADER = "its rows come from no DataLoader"
-BEGUN_EARLY = "its loop over a DataLoader began before its model was in DistributedDataParallel"
+BEGUN_EARLY = "its loop over a DataLoader began before its model was wrapped"
 NO_SAMPLER = "its rows aren't shared out by a DistributedSampler"
 SINGLE = (
     "each rank takes one item of its data set at a time, a row or a whole batch, and one can't be "
@@ -121,7 +121,9 @@ def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
 
 
 def find_fault(model: Any) -> str:
-    """Why a model in DistributedDataParallel stays as it is; empty if it can be taken over."""
+    """Why a model that a library wraps stays as it is; empty if it can be taken over."""
+    if sharded.find_library(model):
+        return sharded.find_fault(model)
     if type(model) is not torch.nn.parallel.DistributedDataParallel:
         return f"its model is in a {type(model).__name__}"
     if model.process_group is not dist.group.WORLD:
@@ -140,16 +142,10 @@ def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
     `has_begun`: some loop over a DataLoader has begun.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
-    kinds = {kind.__name__ for each in weights for kind in type(each).__mro__}
-    if type(optimizer).__module__.startswith("deepspeed"):
-        return DEEPSPEED
-    if "DTensor" in kinds:
-        return SHARDED
-    if "FlatParameter" in kinds or any(hasattr(each, "_is_flat_param") for each in weights):
-        return FLAT
     if not models:
-        return NO_MODEL
+        kinds = {kind.__name__ for each in weights for kind in type(each).__mro__}
+        return TENSOR_PARALLEL if "DTensor" in kinds else NO_MODEL
     trained = {id(each) for model in models for each in model.parameters()}
-    if not any(id(each) in trained for each in weights):
+    if not sharded.has_copies(models) and not any(id(each) in trained for each in weights):
         return ""  # of another model of the program's
     return BEGUN_EARLY if has_begun else NO_LOADER

@@ -28,6 +28,7 @@ from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_device
 from .ranks.others import explain_at_exit, watch_others
 from .ranks.own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks.ranks import RankShares, join, settle
+from .ranks.waits import time_waits
 from .rows.loader import LoaderStates
 from .rows.sampler import LengthSampler, UnevenBatchSampler
 from .step.batch import OfPart, Part, make_parts, weigh_by_count
@@ -205,6 +206,20 @@ class PlannedTraining:
                 "Leave rebalance out, or the hook.",
             )
         return model
+
+    def follow_averaged(self, model: Any) -> None:
+        """Train a model whose gradients a library averages over ranks, by losses that are weighted.
+
+        Its ranks meet in passes; own work is what they compute between.
+        """
+        self.check_whole()
+        check_normalization(model, self.weights.weigh, self.world, self.ranks.pass_rows)
+        check_model(model, self.plan, self.strict)
+        if self.noise is not None:
+            raise refuse_noise("FSDP or DeepSpeed")
+        time_waits(self.timer)
+        self.weights.equal_passes = self.weights.are_averaged = True
+        self.weights.follow(model, self.device)
 
     def check_whole(self) -> None:
         """RequestError if the plan has each device hold a part of the model."""

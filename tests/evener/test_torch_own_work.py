@@ -36,7 +36,8 @@ def run(script: str, alone: bool = False, past: float = math.inf) -> tuple[StepT
     """Digits are seconds between what letters say: b a batch in hand, g gradients, e the end of the
     backward pass,
 
-    u update, d done with it, f finished, p pause, v a validation's batch.
+    u update, d done with it, f finished, p pause, v a validation's batch, w a wait within a pass,
+    o its end.
     """
     clock = TurnedClock()
     clock.past = past
@@ -49,6 +50,8 @@ def run(script: str, alone: bool = False, past: float = math.inf) -> tuple[StepT
         "f": timer.finish,
         "p": timer.pause,
         "v": timer.note_validation,
+        "w": timer.begin_wait,
+        "o": timer.end_wait,
     }
     for letter in script:
         if letter.isdigit():
@@ -66,6 +69,13 @@ def last(script: str, **options: Any) -> TimedStep:
 
 def test_a_step_is_own_work_then_waiting_and_the_input_lies_before() -> None:
     assert last("b1g1eudf4b3g2eudf")[:6] == (SIZES, 3, 2, 4, 9, 0)
+
+
+def test_what_a_rank_waits_for_within_a_pass_is_no_own_work() -> None:
+    """As in FSDP's layers; after the last gradient it is none of the pass."""
+    step = last("fb1w2o3w4ogew7ou5df")
+    assert (step.own_work_s, step.waiting_s) == (1 + 3, 2 + 4)
+    assert step.between_s == 7
 
 
 def test_between_steps_is_what_lies_around_the_optimizer_s_step() -> None:

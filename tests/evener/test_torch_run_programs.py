@@ -28,6 +28,10 @@ EXACT = [
     ("exchanges", "an epochs outputs gathered"),
     ("exchanges", "a drawn number from the first rank"),
     ("exchanges", "rows gathered for metrics"),
+    ("sharded", "sharded and clipped"),
+    ("sharded", "sharded and replicated"),
+    ("sharded", "sharded and accumulated"),
+    ("sharded", "sharded with the loss inside"),
 ]
 OTHER = [
     ("losses", "a sum", "it is a sum, not a mean over rows"),
@@ -50,6 +54,8 @@ OTHER = [
     ("other", "local steps", "gradients that they haven't exchanged"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
     ("unlike", "padding read last", "changes with their padding"),
+    ("sharded", "a sum of a sharded model", "it is a sum, not a mean over rows"),
+    ("sharded", "parts of a layer", "several ranks compute one row"),
     (
         "unlike",
         "rows handed out by one rank",

@@ -46,4 +46,4 @@ def test_sharded_parameters_are_named() -> None:
     weight = nn.Parameter(torch.zeros(2).as_subclass(DTensor))
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     optimizer.param_groups[0]["params"] = [weight]
-    assert views.find_obstacle(optimizer, [], True) == views.SHARDED
+    assert views.find_obstacle(optimizer, [], True) == views.TENSOR_PARALLEL

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ...errors import RequestError
+from ...training.loss_check import describe, judge
 from ..audit.nested_values import is_arithmetic, leaves_in, map_nested, nested_tensors
 from ..audit.randomness import RandomState
 from ..audit.record import GeneratorState, RowNumber, WrittenCall
@@ -49,7 +50,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     The fault is empty where the loss is a mean over rows. `repad` collates the first rows of the
     batch and the others by themselves, where they are padded less then. `rows` are the batch's,
-    unless its first tensor says so.
+    unless its first tensor says so. Where ranks meet in the models' layers, all compute the same
+    passes: `agree` says before whether one has a fault, its own one given.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         repad: Callable[[int], list[Any]] | None = None,
         rows: int = 0,
         origins: Origins | None = None,
+        agree: Callable[[str], str] | None = None,
     ) -> None:
         super().__init__()
         self.fault, self.done = "no backward pass was seen in its first step", False
         self._repad = repad
+        self._agree = agree
         self._models = [each for each in models if each.training]
         self._batch = [each for each in tensors_in(batch) if each.ndim]
         self._rows = rows or (len(self._batch[0]) if self._batch else 0)
@@ -175,7 +179,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         places, reached, _ = self._trace(tensor)
         if not reached:
             return False
-        if any(tensor is each for each in self._batch):
+        if any(tensor is each for each in self._batch) or self._agree is not None:
             return True
         rows = max(1, self._rows * 3 // 4)
         entries = [self._tape[place] for place in sorted(places)]
@@ -203,9 +207,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if self._origins is not None:
             self._origins.follow(model, arguments, keywords, result)
         if not self.done and torch.is_grad_enabled():
-            self._write(
-                getattr(model, "module", model), arguments, keywords, result, from_model=True
-            )
+            # DistributedDataParallel's own forward pass meets the other ranks
+            inner = model if self._agree is not None else getattr(model, "module", model)
+            self._write(inner, arguments, keywords, result, from_model=True)
 
     def _write(
         self,
@@ -275,23 +279,30 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def judge(self, loss: torch.Tensor) -> str:
         """The fault of this loss; empty if it is a mean over rows."""
-        if self._rows < 2:
-            return "each rank has a single row at a time, which can't be divided to compare losses"
-        if {len(each) for each in self._batch} != {self._rows}:
-            return "not every tensor of its batch has a row for each sample"
+        fault = self._find_batch_fault()
+        if fault:
+            return fault if self._agree is None else self._agree(fault)
         self._replays = True
         try:
             needed = self._find_needed(loss)
+            if self._agree is not None:
+                return self._compare_together(loss, needed, self._agree)
             return needed if isinstance(needed, str) else self._compare(loss, needed)
         except RequestError as error:
             self.measured = True
             return error.message
         except Exception as error:
-            return (
-                f"its loss can't be computed again to compare it ({type(error).__name__}: {error})"
-            ).split("\n")[0]
+            return _describe_error(error)
         finally:
             self._replays = False
+
+    def _find_batch_fault(self) -> str:
+        """Why its batch can't be divided; empty if it can."""
+        if self._rows < 2:
+            return "each rank has a single row at a time, which can't be divided to compare losses"
+        if {len(each) for each in self._batch} != {self._rows}:
+            return "not every tensor of its batch has a row for each sample"
+        return ""
 
     def _find_needed(self, loss: torch.Tensor) -> list[WrittenCall] | str:
         """What led to the loss, in its order; or why that isn't known."""
@@ -343,19 +354,55 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             given += leaves_in(entry.keywords)
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
-    def _compare(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:
-        """Empty if the loss is a mean over rows; RequestError where it isn't."""
-        self.numbers = tuple(number for entry in needed for number in self._find_numbers(entry))
-        model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
+    def _compare_together(
+        self, loss: torch.Tensor, needed: list[WrittenCall] | str, agree: Callable[[str], str]
+    ) -> str:
+        """As `_compare`, by the same passes on every rank, and with one answer for all."""
+        fault = agree(needed if isinstance(needed, str) else "")
+        if fault or isinstance(needed, str):
+            return fault
+        try:
+            fault = self._compare_once(loss, needed)
+        except Exception as error:
+            fault = _describe_error(error)
+        return agree(fault)
 
-        def compute(batch: Any) -> Any:
-            return _replay(
-                needed, dict(zip(map(id, self._batch), batch, strict=True)), len(batch[0]), id(loss)
-            )
+    def _compare_once(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:
+        """The fault of this loss, by three passes whatever they give."""
+        self.numbers = tuple(number for entry in needed for number in self._find_numbers(entry))
+        model = torch.nn.ModuleList(self._models)
+        fault = self._compare_again(loss, needed, model)
+        check = self._cut_batch()
+        compute = partial(self._compute, needed, id(loss))
+        figures = LossCheck(LossMeasure(model, moves=False), check, lambda _: {}).figures(compute)
+        self.padded = self._repad is not None and bool(self._repad(check.rows[0]))
+        if fault or "rows" in judge(figures).mean_over:
+            return fault
+        self.measured = True
+        return describe(figures)
+
+    def _compute(self, needed: list[WrittenCall], loss: int, batch: Any) -> Any:
+        """The loss of other rows, by the calls that led to it."""
+        known = dict(zip(map(id, self._batch), batch, strict=True))
+        return _replay(needed, known, len(batch[0]), loss)
+
+    def _cut_batch(self) -> CheckBatch:
+        """The batch, and its first three quarters and the rest as parts."""
+        cut = max(1, self._rows * 3 // 4)
+        parts = (
+            cut_rows(self._batch, 0, cut, self._rows),
+            cut_rows(self._batch, cut, self._rows, self._rows),
+        )
+        return CheckBatch(self._batch, parts, (cut, self._rows - cut))
+
+    def _compare_again(
+        self, loss: torch.Tensor, needed: list[WrittenCall], model: torch.nn.Module
+    ) -> str:
+        """Why the loss of the same rows is another when it is computed again; empty if it isn't."""
 
         def compute_as_it_was(batch: Any) -> Any:
             self._random.restore()
-            return compute(batch)
+            return self._compute(needed, id(loss), batch)
 
         with kept_state([model]):
             same = LossMeasure(model, randomness=nullcontext()).call(compute_as_it_was, self._batch)
@@ -373,19 +420,24 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                 f"its loss of the same rows is another when it is computed again: {first:.6g}, "
                 f"then {again:.6g}"
             )
-        cut = max(1, self._rows * 3 // 4)
-        parts = (
-            cut_rows(self._batch, 0, cut, self._rows),
-            cut_rows(self._batch, cut, self._rows, self._rows),
-        )
-        check = CheckBatch(self._batch, parts, (cut, self._rows - cut))
+        return ""
+
+    def _compare(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:
+        """Empty if the loss is a mean over rows; RequestError where it isn't."""
+        self.numbers = tuple(number for entry in needed for number in self._find_numbers(entry))
+        model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
+        fault = self._compare_again(loss, needed, model)
+        if fault:
+            return fault
+        compute = partial(self._compute, needed, id(loss))
+        check = self._cut_batch()
         LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
-        if self._repad is not None and (padded := self._repad(cut)):
+        if self._repad is not None and (padded := self._repad(check.rows[0])):
             others = tuple(
                 [each.to(own.device) for each, own in zip(part, self._batch, strict=True)]
                 for part in padded
             )
-            check = CheckBatch(self._batch, others, check.rows, parts)
+            check = CheckBatch(self._batch, others, check.rows, check.parts)
             try:
                 LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
             except RequestError:
@@ -415,6 +467,12 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             *map(float, plain),
             *(float(each.detach()) for each in constant if each.numel() == 1),
         ]
+
+
+def _describe_error(error: Exception) -> str:
+    """The fault of a loss whose parts can't be computed."""
+    text = f"its loss can't be computed again to compare it ({type(error).__name__}: {error})"
+    return text.split("\n")[0]
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:

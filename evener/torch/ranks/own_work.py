@@ -318,6 +318,17 @@ class StepTimer:
         if before != SUM:
             self._enter(before, SUM)
 
+    def begin_wait(self) -> bool:
+        """Begin to wait for other ranks within a pass; False, and nothing, outside of own work."""
+        if not self._marks or self._marks[-1][0] != OWN:
+            return False
+        self._marks.append((SUM, self._clock.mark()))
+        return True
+
+    def end_wait(self) -> None:
+        """End what `begin_wait` has begun."""
+        self._enter(OWN, SUM)
+
     def now(self) -> tuple[int, Doing]:
         """The number of batches begun, and what the loop is doing now; a GPU may be behind it."""
         if not self._marks:

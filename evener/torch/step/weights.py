@@ -59,6 +59,7 @@ class BatchWeights(BatchTracker):
         self.noise = noise  # of the one model that is trained
         self.in_pass = False  # of a trainer's, where shares take several
         self.equal_passes = False  # ranks meet in each pass of a sharded model
+        self.are_averaged = False  # gradients, over ranks by the library that has the model
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self.lengths_vary = False  # batches aren't padded to one length
         self._shape: tuple[int, ...] | None = None  # of a row of the newest batch
@@ -77,7 +78,7 @@ class BatchWeights(BatchTracker):
 
     def look_for_tensors(self) -> None:
         """Sum what optimizers train and no module has, by the weights of this training."""
-        if self.shares.world == 1:
+        if self.shares.world == 1 or self.are_averaged:
             return
         LOOSE.device, LOOSE.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
         if not self._looked:
@@ -362,8 +363,21 @@ class BatchWeights(BatchTracker):
             scaled.register_hook(self._note_scaled)
         return scaled
 
+    def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """The gradients with which a backward pass of these losses begins, weighted as `scale`
+        weighs a loss.
+        """
+        weight = self.shares.world * self.weight
+        made = []
+        for loss, given in zip(losses, gradients, strict=True):
+            loss.register_hook(self._note_scaled)
+            made.append((torch.ones_like(loss) if given is None else given) * weight)
+        return made
+
     def check_trained(self, parameters: list[Any]) -> None:
         """RequestError if an optimizer is about to apply gradients that nothing weighted."""
+        if self.are_averaged:
+            return
         exchanged = exchanged_parameters()
         unknown = [each for each in parameters if id(each) not in exchanged]
         unknown = LOOSE.check(unknown) if unknown else []
