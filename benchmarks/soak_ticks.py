@@ -117,7 +117,7 @@ class TickPublisher(Sampler):
         self._reporter.close()
         return True
 
-    def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
+    def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
         """No search runs here."""
 
     def tick(self) -> None:

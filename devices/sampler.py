@@ -62,8 +62,8 @@ class Sampler:
             threading.Thread(target=self._watch, name="evener-sampler-watch", daemon=True),
         )
 
-    def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
-        """Samples/s and share of the probes that run now, by device id.
+    def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
+        """Samples/s, where they are known yet, and share of the probes that run now, by device id.
 
         Simulated devices act on it; on real ones, probes report themselves.
         """

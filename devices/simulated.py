@@ -303,12 +303,15 @@ class SimulatedSource:
         """The simulated devices, in order."""
         return self._devices
 
-    def set_load(self, position: int, samples_per_second: float = 0.0, share: int = 0) -> None:
+    def set_load(
+        self, position: int, samples_per_second: float | None = 0.0, share: int = 0
+    ) -> None:
         """Let the device train at this rate from now on, with `share` samples a step; at its own
-        speed where the rate is 0, and not at all without samples.
+        speed where the rate isn't known. 0 samples/s: it idles.
         """
-        rate = max(0.0, samples_per_second)
-        if share > 0 and not rate:
+        if samples_per_second is not None:
+            rate = max(0.0, samples_per_second)
+        else:
             rate = share / self.machine.device_seconds(position, share, False)
         with self._lock:
             self._states[position].meter.change(

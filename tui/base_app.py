@@ -398,17 +398,16 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the publisher how fast the running probes train on each device; 0 samples/s where
-        they train and no rate is known yet.
-        """
-        loads: dict[str, tuple[float, int]] = {}
+        """Tell the publisher how fast the running probes train on each device, if that is known."""
+        loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
             trains = running.phase in ("warming up", "measuring")
             for position in running.probe.layout.active:
                 if not trains or position >= len(self._session_devices):
                     continue
                 share = running.probe.layout.pass_rows[position]
-                rate = own_speed(running, position)
+                known = running.samples_per_second is not None
+                rate = own_speed(running, position) if known else None
                 loads[self._session_devices[position].id] = rate, share
         self.publisher.set_loads(loads)
 

@@ -86,7 +86,7 @@ def test_work_between_two_readings_is_seen() -> None:
 def test_a_device_that_trains_at_an_unknown_rate_is_busy() -> None:
     """It goes at its own speed until the rate is known."""
     run = Run(catalogue(["t4"]))
-    run.source.set_load(0, 0.0, 256)
+    run.source.set_load(0, None, 256)
     (sample,) = run.tick()
     assert number(sample.utilization_percent) > 90
     assert number(sample.samples_per_second) > 100

@@ -112,7 +112,7 @@ class ScriptedPublisher(Sampler):
 
     def __init__(self, *snapshots: Snapshot) -> None:
         self.stopped = False
-        self.loads: list[Mapping[str, tuple[float, int]]] = []
+        self.loads: list[Mapping[str, tuple[float | None, int]]] = []
         self._snapshots = snapshots
         self._history = History(600)
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class ScriptedPublisher(Sampler):
         self.stopped = True
         return True
 
-    def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
+    def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
         self.loads.append(dict(loads))
 
 
