@@ -27,6 +27,34 @@ OWN_ENTRIES = (
 )  # the app offers these by itself
 MOVES = ("move", "page")  # rows of a list: found by a search, but not offered
 
+LEAST_SCORE = 0.1  # of a hit by words that aren't shown
+OTHER_WORDS = {  # that people look for, by action
+    "export": "export save plan.toml",
+    "train_here": "launch run start training",
+    "report": "export html page",
+    "go_on": "resume longer more budget",
+    "stop": "end cancel",
+    "new": "form start again",
+    "try": "check what fits memory",
+    "send": "begin search",
+    "signal": "kill stop process",
+    "change_interval": "sample faster slower refresh rate interval",
+    "change_span": "zoom minutes",
+    "step_time": "cursor read value",
+    "common_scale": "axes y",
+    "toggle_scale": "logarithmic axes",
+    "columns": "hide show metrics",
+    "alerts": "hot throttled idle warnings",
+    "tag": "mark select",
+    "filter": "search find",
+    "reverse": "order ascending descending",
+    "replay": "play again",
+    "read_all": "details result verdict",
+    "open": "details enter",
+    "traceback": "error why failed",
+    "delete": "remove",
+}
+
 
 class Offered(NamedTuple):
     """A key with what it does, on the node that has it."""
@@ -69,6 +97,12 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
     return target.check_action(name, parameters) is True
 
 
+def _begins(query: str, words: str) -> bool:
+    """True if every word of the query begins one of these."""
+    asked = query.lower().split()
+    return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
+
+
 class KeyDiscovery(DiscoveryHit):
     """A key of the screen, which is offered before what every screen has."""
 
@@ -81,26 +115,29 @@ class KeyDiscovery(DiscoveryHit):
 class KeysProvider(Provider):
     """Every key of the screen: its words, the panel it belongs to, and the key itself."""
 
-    def _entries(self) -> Iterator[tuple[str, str, Callable[[], object], bool]]:
+    def _entries(self) -> Iterator[tuple[str, str, Callable[[], object], bool, str]]:
         app = cast(BaseApp, self.app)
         for offered in offered_keys(self.screen):
             key = app.get_key_display(offered.binding)
             panel = f"{offered.title}: " if offered.title else ""
             words = f"{panel}{offered.binding.description}"
             moves = offered.action in MOVES
-            yield words, f"key {key}", partial(_press, app, offered), moves
+            other_words = OTHER_WORDS.get(offered.action, "")
+            yield words, f"key {key}", partial(_press, app, offered), moves, other_words
 
     async def discover(self) -> Hits:
         """Everything but the moves within a list."""
-        for words, help_text, command, moves in self._entries():
+        for words, help_text, command, moves, _ in self._entries():
             if not moves:
                 yield KeyDiscovery(words, command, help=help_text)
 
     async def search(self, query: str) -> Hits:
         """What matches these words."""
         matcher = self.matcher(query)
-        for words, help_text, command, _ in self._entries():
+        for words, help_text, command, _, other_words in self._entries():
             score = matcher.match(words)
+            if not score and _begins(query, other_words):
+                score = LEAST_SCORE
             if score > 0:
                 yield Hit(score, matcher.highlight(words), command, help=help_text)
 

@@ -33,6 +33,33 @@ async def test_every_key_is_found_by_its_words(app_of: Any, screen: str) -> None
             assert any(description in each for each in hits), f"by {words[0]} alone"
 
 
+@pytest.mark.parametrize(
+    ("screen", "query", "hit"),
+    [
+        ("1", "sample faster", "Read more often"),
+        ("1", "kill", "Signal"),
+        ("1", "zoom", "Longer time in graphs"),
+        ("2", "export", "Write the plan"),
+        ("2", "resume", "Continue"),
+        ("2", "html", "Report"),
+        ("2", "axes", "Linear or log axes"),
+    ],
+)
+async def test_keys_are_found_by_words_that_people_use(
+    app_of: Any, searches: Any, screen: str, query: str, hit: str
+) -> None:
+    app = app_of(session_maker=searches)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the devices")
+        await pilot.press(screen)
+        if screen == "2":
+            await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the form")
+            await pilot.press("ctrl+s")
+            await until(pilot, lambda: app.balance.ended, "the result")
+            await pilot.pause(0.2)
+        assert any(hit in each for each in await _found(app, query))
+
+
 async def test_a_command_does_what_its_key_does(app_of: Any) -> None:
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
