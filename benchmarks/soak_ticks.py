@@ -176,6 +176,7 @@ def _play(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) ->
                 _settle(app, 0.2)
                 seen = app.call_from_thread(take_sample, tick, tick == ticks)
                 lines.write(msgspec.json.encode(seen) + b"\n")
+                lines.flush()
 
 
 def _press(app: EvenerApp, key: str) -> None:
