@@ -251,6 +251,11 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         """Seconds of the same start once everything is imported."""
         return self.start_seconds - self.import_seconds
 
+    @property
+    def lone(self) -> bool:
+        """True if one step was timed, as its probe was meant to take less: its noise is unknown."""
+        return self.steps == 1
+
     def held_back(self, position: int = -1) -> bool:
         """True if a device, or the one at `position`, is known to have been throttled during the
         measurement.

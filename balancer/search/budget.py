@@ -26,6 +26,7 @@ from .time_left import (
     LATER_TURNS_END_BY,
     LONGEST_PROBE_SECONDS,
     SHORTEST_PROBE_SECONDS,
+    SURPRISE,
     TimeLeft,
     untimed_seconds,
 )
@@ -39,9 +40,8 @@ STEPS_A_PROBE = 12
 PRICE = 0.05  # relative gain that all the time that is left should bring
 # of the budget: packs grow until then, as knobs follow whose children have to start
 GROWS = 0.65
-# an exploring probe has 1 / this of what is left: a level curve hides long steps, and other batches
-# may matter more; but steps that are slow and noisy need the seconds
-SURPRISE = 10
+# of what is left: a probe of the race that would take more to show its noise is of a lone step
+CERTAIN_TURN = 0.5
 
 
 class Budget:
@@ -83,7 +83,8 @@ class Budget:
         """The seconds that the next probe may measure, if `reserved` seconds follow.
 
         In exploration at most 1 / `SURPRISE` of what is left, in other stages 1 / `probes_left`;
-        two steps in any case.
+        two steps in any case. Where steps are too slow for that, less than one: the probe is then
+        of a lone step. A check makes the figure certain, and is never of one.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -91,6 +92,9 @@ class Budget:
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
         probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
+        part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
+        if stage != "check" and self.time.takes_lone_steps(step, part):
+            return min(SHORTEST_PROBE_SECONDS, round(step / 2, 3))
         each = left / probes - self._warm_up(layout, 0.0)
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
@@ -101,7 +105,7 @@ class Budget:
         step_seconds: float | None = None,
         turn: int = 0,
         reserved: float = 0.0,
-        steps: int = FEWEST_STEPS,
+        steps: int | None = None,
     ) -> bool:
         """True if the shortest probe of this layout can end when the stage `ends_with` has to, in
         its first turn.
@@ -116,16 +120,22 @@ class Budget:
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
         """The layout's probe in a turn, if the budget affords it; otherwise none."""
-        if not self.affords(layout, stage, turn=turn, reserved=reserved):
+        fewest = FEWEST_STEPS if stage == "check" else None
+        if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()
         seconds = self.probe_seconds(layout, stage, probes_left, reserved=reserved)
         return (Probe(layout, stage, seconds, turn),)
 
-    def has_time(self, seconds: float, after: float = 0.0) -> bool:
+    def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
         """True if exploration may take this long and leave the time for what comes after it, if
         there is any.
+
+        Where steps are so slow that probes are of a lone one, there is no time for many: then any
+        that leaves the time for what comes after it may run.
         """
         left = self._end("solo") - self.spent
+        if self.time.takes_lone_steps(step_seconds):
+            return seconds + after <= left
         part = EXPLORES / 2 if after else EXPLORES
         return seconds + after <= left and seconds <= part * left
 
@@ -141,13 +151,14 @@ class Budget:
         return gain > self.least_gain + PRICE * seconds / left
 
     def least_seconds(
-        self, layout: Layout, step_seconds: float | None = None, steps: int = FEWEST_STEPS
+        self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
         """Seconds of the shortest probe of a layout, with the start of its children if they don't
         run yet.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
-        measured = max(SHORTEST_PROBE_SECONDS, steps * step)
+        fewest = steps or self.time.fewest_steps(step)
+        measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
         return self.start_seconds(layout) + self._warm_up(layout, step) + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:

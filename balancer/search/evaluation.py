@@ -155,6 +155,8 @@ class Evaluation:
             return End(Stop.TIED if known else Stop.UNCERTAIN)
         if len(found) == 1:
             return End(Stop.ONLY_ONE)
+        if self.best and not is_known(self.best.throughput):
+            return End(Stop.BUDGET)
         doubt = find_doubt(self.model, self.best) if self.best and self.devices.by_rows else ""
         return End(Stop.UNSURE, doubt) if doubt else End(Stop.SETTLED)
 
@@ -237,7 +239,8 @@ class Evaluation:
         if not fresh:
             return chosen
         both = (*self._seen.turns(chosen.layout).values(), *fresh.values())
-        every = {one.probe: one for one in both}.values()
+        every = list({one.probe: one for one in both}.values())
+        every = [one for one in every if not one.lone] or every
         figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
         return Result(chosen.layout, figure, len(every))
 

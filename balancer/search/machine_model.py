@@ -18,7 +18,7 @@ from evener.shares.waterfill import Costs, DeviceCurve
 
 from ..types import Layout, Problem, Timed, layout_of
 from .device_model import DeviceModel
-from .model.evidence import group_devices, read_device, relative_error, with_drift
+from .model.evidence import group_devices, read_device, step_error, with_drift
 from .model.step_time import rising_line
 from .observations import Observations
 from .time_left import TimeLeft
@@ -129,7 +129,7 @@ class MachineModel:
         if len(parts) < len(active):
             parts = self.predict_parts(split)
         longest = max(parts, default=0.0)
-        error = relative_error(split) * split.step_seconds
+        error = step_error(split) * split.step_seconds
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:

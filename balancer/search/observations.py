@@ -328,5 +328,8 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _steady(turns: Turns) -> Turns:
-    """The turns without those in which a device was held back, unless it always was."""
-    return {turn: one for turn, one in turns.items() if not one.held_back()} or turns
+    """The turns without those in which a device was held back, unless it always was; and without
+    lone steps, whose error is unknown, where others are there.
+    """
+    steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
+    return {turn: one for turn, one in steady.items() if not one.lone} or steady

@@ -20,7 +20,7 @@ from ..objectives import find_objective
 from ..statistics import student
 from ..types import Interval, Layout, Problem, Result
 from .layouts import TIE, Candidate
-from .model.evidence import relative_error
+from .model.evidence import relative_error, step_error
 from .observations import Turns
 
 # relative; a tie with a larger gap is unclear: probes' drift alone makes 2.7 % of two (PROBE_DRIFT)
@@ -184,7 +184,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
     ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
-    squares = [relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs]
+    squares = [step_error(a) ** 2 + step_error(b) ** 2 for a, b in pairs]
     assumed = fmean(squares) + PROBE_DRIFT**2
     deviation = _pooled(assumed, ratios)
     if common:

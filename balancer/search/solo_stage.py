@@ -69,7 +69,7 @@ class SoloStage:
         quick = {
             one: batch
             for one, batch in retried.items()
-            if self._has_time(self._seconds(one, batch))
+            if self._has_time(self._seconds(one, batch), _step(one, batch))
         }
         return self._round(quick, self._turn)
 
@@ -110,7 +110,7 @@ class SoloStage:
         kept = max(rounds, key=gain_a_second)
         last = kept[-1]
         if any(len(one.evidence.alone) > 1 for one in self._live):  # they can train without these
-            affordable = self._has_time(costs[last])
+            affordable = self._has_time(costs[last], _step(last, due[last]))
         else:  # without a second batch there is no curve
             layout = solo(self._problem.devices, last.position, due[last])
             affordable = self._budget.affords(layout, "race", _step(last, due[last]))
@@ -135,7 +135,7 @@ class SoloStage:
             if not self._shows_more(one, batch):
                 continue
             seconds = self._seconds(one, batch)
-            if self._has_time(seconds):
+            if self._has_time(seconds, _step(one, batch)):
                 batches[one] = batch
                 longest = max(longest, seconds)
         if batches and self._budget.pays(self._expected_gain(wanted), longest):
@@ -281,11 +281,11 @@ class SoloStage:
         layout = solo(self._problem.devices, one.position, batch)
         return self._budget.least_seconds(layout, _step(one, batch))
 
-    def _has_time(self, seconds: float) -> bool:
+    def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
         """True if a round may take so long: the first split, without which there is no plan, comes
         after it.
         """
-        return self._budget.has_time(seconds, self._after)
+        return self._budget.has_time(seconds, self._after, step_seconds)
 
     @cached_property
     def _after(self) -> float:
@@ -317,6 +317,7 @@ class SoloStage:
         memory = one.memory
         quantum = self._quantum
         first, second = self._first_two(one.asked)
+        second = self._likely_to_fit(one, first, second)
         if not memory.ran and memory.failed is None:
             return first
         if memory.failed is None or (memory.ran and second < memory.failed):
@@ -328,6 +329,20 @@ class SoloStage:
         else:
             retreat = (memory.ran + memory.failed) // 2
         return max(quantum, retreat // quantum * quantum)
+
+    def _likely_to_fit(self, one: DeviceModel, first: int, second: int) -> int:
+        """The second batch; where running out of memory costs a slow step or a start, one that
+        surely fits, or twice the first.
+        """
+        surely = one.memory.largest_in_proportion()
+        if surely is None or not self._is_dear(one, second):
+            return second
+        wanted = max(2 * first, surely) // self._quantum * self._quantum
+        return max(first + self._quantum, min(second, wanted))
+
+    def _is_dear(self, one: DeviceModel, batch: int) -> bool:
+        """True if a probe that runs out of memory costs much of the time that is left."""
+        return self._budget.time.takes_lone_steps(_step(one, batch))
 
     def _first_two(self, most: int) -> tuple[int, int]:
         """8 and 64 rows; if an even share of the global batch (or of the largest) is smaller, that

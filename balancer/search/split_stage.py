@@ -21,9 +21,7 @@ from .budget import Budget
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
-from .time_left import SHORTEST_PROBE_SECONDS
-
-LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed
+from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
 
 class SplitStage:

@@ -18,7 +18,20 @@ from .observations import EXPLORATION, Observations
 
 LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
-FEWEST_STEPS = 5  # of a probe: with fewer it isn't worth its start
+FEWEST_STEPS = 5  # of a probe that shows its noise: with fewer it isn't worth its start
+LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed
+# seconds: a single shorter step says too little, as what else the cores do takes a part of it
+SHORTEST_LONE_STEP = 0.5
+# steps of the shortest probe that shows its noise: a first one, two to warm up, three that are
+# timed (block_timing.FEWEST_BLOCKS)
+CERTAIN_STEPS = 6
+# an exploring probe has 1 / this of what is left: a level curve hides long steps, and other batches
+# may matter more; but steps that are slow and noisy need the seconds
+SURPRISE = 10
+# times: where a probe of a lone step on a level curve would take all the time that is left if its
+# step took longer in proportion, it may take this much more. Most steps don't, and what ran stays
+# the plan
+BOLD = 2.0
 # of the budget: exploration and later turns stop here, as probes may overrun
 LATER_TURNS_END_BY = 0.95
 # of the budget, where packs and placements follow, whose children have to start; and of what is
@@ -49,6 +62,8 @@ class TimeLeft:
         """
         if not step_seconds:
             return math.inf
+        if self.takes_lone_steps(step_seconds):
+            return max(1.0, BOLD * self._left_to_explore / (LONE_STEPS * step_seconds))
         split_ran = self._devices == 1 or bool(self._seen.in_stage("split"))
         part = EXPLORES if split_ran else EXPLORES / 2
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
@@ -58,7 +73,31 @@ class TimeLeft:
         others.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
-        return min(LONGEST_PROBE_SECONDS, left) / (FEWEST_STEPS + self.tuning_steps)
+        fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
+        longest = LONGEST_PROBE_SECONDS / (FEWEST_STEPS + self.tuning_steps)
+        return min(longest, left / (fewest + self.tuning_steps))
+
+    def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
+        """True if a probe that shows its noise would take more than this part of the time left.
+
+        With such steps a time that is known to 3 % for each of several batches is worth more than a
+        certain one for a few of them.
+        """
+        if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
+            return False
+        left = max(0.0, self.seconds - self.spent)
+        return CERTAIN_STEPS * step_seconds > part * left
+
+    def fewest_steps(self, step_seconds: float) -> int:
+        """The steps of the shortest probe."""
+        return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
+
+    @property
+    def _lone_steps_save_time(self) -> bool:
+        """False where the first step at a new size takes longer than all that follow: a lone step
+        would cost as much as a certain one.
+        """
+        return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property
     def _left_to_explore(self) -> float:

@@ -20,12 +20,15 @@ from evener.devices.machine import Machine
 from tests.support import hard_curves as curves
 from tests.support import hard_devices as devices
 from tests.support import hard_events as events
+from tests.support import hard_slow as slow
 from tests.support import search_oracle
 from tests.support.machine_drafts import Draft, draw
 from tests.support.machine_families import FIXED, batch_beyond, largest
 from tests.support.search_trials import Ask, Case
 
-LONG_STEP = 15  # of a budget
+LONG_STEP = 15  # a budget has to be enough for this many of the best layout's steps
+LONG_STEP_OF_SLOW = 8  # the same for families of slow steps
+SLOW = ("slow_flat", "slow_line", "slow_knee", "slow_loads")
 CHANCE = (  # another order of probes finds another machine: laws for pairs of searches don't hold
     "noisy",
     "noisy_slow",
@@ -51,7 +54,7 @@ def cases(family: str, seed: int, **asked: Any) -> list[Case]:
             _ask(mode, draft, random.Random(f"{family}/{seed}/{mode}")) for mode in draft.modes
         ]
         machine = draft.machine()
-        if all(is_measurable(machine, ask) for ask in found):
+        if all(is_measurable(machine, ask, fewest_steps(family)) for ask in found):
             break
     asks = [Ask(**(msgspec.structs.asdict(ask) | asked)) for ask in found]
     return [
@@ -65,14 +68,19 @@ def _ask(mode: str, draft: Draft, chance: random.Random) -> Ask:
     return Ask(batch=_batch(mode, draft, most, chance), **draft.ask)
 
 
-def is_measurable(machine: Machine, ask: Ask) -> bool:
-    """Whether a step of the best layout, before any event, takes at most a 15th of the budget."""
+def fewest_steps(family: str) -> int:
+    """How many of the best layout's steps the budget is enough for."""
+    return LONG_STEP_OF_SLOW if family in SLOW else LONG_STEP
+
+
+def is_measurable(machine: Machine, ask: Ask, steps: int = LONG_STEP) -> bool:
+    """Whether as many steps of the best layout, before any event, fit the budget."""
     if ask.batch is not None:
         best = search_oracle.fixed(machine, ask.batch, ask.micro, ask.quantum)
     else:
         best = search_oracle.free(machine, ask.tolerance, ask.quantum, ask.most)
     seconds = best.smallest_batch / best.samples_per_second if best.samples_per_second else math.inf
-    return seconds <= (math.inf if ask.budget is None else ask.budget / LONG_STEP)
+    return seconds <= (math.inf if ask.budget is None else ask.budget / steps)
 
 
 def _batch(mode: str, draft: Draft, most: int, chance: random.Random) -> int | None:
@@ -135,4 +143,8 @@ FAMILIES: dict[str, Callable[[random.Random, Draft], None]] = {
     "stall": curves.stall,
     "slow_start": devices.slow_start,
     "default": curves.default,
+    "slow_flat": slow.flat,
+    "slow_line": slow.line,
+    "slow_knee": slow.knee,
+    "slow_loads": slow.loads,
 }

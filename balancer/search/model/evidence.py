@@ -19,6 +19,9 @@ from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal
+# relative standard error of a lone step, whose probe can't show its noise: steps of seconds vary by
+# 1 or 2 %, and the first that is timed may still allocate
+LONE_ERROR = 0.03
 # blocks of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
 TYPICAL_BLOCKS = 8
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
@@ -217,11 +220,12 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
     if steady and slower == 1:
         found = steady
-    noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one, _ in found]
+    certain = [one for one, _ in found if not one.lone]
+    noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     noise = median(noises or [0.0])
     for one, seconds in found:
         layout = one.probe.layout
-        error = relative_error(one)
+        error = step_error(one)
         expected = noise / math.sqrt(max(1, one.steps))
         now = seconds if one.held_back(position) else slower * seconds
         yield Point(
@@ -279,6 +283,13 @@ def relative_error(seen: Timed) -> float:
         return 1.0
     half = (seen.high_seconds - seen.low_seconds) / 2
     return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1)
+
+
+def step_error(seen: Timed) -> float:
+    """The same, for curves: of a lone step what such steps usually have, as its interval is only
+    unknown.
+    """
+    return LONE_ERROR if seen.lone else relative_error(seen)
 
 
 # ---------------------------------------------------------------------- indistinguishable devices

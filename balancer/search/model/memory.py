@@ -96,6 +96,15 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
         return last - before if last > before * (1 + LEVEL) else 0.0
 
+    def largest_in_proportion(self) -> int | None:
+        """The largest batch that fits if all bytes of the one batch that ran went by its rows, as
+        it has some that don't; None if several ran, or one ran out.
+        """
+        if self.failed is not None or len(self.points) != 1 or self.limit_bytes is None:
+            return None
+        rows, used = self.points[0]
+        return int(rows * self.limit_bytes / used) if used else None
+
     def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can
         fit.

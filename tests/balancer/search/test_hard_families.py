@@ -17,7 +17,7 @@ SEED = 7
 def test_a_run_ends_with_a_plan(family: str) -> None:
     case = hard.cases(family, SEED)[0]
     assert case == hard.cases(family, SEED)[0], "another machine of the same seed"
-    assert hard.is_measurable(case.machine, case.ask)
+    assert hard.is_measurable(case.machine, case.ask, hard.fewest_steps(family))
     found = trials.run(case.machine, case.ask, SEED)
     assert found.layout is not None, found.why
     assert found.verdict

@@ -26,11 +26,7 @@ FAILURES = 2  # out of memory on one device
 MOMENTS = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # seconds: when an event begins, beside the file's own
 
 # what still fails, with the cause; a change that mends a cause removes its lines
-TODAY = {
-    "larger_budget_worse --budget 60s": (
-        "3.9 %: after two splits there is no time for larger batches, of 4 s a step"
-    ),
-}
+TODAY: dict[str, str] = {}
 
 
 def _name(path: Path, ask: Ask, moment: float | None) -> str:
