@@ -27,6 +27,7 @@ from evener.tui.text.leaving import leaving_lines
 from evener.tui.view.cells import Line, span_cells
 from evener.tui.view.result_panel import KeyHint, result_lines
 from evener.tui.view.run_differences import compare_runs, difference_lines
+from evener.tui.view.runs import run_page
 from evener.tui.view.search_log import log_rows, probe_lines
 from evener.tui.view.search_story import best_over_time, current_phase, story_lines
 from tests.support.pilots import open_form, open_runs, text, until
@@ -248,3 +249,13 @@ def test_the_advice_of_a_result_comes_first_and_once() -> None:
     assert advice
     rows = [row.text.strip() for row in result_lines(state, 198, 40, ())]
     assert [row for row in rows if row == advice] == [rows[0]]
+
+
+def test_the_page_of_a_result_says_each_gain_once() -> None:
+    """The headline has it; the list of what the plan is compared with has figures and layouts."""
+    run = load_run(_search(Request(devices=PAIR)))
+    page = _text(run_page(run, 100))
+    assert "+20 % over even" in page
+    listed = page.partition("Compared with")[2].partition("Every measurement")[0]
+    assert "even split: 1 801 samples/s" in " ".join(listed.split())
+    assert "the plan gains" not in listed

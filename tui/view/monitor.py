@@ -201,7 +201,7 @@ def _energy(joules: float) -> str:
     return (
         f"{joules / 3.6e6:.3f} kWh since the start"
         if joules >= 3.6e5
-        else f"{joules:.0f} J since the start"
+        else f"{rate(joules)} J since the start"
     )
 
 

@@ -24,7 +24,7 @@ from .cells import Line, Mark, Span, cut, line, pad, span_cells, text_lines, who
 from .search_log import LOG, log_rows
 from .table import whole_table
 
-WIDEST_NAME = 26
+WIDEST_NAME = 30
 GAIN_CELLS = 9
 LEAST_BAR = 8
 PLAN_NAME = "this plan"
@@ -177,13 +177,15 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
     lines += [_title("Shares")]
     labels = state.devices
     lines += [
-        row for text in share_table(finished.plan, labels) for row in whole_lines(text, width)
+        Line((Span(" "), *row.spans))
+        for text in share_table(finished.plan, labels, width - 2)
+        for row in whole_lines(text, width - 1)
     ]
     lines += [Line(), _title("Compared with")]
     lines += [
         row
         for text in rival_texts(finished.plan, labels, with_gains=finished.found is None)
-        for row in text_lines(text, width, 3, indent=0)
+        for row in text_lines(text, width, 3)
     ]
     lines += [Line(), _title("Every measurement")]
     if finished.plan.search.probes:
@@ -211,4 +213,4 @@ def _text_section(title: str, texts: Sequence[str], width: int) -> list[Line]:
 
 
 def _title(text: str) -> Line:
-    return line(Span(text, "title"))
+    return line(Span(f" {text}", "title"))
