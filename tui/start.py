@@ -34,6 +34,11 @@ CRASH_EXIT_CODE = 70
 LIBRARIES = ("textual",)  # of the extra `app`
 
 
+def has_app() -> bool:
+    """True if the libraries of the app are installed."""
+    return all(find_spec(name) is not None for name in LIBRARIES)
+
+
 def prepare_app() -> None:
     """Prepare the import of the app; RequestError with the line that installs it, where its
     libraries are missing.
@@ -41,7 +46,7 @@ def prepare_app() -> None:
     # the app collects once it has been drawn: what a start makes stays, and looking through it is
     # slow
     gc.disable()
-    if any(find_spec(name) is None for name in LIBRARIES):
+    if not has_app():
         raise RequestError(
             "The app isn't installed.",
             "Install it: pip install 'evener[app]'. Every other command works without it.",

@@ -109,6 +109,7 @@ codes = [
 ]
 assert codes == [0] * 10, codes
 monitor.draws_screens = lambda: True
+assert run(["demo"]) == 0
 raise SystemExit(run(pair))
 """  # noqa: E501
 

@@ -21,7 +21,7 @@ import typer
 from evener.devices.registry import find_backend, name_maker
 from evener.devices.types import Snapshot, Source
 from evener.errors import DeviceError, RequestError
-from evener.printable import plain
+from evener.printable import plain, say
 
 from ..text.formatting import json_text
 from ..text.parsing import parse_duration
@@ -312,8 +312,15 @@ def demo(
         if as_text or not draws_screens():
             _print_demo(ascii_only)
             return
-        from ..start import draw_app, prepare_app
+        from ..start import draw_app, has_app, prepare_app
 
+        if not has_app():
+            say(
+                "The app isn't installed, so the demo is text. In the app: pip install "
+                "'evener[app]', then evener demo again."
+            )
+            _print_demo(ascii_only)
+            return
         prepare_app()
         from ..demo import DemoApp
 
