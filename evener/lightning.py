@@ -72,7 +72,29 @@ class ShareLoader(StepLoader):
         rows = self.batch_sampler.sampler
         if self.strategy.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with a loader of its own
-        return super().__iter__()
+        return _AskedBatches(super().__iter__(), self.strategy.planned)
+
+
+class _AskedBatches:
+    """The batches of a DataLoader's iterator; each step ends as the trainer asks for the next
+    one.
+    """
+
+    def __init__(self, batches: Any, planned: PlannedTraining) -> None:
+        self._batches, self._planned = batches, planned
+
+    def __iter__(self) -> _AskedBatches:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        self._planned.end()
+        return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
@@ -300,6 +322,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         if self._passes > 1 and self._trainer.training:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
+        """A batch of a validation, of which the training's timer hears."""
+        self._planned.timer.note_validation()
+        return super().validation_step(*arguments, **keywords)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin the trainer's next batch."""

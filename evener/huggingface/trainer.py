@@ -365,6 +365,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a batch of an evaluation, whose loss is its own, as in one process."""
+        self._planned.timer.note_validation()
         self._evaluates = True
         try:
             with processes(self.accelerator, 1):

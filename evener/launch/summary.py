@@ -220,10 +220,8 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """+58 %, or +900 % or more, which no interval of a part can tell from more."""
-    if gain >= MOST_GAIN:
-        return f"+{percent(MOST_GAIN)} or more"
-    return f"+{percent(gain)}"
+    """+43 %; one that no interval of a part can tell from a larger one says so."""
+    return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
 def _describe_ranks(summary: TrainingSummary) -> list[str]:

@@ -30,6 +30,8 @@ EXCHANGE = PartStyle("exchange", "accent", "▚")
 BETWEEN = PartStyle("between steps", "dim", Mark.DOT)
 PARTS = (INPUT, OWN_WORK, WAITING, EXCHANGE, BETWEEN)  # in the order of a step
 LEAST_LANE = 10  # cells
+STEP_CELLS = 9  # of a step in a lane, about
+LEAST_IN_COMMON = 3  # steps that all ranks report, for lanes of the same ones
 
 
 def legend_line(width: int) -> Line:
@@ -85,7 +87,8 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
     """The last steps of each rank from left to right, on one scale; nothing where no rank reports
     them.
 
-    Ranks begin with the same step, and each step begins where the one before ended.
+    Ranks begin with the same step if their reports have enough steps in common, and each step
+    begins where the one before ended.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -95,21 +98,33 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
     room = width - label_cells - 1
     if room < LEAST_LANE:
         return ()
-    first = max(row.last_steps[0].number for row in lanes)
-    last = min(row.last_steps[-1].number for row in lanes)
-    shown = [[step for step in row.last_steps if first <= step.number <= last] for row in lanes]
-    if not all(shown):
-        return ()
-    exchange_s = [row.step.exchange_s for row in lanes]
+    shown, words = _choose_steps(lanes, max(1, room // STEP_CELLS))
     span_s = max(sum(map(_seconds, steps)) for steps in shown)
     lines = []
-    for label, steps, exchange in zip(labels, shown, exchange_s, strict=True):
-        lane = _draw_lane(steps, exchange, span_s, room)
+    for label, steps, row in zip(labels, shown, lanes, strict=True):
+        lane = _draw_lane(steps, row.step.exchange_s, span_s, room)
         lines.append(Line((Span(f" {label:<{label_cells}}", "dim"), *lane)))
-    count = last - first + 1
-    words = f"steps {first} to {last}" if count > 1 else f"step {first}"
     written = duration(span_s) if span_s >= 1 else milliseconds(span_s)
-    return (*lines, Line((Span(f" {'':<{label_cells}}{words}, {written}", "dim"),)))
+    below = cut(f" {'':<{label_cells}}{words}, {written}", width)
+    return (*lines, Line((Span(below, "dim"),)))
+
+
+def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
+    """At most so many steps of each rank, and which they are: the same ones where reports have a
+    few in common, else the last ones of each.
+    """
+    first = max(row.last_steps[0].number for row in lanes)
+    last = min(row.last_steps[-1].number for row in lanes)
+    if last - first + 1 >= LEAST_IN_COMMON:
+        first = max(first, last - most + 1)
+        shown: list[Sequence[LastStep]] = [
+            [step for step in row.last_steps if first <= step.number <= last] for row in lanes
+        ]
+        if all(shown):
+            return shown, f"steps {first} to {last}"
+    count = min(most, *(len(row.last_steps) for row in lanes))
+    own = [row.last_steps[-count:] for row in lanes]
+    return [*own], f"{count} steps of each rank, not all the same ones"
 
 
 def _seconds(step: LastStep) -> float:

@@ -312,11 +312,13 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
         if limit.kind == LimitKind.UNEQUAL or limit.remedy in said or row.ended_s:
             continue
         said.add(limit.remedy)
-        low, high = percent(limit.gain_low), percent(limit.gain_high)
-        gain = f"+{percent(limit.gain)} ({low} to {high})"
-        if limit.gain >= MOST_GAIN:
-            gain = f"+{percent(MOST_GAIN)} or more"
-        yield f"{limit.remedy} {gain}."
+        low, high = _write_gain(limit.gain_low), _write_gain(limit.gain_high)
+        yield f"{limit.remedy} {_write_gain(limit.gain)} ({low} to {high})."
+
+
+def _write_gain(gain: float) -> str:
+    """+43 %; one that no interval of a part can tell from a larger one says so."""
+    return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
 def _marked(text: str, tone: Tone, mark: str, width: int) -> Iterator[Line]:

@@ -9,7 +9,9 @@ rank.
 from __future__ import annotations
 
 import math
+import os
 import resource
+import sys
 import time
 import weakref
 from collections import deque
@@ -17,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from statistics import stdev
 from threading import get_ident
 from typing import Any, Final, Literal, NamedTuple
 
@@ -52,10 +53,14 @@ from .ranks import RankShares
 
 KEPT_STEPS = 25  # that medians are taken over
 KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
+TIMED_AT_ONCE = 16  # steps, as one at a time would find none of the code in the CPU's cache
 WARM_STEPS = 3  # of a training, which no sum counts: kernels are chosen, memory is allocated
 RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums are over
 BIN_SECONDS = 1.0  # in which they move on
 FEWEST_BINS, ERRORS = 4, 2.4  # that show an error, and its multiple that is half of an interval
+SAMPLED = (
+    4  # of so many steps, one is asked for what all threads compute, as that takes microseconds
+)
 LEAST_FILE_SECONDS = 1e-3  # between two steps, in which they may have written files
 LEAST_FILE_BYTES = 64 << 10  # that they wrote then, from which files took the time
 Phase = Literal[Doing, "validation", "files"]
@@ -209,7 +214,9 @@ class StepTimer:
         self._computed = self._applied = self._validates = False
         self._disturbed, self._behind, self._thread = False, math.nan, get_ident()
         self._computed_s = (self._clock.computed(), math.nan)
-        self._all_computed_s = (self._clock.computed_by_all(), math.nan)
+        self._all_computed_s = (math.nan, math.nan)
+        if self._batches % SAMPLED == 0:
+            self._all_computed_s = (self._clock.computed_by_all(), math.nan)
         self.begun(sizes, self._updates)
 
     def disturb(self) -> None:
@@ -259,7 +266,8 @@ class StepTimer:
         self._enter(SUM, OWN)
         ready_s = self._clock.computed() if get_ident() == self._thread else math.nan
         self._computed_s = (self._computed_s[0], ready_s)
-        self._all_computed_s = (self._all_computed_s[0], self._clock.computed_by_all())
+        if self._batches % SAMPLED == 0:
+            self._all_computed_s = (self._all_computed_s[0], self._clock.computed_by_all())
 
     def note_sent(self) -> None:
         """Note that the host has enqueued the sum of all gradients.
@@ -365,7 +373,8 @@ class StepTimer:
                 all_ready_s - all_began_s,
             )
             self._marked.append(step)
-            self._time_past(most=2)
+            if len(self._marked) >= TIMED_AT_ONCE:
+                self._time_past()
         self._forget()
         self._asked, self._idle_s = done, _idle_seconds()
         return computed
@@ -385,15 +394,13 @@ class StepTimer:
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
         """The steps among the last `count` that the device has computed."""
-        self._time_past(most=KEPT_MARKED)
+        self._time_past()
         missing = sum(each.counts for each in self._marked)
         return list(self._steps)[-max(0, count - missing) :] if count > missing else []
 
-    def _time_past(self, most: int) -> None:
-        """Time at most `most` of the steps that the device has computed since the last time."""
-        for _ in range(most):
-            if not self._marked or not self._clock.is_past(self._marked[0].done):
-                return
+    def _time_past(self) -> None:
+        """Time the steps that the device has computed since the last time."""
+        while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
             step = self._time(marked)
             if marked.counts:
@@ -478,7 +485,7 @@ class StepTimer:
             spans.get(VALIDATION, 0.0) + apart.get(VALIDATION, 0.0),
             spans.get(BETWEEN, 0.0) + apart.get(BETWEEN, 0.0),
             idle_input_s,
-            max(0.0, own_s - computed_s),
+            SAMPLED * max(0.0, own_s - computed_s),
         )
 
 
@@ -543,12 +550,20 @@ class RunningSums:
         if len(bins) < FEWEST_BINS:
             recent = self.recent()
             return StepSums(recent.steps, *map(recent.mean, names))
-        found = (stdev([each.mean(name) for each in bins]) for name in names)
+        found = (_deviation([each.mean(name) for each in bins]) for name in names)
         return StepSums(len(bins), *(ERRORS * each / math.sqrt(len(bins)) for each in found))
 
     @staticmethod
     def _is_enough(sums: StepSums) -> bool:
         return sums.steps >= RECENT_STEPS and sums.seconds >= RECENT_SECONDS
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation; `statistics.stdev` computes in fractions, and takes 20 times as
+    long.
+    """
+    middle = sum(values) / len(values)
+    return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))
 
 
 def _idle_seconds() -> float:
@@ -561,6 +576,7 @@ def make_timer(device: torch.device, alone: bool) -> StepTimer:
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), alone)
 
 
+MEMORY_SECONDS = 5.0  # between two looks at memory
 RETREATS = "evener/retreats"  # lines of ranks whose journal the first one keeps
 
 
@@ -591,6 +607,7 @@ class StepReporter:
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
         self._lines = 0  # of other ranks' retreats that the journal has
+        self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
             self._describe, self._journal, timer.now, lambda: self._timer.sums.whole
         )
@@ -600,8 +617,9 @@ class StepReporter:
         padding.
         """
         now = self.shares
+        workload = now.workload or os.path.basename(sys.argv[0])
         self._reporter.report(
-            rows, devices=(now.share,), framework="torch", workload=now.workload, tokens=tokens
+            rows, devices=(now.share,), framework="torch", workload=workload, tokens=tokens
         )
 
     def note_change(self, change: ShareChange) -> None:
@@ -636,16 +654,26 @@ class StepReporter:
                     self._journal.note_retreat(line)
                 self._lines = len(lines)
 
+    def _read_memory(self) -> tuple[int, int]:
+        """The most bytes that this process has held of its device, and those that there are; asked
+        for every few seconds.
+        """
+        now = time.monotonic()
+        if now >= self._memory_at + MEMORY_SECONDS:
+            self._memory_at, self._memory = now, _read_memory(self.shares.device)
+        return self._memory
+
     def close(self) -> None:
         """The monitor forgets this training."""
         self._collect_retreats()
+        self._memory_at = -math.inf
         self._reporter.close()
 
     def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
         self._collect_retreats()
         now, (work, step) = self.shares, self._timer.medians()
         sums = self._timer.sums
-        memory_bytes, memory_of_bytes = _read_memory(now.device)
+        memory_bytes, memory_of_bytes = self._read_memory()
         details = msgspec.structs.replace(
             step,
             training=now.training,
