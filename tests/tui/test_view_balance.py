@@ -413,3 +413,16 @@ def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     row = balance_lines._rival_line(rival, best, width, ()).text.rstrip()
     assert "+142.6 %" in row
     assert row.endswith((rival.where, "…"))
+
+
+def test_long_names_of_rivals_are_whole_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figure = Interval(2314.0, 2294.0, 2334.0)
+    named = RivalRate("best_device", "the other device alone, CPU:1", figure, (64, 0), "CPU:1")
+    best = RivalRate("plan", "the plan", Interval(5613.0, 5591.0, 5635.0), (0, 64))
+    monkeypatch.setattr(balance_lines, "rivals", lambda _: (best, named))
+    wide = rival_lines(SessionState(), 100, 2)
+    assert named.name in wide[1].text
+    assert all(span_cells(row.spans) == 100 for row in wide)
+    assert "the other device …" in rival_lines(SessionState(), 80, 2)[1].text

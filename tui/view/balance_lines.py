@@ -162,29 +162,39 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     if not found:
         return (line(Span(" Nothing has been measured yet.", "dim")),)
     top = max(each.figure.high for each in found)
-    inline = width - _RIVAL_CELLS
+    longest = max(len(each.name) for each in found)
+    name_cells = max(USUAL_NAME, min(longest, USUAL_NAME + width - _ROOMY_CELLS))
+    inline = width - _RIVAL_CELLS - name_cells
     lines: list[Line] = []
     for place, each in enumerate(found):
         tone: Tone = "accent" if place else "speed"
         share = each.figure.value / top
         drawn = bar(share, inline, tone) if inline >= 8 else ()
-        lines.append(_rival_line(each, found[0], width, drawn))
+        lines.append(_rival_line(each, found[0], width, drawn, name_cells))
         if not drawn and height >= 2 * len(found):
             lines.append(Line((Span(" "), *bar(share, width - 2, tone))))
     return tuple(lines)
 
 
-_RIVAL_CELLS = 68  # a row without its bar
+USUAL_NAME = 18  # cells of a rival's name
+_RIVAL_CELLS = 50  # a row without its name and its bar
+_ROOMY_CELLS = 80  # from which on longer names are shown whole
 _WHOLE_CELLS = 47  # a narrower row has an interval or a gain, and nothing else
 _BRIEF_CELLS = 21  # such a row without its name
 
 
-def _rival_line(each: RivalRate, best: RivalRate, width: int, drawn: tuple[Span, ...]) -> Line:
+def _rival_line(
+    each: RivalRate,
+    best: RivalRate,
+    width: int,
+    drawn: tuple[Span, ...],
+    name_cells: int = USUAL_NAME,
+) -> Line:
     first = each is best
     half = relative_error(each.figure.value, each.figure.low, each.figure.high)
     error = f"±{percent(half, 1 if half < 0.1 else 0)}"
     gain = "" if first else versus(best, each)
-    room = max(1, min(18, width - _BRIEF_CELLS))
+    room = max(1, min(name_cells, width - _BRIEF_CELLS))
     spans: tuple[Span, ...] = (
         Span(f" {cut(each.name, room):<{room}}", "strong" if first else "text"),
         Span(f"{rate(each.figure.value):>9}", "speed"),

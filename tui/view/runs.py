@@ -99,7 +99,7 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
         40,
     ),
     Column(
-        "workload", ("workload",), (11, 13, 16, 24), _workload, "left", lambda row: row.workload, 60
+        "workload", ("workload",), (11, 14, 16, 24), _workload, "left", lambda row: row.workload, 60
     ),
     Column("state", ("state",), (8, 10, 11), _state, "left", lambda row: row.state),
     Column(
