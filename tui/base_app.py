@@ -334,7 +334,9 @@ class BaseApp(App[int]):
         """Show none, also if a run is being replayed."""
         if self._session is not None:
             self._session.stop()
-        self._session, self.balance, self.replays = None, SessionState(), False
+        self._session = None
+        self.balance = SessionState()
+        self.replays = False
 
     @property
     def searches(self) -> bool:

@@ -21,12 +21,9 @@ from evener.training.rebalance import Rebalancer
 
 CARDS = ("gtx1080ti", "gtx1080")
 PAIR = f"sim:{','.join(CARDS)}"
-PERIOD_SECONDS, HOT_FROM, HOT_UNTIL, SLOWED = (
-    70.0,
-    10.0,
-    45.0,
-    0.3,
-)  # the first device loses this share of its speed
+PERIOD_SECONDS = 70.0
+HOT_FROM, HOT_UNTIL = 10.0, 45.0  # of each period
+SLOWED = 0.3  # the first device loses this share of its speed
 WINDOW_SECONDS = 2.0  # between two figures for the rule
 NOISE = 0.004
 STEPS_SHOWN = 8  # of the last ones, each like the newest
@@ -100,7 +97,8 @@ class TrainingSource(SimulatedSource):
         )
         if now - self._observed >= WINDOW_SECONDS:
             self._observed = now
-            if (change := self._rule.observe(step, own, rows)) is not None:
+            change = self._rule.observe(step, own, rows)
+            if change is not None:
                 self._changes.append(
                     ShareChange(step + 1, self._epoch + now, rows, change.shares, change.reason)
                 )

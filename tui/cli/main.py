@@ -206,15 +206,18 @@ def spread_lists(arguments: list[str]) -> list[str]:
         if is_option and current and not values:
             spread.append(current)  # the parser says what is missing
         if option in _LISTS:
-            current, values, argument, is_option = option, 0, rest, False
+            current = option
+            values = 0
             if not equals:
                 continue
+            argument = rest
+            is_option = False
         if is_option:
             current = ""
         values += 1
-        spread += (
-            [word for value in argument.split(",") for word in (current, value)]
-            if current
-            else [argument]
-        )
+        if not current:
+            spread.append(argument)
+            continue
+        for value in argument.split(","):
+            spread += (current, value)
     return spread[:-1]

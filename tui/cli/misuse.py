@@ -36,7 +36,8 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
     explained = explained or _explain_value(error, message, look)
     if explained is not None:
         return explained
-    if extra := _EXTRA.match(message):
+    extra = _EXTRA.match(message)
+    if extra is not None:
         given = plain(extra["given"], MOST_SHOWN)
         return RequestError(f"{command} has no use for {given!r}.", look)
     text = str(describe()).strip()

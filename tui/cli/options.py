@@ -88,6 +88,13 @@ RunName = Annotated[
 ]
 
 
+def _group_of(name: str) -> Callable[..., Any]:
+    """The group of an option in --help."""
+    if name in TRAINING:
+        return WHAT
+    return BATCH if name in BATCHES else LENGTH
+
+
 def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
     """Gives a command these options of a request; the command gets the request first, and returns
     its exit code.
@@ -97,8 +104,7 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
     def parameter(name: str) -> inspect.Parameter:
         kind, default = _TYPED[name] if name in _TYPED else (types[name], fields[name].default)
-        group = WHAT if name in TRAINING else BATCH if name in BATCHES else LENGTH
-        annotation: Any = Annotated[kind, _request_option(name, group)]
+        annotation: Any = Annotated[kind, _request_option(name, _group_of(name))]
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )

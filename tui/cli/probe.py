@@ -89,7 +89,9 @@ def probe(
         print(
             "\n".join(_table(finished, layout, labels).lines(terminal_columns())[:-1]), flush=True
         )
-    return (caught[0] if caught else 130) if stop.is_set() else 0
+    if not stop.is_set():
+        return 0
+    return caught[0] if caught else 130
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> RunLength:

@@ -420,9 +420,11 @@ def print_events(events: Iterable[Event]) -> Finished | None:
     state = SessionState()
     for event in events:
         state = advance(state, event)
-        if (line := event_line(event, state.devices)) is not None:
+        line = event_line(event, state.devices)
+        if line is not None:
             print(plain(line), file=sys.stderr)
-    if (finished := state.finished) is not None:
+    finished = state.finished
+    if finished is not None:
         lines = summary_lines(
             finished.plan, state.devices, finished.verdict, terminal_columns(), finished.found
         )

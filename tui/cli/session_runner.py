@@ -169,7 +169,8 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
         progress.drawn = on_terminal
         for event in session.events():
             progress.state = advance(progress.state, event)
-            if (line := event_line(event, progress.state.devices)) is not None:
+            line = event_line(event, progress.state.devices)
+            if line is not None:
                 _say(line, live)
             if live is not None:
                 live.refresh()

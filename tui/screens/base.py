@@ -123,7 +123,8 @@ class SnapshotScreen(PanelScreen):
         """Give each panel its rows, borders included; 0 hides it. Nothing is laid out again that
         hasn't changed.
         """
-        if self._placed == (placed := (self.app.size, rows)):
+        placed = (self.app.size, rows)
+        if self._placed == placed:
             return
         self._placed = placed
         for name, count in rows.items():

@@ -147,7 +147,10 @@ class SaveDialog(FieldDialog):
     ) -> None:
         hint = f"Enter writes the file: {' or '.join(endings)}."
         super().__init__(f"Write the {what}", Input(name, name, id="path", compact=True), hint)
-        self._what, self._endings, self._save, self._next_step = what, endings, save, next_step
+        self._what = what
+        self._endings = endings
+        self._save = save
+        self._next_step = next_step
 
     async def take(self, text: str) -> bool:
         """Write, or ask first."""
@@ -207,7 +210,10 @@ class TrainDialog(FieldDialog):
         )
         super().__init__("Train by it", Input(command, id="line", compact=True), hint)
         self.add_class("-wide")
-        self._plan, self._run, self._path, self._written = plan, run, path, written
+        self._plan = plan
+        self._run = run
+        self._path = path
+        self._written = written
 
     async def take(self, text: str) -> bool:
         """Write the plan and start."""

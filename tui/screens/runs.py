@@ -268,10 +268,12 @@ class RunsScreen(RunActions, SortedScreen):
 
     def action_replay(self) -> None:
         """Replay the run under the cursor on the Balance screen."""
-        if name := self.chosen_run:
-            with self.evener.saying_faults():
-                self.evener.replay(read_run(name))
-                self.app.switch_mode("balance")
+        name = self.chosen_run
+        if not name:
+            return
+        with self.evener.saying_faults():
+            self.evener.replay(read_run(name))
+            self.app.switch_mode("balance")
 
     def action_delete(self) -> None:
         """Delete the marked runs, or the one under the cursor, after asking."""

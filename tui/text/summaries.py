@@ -148,13 +148,9 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "Â
 
 def outcome_name(seen: Observation) -> str:
     """The name of an outcome: timed, out of memory or failed."""
-    return (
-        "timed"
-        if isinstance(seen, Timed)
-        else "out of memory"
-        if isinstance(seen, OutOfMemory)
-        else "failed"
-    )
+    if isinstance(seen, Timed):
+        return "timed"
+    return "out of memory" if isinstance(seen, OutOfMemory) else "failed"
 
 
 def share_words(layout: Layout, device: int) -> str:

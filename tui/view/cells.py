@@ -206,7 +206,8 @@ def span_cells(spans: Iterable[Span]) -> int:
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
     """The row in fewer parts: spans of one tone together, and blanks with what is before them."""
     joined: list[tuple[str, Tone, str]] = []
-    text, tone, action = "", TONES[0], ""
+    text = action = ""
+    tone = TONES[0]
     for span in spans:
         more, next_tone, next_action = span
         if not (action or next_action) and (next_tone == tone or more.isspace()):

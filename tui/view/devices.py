@@ -234,22 +234,19 @@ def _reading(
         most = getattr(row.sample, limit).value if limit else None
         of = f"/{draw(most)}" if most else ""
         of = of if cells(text + of) <= width else ""
-        shade = (
-            (tone if isinstance(tone, str) else tone(row.sample)(reading.value))
-            if current
-            else "dim"
-        )
+        shade: Tone = "dim"
+        if current:
+            shade = tone if isinstance(tone, str) else tone(row.sample)(reading.value)
         spans: tuple[Span, ...] = (Span(text, shade), Span(of, "dim"))
         needed = max(figures, cells(text + of) + len(unit))
         if width < needed:
             return spans
         spans = (*pad(spans, needed - len(unit), "right"), Span(unit, "dim"))
-        left, whole_bar = width - needed - 1, most or full
-        return (
-            (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans)
-            if left > 3 and whole_bar
-            else spans
-        )
+        left = width - needed - 1
+        whole_bar = most or full
+        if left <= 3 or not whole_bar:
+            return spans
+        return (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans)
 
     return Column(key, titles, widths, cell, most=most, there=_reports(field))
 

@@ -149,7 +149,8 @@ class Lines(UsesApp, Widget):
     def _draw(self, y: int, width: int) -> Strip:
         """A line, cut or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
-        draws_ascii, cursor, styles = self.evener.ascii, line.cursor, self._styles_by_tone
+        draws_ascii, cursor = self.evener.ascii, line.cursor
+        styles = self._styles_by_tone
         segments = []
         for text, tone, action in join_spans(line.spans):
             style = styles.get((tone, cursor)) or self._tone(tone, cursor)

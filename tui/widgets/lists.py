@@ -272,12 +272,12 @@ class Ticks(ListPanel[tuple[str, str]]):
     def _row(self, place: int, width: int, more: str) -> Line:
         name, note = self.rows[place]
         here = self.has_focus and place == self.cursor
-        inside = ("o" if self._single else "x") if place in self.ticked else " "
+        ticked = place in self.ticked
         longest = max(len(name) for name, _ in self.rows)
-        box = f"({inside})" if self._single else f"[{inside}]"
+        boxes = ("( )", "(o)") if self._single else ("[ ]", "[x]")
         spans = (
             Span(Mark.CURSOR if here else " ", "strong"),
-            Span(f"{box} ", "speed" if place in self.ticked else "dim"),
+            Span(f"{boxes[ticked]} ", "speed" if ticked else "dim"),
             Span(f"{plain(name):<{min(longest, 28)}}  ", "text"),
         )
         room = max(0, width - span_cells(spans) - len(more))
