@@ -17,6 +17,8 @@ from ..types import Layout, Observation, PartSeconds, Timed
 
 TWICE = 0.5  # of a part that doesn't grow with the batch: what twice the batch spares of it
 STARVED_ERROR = 0.3  # relative: cores that are taken now may be free in the next minute
+FIXED_ERROR = 0.5  # relative: of a line through two points
+LONGEST = 0.9  # of the longest own work: the others wait for such a device
 LARGER_BATCH = "A larger batch: twice as many samples a step halve its part."
 TRY_WORKERS = (
     "Load rows in worker processes (num_workers): evener balance --try workers measures how many "
@@ -45,6 +47,7 @@ def find_training_limits(
         *_find_exchange(measured, devices),
         *_find_update(measured),
         *_find_idle(measured),
+        *_find_memory(measured, seen, devices),
     )
     return find_limits(step_s, parts)
 
@@ -87,6 +90,15 @@ class _Measured:
         shares = [self.share(position, name) for position in self.layout.active]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
+
+    def own_s(self, position: int) -> float:
+        """A device's own work in a step; 0 where it isn't known."""
+        known = [
+            own / one.step_seconds
+            for one in self.turns
+            if (own := one.device_seconds[position]) is not None and one.step_seconds > 0
+        ]
+        return fmean(known) * self.step_s if known else 0.0
 
     def scale(self, seconds: float) -> float:
         """Seconds of the closer look, as the step's figure has them."""
@@ -198,6 +210,49 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
             error_s=seconds / 2,
             remedy=f"A fused optimizer (fused=True), where its class has one. {LARGER_BATCH}",
         )
+
+
+def _find_memory(
+    measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
+) -> Iterator[StepPart]:
+    """The time that each pass takes whatever its rows, of all passes but one: more memory would
+    need no more than that one.
+
+    It counts on a device that the others wait for.
+    """
+    layout = measured.layout
+    longest = max((measured.own_s(i) for i in layout.active), default=0.0)
+    for position in layout.active:
+        passes = layout.passes(position)
+        if passes < 2 or measured.own_s(position) < LONGEST * longest:
+            continue
+        fixed = _estimate_fixed(seen, position)
+        seconds = (passes - 1) * fixed
+        yield StepPart(
+            kind=LimitKind.MEMORY,
+            seconds=seconds,
+            error_s=FIXED_ERROR * seconds,
+            by=devices[position].label,
+        )
+
+
+def _estimate_fixed(seen: Sequence[Observation], position: int) -> float:
+    """Seconds of a pass that don't depend on its rows, by a device's two largest single passes; 0
+    where that isn't known.
+    """
+    fastest: dict[int, float] = {}
+    for one in seen:
+        if not isinstance(one, Timed) or not one.probe.layout.by_rows:
+            continue
+        layout, own = one.probe.layout, one.device_seconds[position]
+        rows = layout.shares[position]
+        if own is not None and rows and layout.passes(position) == 1 and not layout.knobs:
+            fastest[rows] = min(own, fastest.get(rows, own))
+    if len(fastest) < 2:
+        return 0.0
+    few, many = sorted(fastest)[-2:]
+    slope = max(0.0, (fastest[many] - fastest[few]) / (many - few))
+    return max(0.0, fastest[many] - slope * many)
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:

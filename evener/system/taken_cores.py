@@ -196,11 +196,20 @@ def _name_process(pid: int) -> str:
     """The program with its script or module, without folders."""
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        module = words[:2] == [words[0], "-m"]
-        named = [Path(word).name for word in words[: 3 if module else 2] if word[:1] != "-"]
+        named = [Path(word).name for word in (words[0], _find_script(words[1:])) if word]
         text = " ".join(named) or (PROC / str(pid) / "comm").read_text().strip()
         return "".join(sign for sign in text if sign.isprintable())[:LONGEST_NAME]
     return f"process {pid}"
+
+
+def _find_script(arguments: list[str]) -> str:
+    """The first argument that isn't an option; empty for code on the command line."""
+    for word in arguments:
+        if word == "-c":
+            return ""
+        if word and not word.startswith("-"):
+            return word
+    return ""
 
 
 def _read_stolen_seconds() -> float:

@@ -140,6 +140,26 @@ def test_waiting_for_rows_is_not_taken_for_an_exchange() -> None:
     assert found == [LimitKind.INPUT]
 
 
+def test_passes_cost_what_each_takes_whatever_its_rows() -> None:
+    """40 ms of each pass don't depend on its rows: of two passes, one could be spared."""
+    layout = Layout("split", (58, 38), micro=(58, 19))
+    seen = timed(layout, NOTHING, NOTHING, step=0.102, device_seconds=(0.1, 0.102))
+    alone = [
+        timed(solo(2, 1, rows), None, NOTHING, step=0.04 + 0.0006 * rows) for rows in (8, 12, 19)
+    ]
+    figure = Interval(*(96 / 0.102,) * 3)
+    report = SearchReport(
+        problem=Problem(2, (None, None)),
+        options=LayoutOptions(),
+        chosen=Result(layout, figure, 1),
+        turns={layout: (seen,)},
+    )
+    found = {one.kind: one for one in find_training_limits(report, [*alone, seen], CPUS)}
+    memory = found[LimitKind.MEMORY]
+    assert (memory.milliseconds, memory.by) == (pytest.approx(40.0), "CPU:1")
+    assert memory.gain_low < 0.102 / 0.062 - 1 < memory.gain_high
+
+
 def test_simulated_devices_and_measurements_of_older_versions_have_no_limits() -> None:
     assert limits_of(timed(ALONE), CPUS[:1]) == []
 
