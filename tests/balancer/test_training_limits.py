@@ -199,6 +199,7 @@ def test_a_loader_that_is_best_as_it_is_stays_so() -> None:
 
 
 def test_workers_can_be_tried_where_evener_makes_the_loader(tmp_path: Path) -> None:
+    skip_without("torch")
     script = tmp_path / "train.py"
     script.write_text(limited_trainings.PLAIN)
     own = Request(devices="cpu/1", workload=f"{script}:build", framework="torch")
