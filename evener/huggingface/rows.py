@@ -249,6 +249,15 @@ def find_lengths(trainer: Any) -> list[int] | None:
     ]  # to iterate one without an end never ends
 
 
+def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
+    """True if the loader of the trainer's class makes its batches itself, by a sampler of its
+    own.
+    """
+    loader = make_whole(trainer, make_loader)
+    kind = type(getattr(loader, "batch_sampler", None))
+    return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
+
+
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """The training data, their collator and their sampler, as the trainer's class has them in its
     own loader.

@@ -69,6 +69,7 @@ class Loop:
         self.batch: Any = None
         self.sizes: tuple[int, ...] = ()  # rows of each rank in it, as far as they weigh the ranks
         self.compared = False  # the order of its rows
+        self.is_over = False
         self._step = getattr(outer, "skip_batches", 0) - 1
 
     def __iter__(self) -> Loop:
@@ -98,6 +99,13 @@ class Loop:
             self.sizes = self.sampler.take(self._step)
         PROGRAM.begin(self)
         return self.batch
+
+    @property
+    def batch_maker(self) -> str:
+        """The class, not PyTorch's, that says which rows are in a batch together; empty for
+        none.
+        """
+        return name_own_sampler(self.dealer.given)
 
     def follow(self, training: Any) -> None:
         """Train by shares from the next batch on."""
@@ -204,6 +212,15 @@ class SharedBatches:
         self.digest = order.digest(0), len(own)
         self.sampler = UnevenBatchSampler(len(order), shares, dist.get_rank(), order=order)
         return self.sampler
+
+
+def name_own_sampler(sampler: Any) -> str:
+    """The class of the program's, or a library's, that makes batches; empty where PyTorch does."""
+    for each in _chain(sampler):
+        home = type(each).__module__.partition(".")[0]
+        if home not in ("torch", "accelerate", "evener"):
+            return type(each).__name__ if hasattr(each, "batch_size") else ""
+    return ""
 
 
 def draw_ranks(sampler: Any) -> list[list[Any]]:

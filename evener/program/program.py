@@ -68,6 +68,7 @@ class Program:
         # the numbers of optimizers that have stepped, as the batch began
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
+        self.remarks: list[str] = []  # that are said once shares may leave even
         self._watched = 0  # steps with exchanges of the program's own, before shares leave even
 
     @property
@@ -244,6 +245,9 @@ class Program:
     def begin(self, loop: Any) -> None:
         """A loop gets a batch."""
         if loop is not self._loop:
+            left = self._loop
+            if left is not None and self._updated and left.dealer is loop.dealer:
+                self.end(left)  # a new epoch, of a loop that counts its batches itself
             self._beside, self._loop = None if self._updated else self._loop, loop
         self._updated = False
         if self.training is None:
@@ -286,6 +290,9 @@ class Program:
     def end(self, loop: Any) -> None:
         """A loop is over."""
         self._drop_guard()
+        if loop.is_over:
+            return
+        loop.is_over = True
         if self._heard is not None and loop.origin is not None:
             self._heard.end(loop.origin)
             self._compare(loop)
@@ -386,7 +393,8 @@ class Program:
         every = self.exchange(self._view(loop), MEET_SECONDS)
         fault = next((each.fault for each in every if each.fault), "") if every else views.ALONE
         if fault := fault or views.DIFFERENCES.get(views.find_difference(every), ""):
-            self.stay(fault)
+            maker = loop.batch_maker
+            self.stay(f"{fault.rstrip('.')}; its batches are made by {maker}" if maker else fault)
             return
         if self._watched < WATCHED and any(each.exchanges for each in every):
             self._watched += 1  # what was exchanged may be used in the next step
@@ -407,7 +415,7 @@ class Program:
             True,
         )
         OPTIMIZER_CHECK.steps_schedules = False
-        for warning in filter(None, (each.warning for each in every)):
+        for warning in filter(None, [*self.remarks, *(each.warning for each in every)]):
             self.notebook.warn(warning)
         loop.follow(training)
         loop.sampler.change_shares(self.shares, loop.ahead)

@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -19,20 +20,43 @@ from unittest import mock
 import torch.distributed as dist
 
 from ..errors import RequestError
+from ..torch.audit.state import kept_state
 from ..torch.step.loose import trains_others
 from ..training.launched import PROGRAM_COMMAND
 from .program import PROGRAM, taken_over
 from .views import OUTSIDE
 
+_LOGGED = (
+    "the losses that the Trainer logs are means of its ranks' means, which have different numbers "
+    "of rows now"
+)
+
 
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
     """Have a Trainer train by shares."""
+    new = not hasattr(trainer, "_planned")
+    if new and dist.is_available() and dist.is_initialized() and _trains_as_loop(trainer):
+        PROGRAM.remarks = [_LOGGED]
+        return wrapped(*arguments, **keywords)
     with PROGRAM.left_alone():
-        if (os.environ.get("WORLD_SIZE") == "1" or dist.is_initialized()) and not hasattr(
-            trainer, "_planned"
-        ):
+        if new and (os.environ.get("WORLD_SIZE") == "1" or dist.is_initialized()):
             _plan(trainer)
         return wrapped(*arguments, **keywords)
+
+
+def _trains_as_loop(trainer: Any) -> bool:
+    """True for a Trainer that is followed as a loop of accelerate: its model is sharded by FSDP or
+    DeepSpeed, or its loader makes batches itself.
+    """
+    if trainer.args.world_size == 1 or PROGRAM.notebook.why:
+        return False
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return True
+    from ..huggingface.rows import makes_batches
+
+    with kept_state(), suppress(Exception):  # what a trainer's own method raises, it raises again
+        return makes_batches(trainer, trainer.get_train_dataloader)
+    return False
 
 
 def _plan(trainer: Any) -> None:

@@ -38,9 +38,9 @@ from tests.support.rank_server import RankServer
 
 torch = LazyModule("torch")
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM, TRAINER, ACCELERATED, LIGHTNING = (
+PROGRAM, TRAINER, ACCELERATED, LIGHTNING, BUCKETED = (
     str(ROOT / f"tests/support/{name}_program.py")
-    for name in ("ddp", "trainer", "accelerated", "lightning")
+    for name in ("ddp", "trainer", "accelerated", "lightning", "bucketed")
 )
 OWN_MEANS = str(ROOT / "tests/support/trainer_own_means.py")
 UNEVEN = """
@@ -142,6 +142,17 @@ def test_a_trainer_learns_the_same_by_other_shares(train: Ranks) -> None:
     assert "3+1 = 4 rows a step, by Trainer, a transformers.Trainer" in first["said"]
     assert first["said"].count("it is a sum, not a mean over rows") == 1  # the second training
     assert first["last trainer"] == "SumTrainer"
+
+
+@pytest.mark.slow
+def test_a_trainer_with_batches_of_its_own_learns_the_same_by_other_shares(train: Ranks) -> None:
+    """Those of all ranks in a step are one global batch, whoever makes them."""
+    evenly, by_shares = train(BUCKETED, "transformers.trainer")
+    assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in by_shares[0]["said"]
+    for now, own, share in zip(by_shares, evenly, (6, 2), strict=True):
+        assert own["rows"] == [4] * 18
+        assert [rows for rows in now["rows"] if rows == share]
+        assert difference(now["weights"], own["weights"]) <= 1e-12
 
 
 @pytest.mark.slow

@@ -40,6 +40,10 @@ _AGAIN = {
     torch.float32: 1e-4,
 }  # by how much a loss may differ that is computed again
 HALF_AGAIN = 3e-2
+_PART = (
+    "its loss can't be computed for a part of its rows, as where each row is compared with the "
+    "others of its batch"
+)
 LATER_CALLS = 100  # after the backward pass, that are written down
 LOOK_AGAIN = 4  # times as many steps until a guard looks once more
 
@@ -93,7 +97,10 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         # its models exchange gradients, as far as was seen until it was closed
         self.exchanges = False
         self._random = RandomState()
-        self._handles = [each.register_forward_pre_hook(self._enter) for each in self._models]
+        self._given: Any = ((), {})  # to the model that computes
+        self._handles = [
+            each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self._models
+        ]
         self._handles += [
             each.register_forward_hook(self._leave, with_kwargs=True) for each in self._models
         ]
@@ -196,7 +203,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         finally:
             self._replays = False
 
-    def _enter(self, model: Any, *_: Any) -> None:
+    def _enter(self, model: Any, arguments: Any, keywords: Any) -> None:
+        # a model may add what it computes to a dict that it is given
+        self._given = map_nested(lambda each: each, (arguments, keywords))
         self._inside, self._with_gradients = True, torch.is_grad_enabled()
         self.exchanges |= torch.is_grad_enabled() and getattr(
             model, "require_backward_grad_sync", True
@@ -209,7 +218,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if not self.done and torch.is_grad_enabled():
             # DistributedDataParallel's own forward pass meets the other ranks
             inner = model if self._agree is not None else getattr(model, "module", model)
-            self._write(inner, arguments, keywords, result, from_model=True)
+            given, named = self._given
+            self._write(inner, given, named, result, from_model=True)
 
     def _write(
         self,
@@ -374,7 +384,13 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         fault = self._compare_again(loss, needed, model)
         check = self._cut_batch()
         compute = partial(self._compute, needed, id(loss))
-        figures = LossCheck(LossMeasure(model, moves=False), check, lambda _: {}).figures(compute)
+        try:
+            figures = LossCheck(LossMeasure(model, moves=False), check, lambda _: {}).figures(
+                compute
+            )
+        except (IndexError, RuntimeError) as error:
+            text = f"{_PART} ({type(error).__name__}: {error})"
+            return text.split("\n")[0]
         self.padded = self._repad is not None and bool(self._repad(check.rows[0]))
         if fault or "rows" in judge(figures).mean_over:
             return fault
@@ -431,7 +447,11 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             return fault
         compute = partial(self._compute, needed, id(loss))
         check = self._cut_batch()
-        LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
+        try:
+            LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
+        except (IndexError, RuntimeError) as error:  # the whole was computed again
+            text = f"{_PART} ({type(error).__name__}: {error})"
+            return text.split("\n")[0]
         if self._repad is not None and (padded := self._repad(check.rows[0])):
             others = tuple(
                 [each.to(own.device) for each, own in zip(part, self._batch, strict=True)]
