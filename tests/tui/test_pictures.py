@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.devices.types import Snapshot, value
-from tests.support.pilots import text, until
+from evener.tui.screens.settings_dialog import SettingsDialog
+from tests.support.pilots import open_runs, text, until
 
 MADE_WITH = ("3.11", "8.2.8")
 pytestmark = pytest.mark.skipif(
@@ -75,3 +79,55 @@ def test_the_monitor_looks_as_it_did(
 ) -> None:
     app = app_of(*_two_minutes(script, count), theme=theme)
     assert snap_compare(app, terminal_size=size, run_before=_drawn)
+
+
+SIZES = [(80, 24), (120, 40), (200, 60)]
+NAMES = ["80x24", "120x40", "200x60"]
+
+
+def _make_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two searches, whose ids and dates are fixed."""
+    for hour, batch in ((8, 512), (9, 1024)):
+        run = f"20260922-{hour:02}3000-ab1{hour}"
+        created = f"2026-09-22T{hour:02}:30:00Z"
+        monkeypatch.setattr("evener.balancer.run.new_run_id", lambda run=run: run)
+        monkeypatch.setattr("time.strftime", lambda *_, created=created: created)
+        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", global_batch=batch)))
+        list(session.events())
+        session.close()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=NAMES)
+@pytest.mark.parametrize("count", [0, 2], ids=["empty", "compared"])
+def test_the_runs_look_as_they_did(
+    snap_compare: Callable[..., bool],
+    app_of: Any,
+    size: tuple[int, int],
+    count: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if count:
+            _make_runs(patched)
+
+    async def compare(pilot: Pilot[Any]) -> None:
+        panel = await open_runs(pilot, count)
+        if count:
+            await pilot.press("space")
+            await until(pilot, lambda: panel.tagged, "the mark")
+        await pilot.pause(0.3)
+
+    assert snap_compare(app_of(), terminal_size=size, run_before=compare)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=NAMES)
+def test_the_settings_look_as_they_did(
+    snap_compare: Callable[..., bool], app_of: Any, size: tuple[int, int]
+) -> None:
+    async def show(pilot: Pilot[Any]) -> None:
+        await _drawn(pilot)
+        await pilot.press("comma")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsDialog), "the page")
+        await pilot.pause(0.2)
+
+    assert snap_compare(app_of(), terminal_size=size, run_before=show)
