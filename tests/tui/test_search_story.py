@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.events import Finished, ProbeStarted
 from evener.balancer.journal import ObservationEntry
+from evener.balancer.number_format import rate
 from evener.balancer.request import Request
 from evener.balancer.result.sentences import write_verdict
 from evener.balancer.run import open_run
@@ -27,7 +28,7 @@ from evener.tui.text.leaving import leaving_lines
 from evener.tui.view.cells import Line, span_cells
 from evener.tui.view.result_panel import KeyHint, result_lines
 from evener.tui.view.run_differences import compare_runs, difference_lines
-from evener.tui.view.runs import run_page
+from evener.tui.view.runs import plan_lines, run_page
 from evener.tui.view.search_log import log_rows, probe_lines
 from evener.tui.view.search_story import best_over_time, current_phase, story_lines
 from tests.support.pilots import open_form, open_runs, text, until
@@ -259,3 +260,16 @@ def test_the_page_of_a_result_says_each_gain_once() -> None:
     listed = page.partition("Compared with")[2].partition("Every measurement")[0]
     assert "even split: 1 801 samples/s" in " ".join(listed.split())
     assert "the plan gains" not in listed
+
+
+def test_the_rows_below_a_plan_have_its_measurements() -> None:
+    """As many as fit, the newest first; a small panel has the plan alone."""
+    run = load_run(_search(Request(devices=PAIR)))
+    plan = plan_lines(run, 100, 0)
+    for height in (len(plan), len(plan) + 4):
+        assert len(plan_lines(run, 100, height)) == len(plan)
+    rows = plan_lines(run, 100, 200)
+    newest = run.record.seen[-1].seen
+    assert isinstance(newest, Timed)
+    assert rate(newest.samples_per_second) in _text(rows[-len(run.record.seen) :])
+    assert len(plan_lines(run, 100, len(rows) - 3)) == len(rows) - 3

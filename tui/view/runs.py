@@ -20,8 +20,9 @@ from .balance_lines import (
 from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines, whole_lines
 from .result_panel import everything_lines
 from .search_log import LOG, log_rows
-from .table import TAG, Column, text_cell, whole_table
+from .table import TAG, Column, table_lines, text_cell, whole_table
 
+LEAST_MEASUREMENTS = 5  # rows below a plan, with fewer of which none is listed
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
     "finished": "good",
@@ -131,11 +132,15 @@ def _end_state(run: StoredRun) -> SessionState:
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
+def _with_measurements(run: StoredRun) -> SessionState:
+    """A run's end with all that was measured."""
+    seen = run.record.seen
+    return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
+
+
 def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
     """All that a search has come to; of one without a plan, its state and its measurements."""
-    state = msgspec.structs.replace(
-        _end_state(run), seen=run.record.seen, probes=len(run.record.seen)
-    )
+    state = _with_measurements(run)
     head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:
         return (*head, Line(), *everything_lines(state, width, path))
@@ -156,7 +161,9 @@ def _state_words(run: StoredRun) -> str:
 
 
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
+    """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings, and below
+    them its measurements if there is room.
+    """
     name = f" {plain(run.header.run)} "
     title = line(
         Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1), "dim")
@@ -185,4 +192,16 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
         *(() if run.state == "running" else text_lines(search.why_stopped, width, 3, "dim")),
         *warning_lines(other_warnings(run.end), width),
     )
-    return (*before, *rival_lines(state, width, height - len(before)), *after)
+    lines = (*before, *rival_lines(state, width, height - len(before)), *after)
+    return (*lines, *_measurements(run, width, height - len(lines)))
+
+
+def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
+    """The newest measurements of a run, for the rows that its plan leaves; none where they are
+    few.
+    """
+    state = _with_measurements(run)
+    if not state.seen or height < LEAST_MEASUREMENTS:
+        return ()
+    lines, _ = table_lines(LOG, log_rows(state), width, height - 1)
+    return (Line(), *lines)
