@@ -349,7 +349,8 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
         known = [each for each in seconds if each is not None]
         return sum(known) / steps if len(known) == len(seconds) else None
 
-    most = max(parts, key=lambda part: part.starved_seconds)
+    named = [part for part in parts if part.taken_by] or parts
+    most = max(named, key=lambda part: part.starved_seconds)
     return PartSeconds(
         input_seconds=mean([part.input_seconds for part in parts]),
         update_seconds=mean([part.update_seconds for part in parts]),

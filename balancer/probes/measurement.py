@@ -198,15 +198,15 @@ class Measurement:
         """Measure the step without input, where that takes a part of it; and on GPUs the step as
         it is when no kernel waits for the host.
         """
-        on_cpu = self._ranks.own_cores
+        on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)
-        if on_cpu and largest is not None and largest < LEAST_SHARE * timing.step.value:
+        waits = largest is None or largest >= LEAST_SHARE * timing.step.value
+        if not (waits or on_gpus) or not self._keep_batch(True, stop):
             return
-        if not self._keep_batch(True, stop):
-            return
-        self._kept = self._time_kept(timing.step.value, stop)
-        if not on_cpu:
+        if waits:
+            self._kept = self._time_kept(timing.step.value, stop)
+        if on_gpus:
             timed = self._group.call(
                 lambda _: TimeOnDevice(), TimedOnDevice, self._timeouts.block, stop
             )

@@ -43,6 +43,7 @@ from . import protocol
 from .fork_server import ForkServer, die_with_parent, import_first
 
 NAMED_FROM = 0.05  # of a block's time without a core: who had it is looked up
+LOOK_SECONDS = 0.5  # between two looks at all processes
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
 
 
@@ -96,6 +97,7 @@ class Worker:
         self._reporter = Reporter()
         self._cores = CoreWatch()
         self._use = look_at_processes()
+        self._takers = ""
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
         """Carry out one command."""
@@ -215,8 +217,11 @@ class Worker:
         """
         if starved.part < NAMED_FROM:
             return ""
-        before, self._use = self._use, look_at_processes()
-        return name_takers(before, self._use, os.getppid(), starved.throttled_s, own=os.getpid())
+        if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
+            before, self._use = self._use, look_at_processes()
+            server, own = os.getppid(), os.getpid()
+            self._takers = name_takers(before, self._use, server, starved.throttled_s, own=own)
+        return self._takers
 
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True

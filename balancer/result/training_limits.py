@@ -13,7 +13,7 @@ from evener.devices.types import Device
 from evener.training.limits import LimitKind, StepPart, TrainingLimit, find_limits
 
 from ..search.report import SearchReport
-from ..types import Layout, Observation, PartSeconds, Timed
+from ..types import KeptBatch, Layout, Observation, PartSeconds, Timed
 
 TWICE = 0.5  # of a part that doesn't grow with the batch: what twice the batch spares of it
 STARVED_ERROR = 0.3  # relative: cores that are taken now may be free in the next minute
@@ -60,7 +60,8 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
     """The measurement after which the layout was looked at more closely."""
-    found = [one for one in _find_turns(seen, layout) if one.kept is not None]
+    turns = _find_turns(seen, layout)
+    found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
     return found[-1] if found else None
 
 
@@ -145,13 +146,13 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
         by=most.taken_by if most else "",
     )
     closer = measured.closer
-    if closer is None or closer.kept is None or closer.enqueued_seconds is None:
+    if closer is None or closer.enqueued_seconds is None:
         return
-    launches = measured.scale(max(0.0, closer.kept.step_seconds - closer.enqueued_seconds))
+    step = closer.kept or KeptBatch(closer.step_seconds, closer.low_seconds, closer.high_seconds)
     yield StepPart(
         kind=LimitKind.HOST_LAUNCHES,
-        seconds=launches,
-        error_s=measured.scale((closer.kept.high_seconds - closer.kept.low_seconds) / 2),
+        seconds=measured.scale(max(0.0, step.step_seconds - closer.enqueued_seconds)),
+        error_s=measured.scale((step.high_seconds - step.low_seconds) / 2),
     )
 
 

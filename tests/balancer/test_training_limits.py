@@ -120,9 +120,12 @@ def test_a_starved_host_says_by_whom_and_a_larger_limit_comes_first() -> None:
 
 def test_a_gpu_that_waits_for_kernels_is_limited_by_its_host() -> None:
     gpu = Device("GPU-1", 0, "NVIDIA A", "gpu", None)
-    seen = timed(ALONE, NOTHING, kept=KeptBatch(0.1, 0.1, 0.1), enqueued_seconds=0.04)
-    (limit,) = limits_of(seen, (gpu,))
+    (limit,) = limits_of(timed(ALONE, NOTHING, enqueued_seconds=0.04), (gpu,))
     assert (limit.kind, limit.gain) == (LimitKind.HOST_LAUNCHES, pytest.approx(1.5))
+    late = PartSeconds(input_seconds=0.05, update_seconds=0.0)
+    seen = timed(ALONE, late, kept=KeptBatch(0.05, 0.05, 0.05), enqueued_seconds=0.04)
+    found = {each.kind: each.milliseconds for each in limits_of(seen, (gpu,))}
+    assert found[LimitKind.HOST_LAUNCHES] == pytest.approx(10.0)
 
 
 def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
