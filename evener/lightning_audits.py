@@ -43,7 +43,8 @@ class ModuleAudit:
         """Audit the epoch's batch number `step`, if that is due; `others` are the arguments of
         training_step beside the batch. RequestError for a difference.
         """
-        self._audits.after_batch(partial(self._find, loader, step, others))
+        own = self._strategy.lightning_module.training_step
+        self._audits.after_batch(partial(self._find, loader, step, others), own)
 
     def _find(self, loader: Any, step: int, others: Sequence[Any], moves: bool) -> Audited | None:
         strategy, module = self._strategy, self._strategy.lightning_module

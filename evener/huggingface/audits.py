@@ -56,7 +56,9 @@ class TrainerAudit:
         """Audit a step on these rows of the data, if it is due: its gradients are there, and the
         optimizer hasn't used them. RequestError for a difference.
         """
-        self._audits.after_batch(partial(self._find, numbers, loss))
+        trainer = self._trainer
+        own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)
+        self._audits.after_batch(partial(self._find, numbers, loss), own, [trainer])
 
     def _find(self, numbers: Sequence[int], loss: TrainerLoss, moves: bool) -> Audited | None:
         few = self._audits.take_rows(self._dataset, self._collate, numbers)

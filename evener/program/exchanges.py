@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..errors import RequestError
-from ..torch.loss.guard import Guard
-from ..torch.loss.origins import Origins, each_tensor_in
+from .guard import Guard
+from .origins import Origins, each_tensor_in
 
 # functions that exchange -> their arguments that are given, and those that are filled; "" is the
 # result
@@ -78,7 +78,7 @@ _BETWEEN = (
     "accelerate.utils.operations",
     "accelerate.accelerator",
     "evener.program",
-    "evener.torch.loss",
+    "evener.torch.audit",
     "wrapt",
     "contextlib",
     "functools",

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
 from ..errors import RequestError
-from ..torch.audit.rows import copy_dataset
+from ..torch.audit.rows import FewRows, copy_dataset, fetch_rows
 from ..torch.audit.state import kept_state
 from ..torch.rows.loader import Epoch
 from ..torch.rows.sampler import RowOrder, UnevenBatchSampler
@@ -131,25 +131,22 @@ class Loop:
             return any(map(_differ, *rows))
         return False
 
-    def repad(self, cut: int) -> list[Any]:
-        """The current batch as two parts that the loader's own collate_fn makes; empty if it pads
-        none of them less.
+    def few_rows(self) -> FewRows | None:
+        """Some rows of the current batch, collated anew as parts of it are by shares; None where
+        that makes no other parts, or the loader's collate_fn doesn't make the batch that the
+        program has got.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
-            return []
+            return None
+        numbers = self.sampler.rows_at(self._step)
+        given = [each.cpu() for each in tensors_in(self.batch) if each.ndim]
         with suppress(Exception), kept_state():
             twin = copy_dataset(self._loader.dataset)
-            rows = [twin[row] for row in self.sampler.rows_at(self._step)]
-            made = (tensors_in(collate(some)) for some in (rows, rows[:cut], rows[cut:]))
-            whole, *parts = ([each for each in some if each.ndim] for some in made)
-            given = [each.cpu() for each in tensors_in(self.batch) if each.ndim]
-            shapes = ([each.shape[1:] for each in some] for some in parts)
-            if any(each != [one.shape[1:] for one in whole] for each in shapes) and not any(
-                map(_differ, whole, given)
-            ):
-                return parts
-        return []
+            made = collate([twin[number] for number in numbers])
+            if not any(map(_differ, (each for each in tensors_in(made) if each.ndim), given)):
+                return fetch_rows(self._loader.dataset, collate, numbers)
+        return None
 
 
 class SharedBatches:

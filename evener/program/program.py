@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from ..errors import EvenerError, RequestError
 from ..plan.file import Plan, make_layout
 from ..torch.audit.state import kept_state
-from ..torch.loss.guard import LOOK_AGAIN, Guard
 from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, meet, open_plan
 from ..torch.step.batch import Steps
@@ -29,6 +29,7 @@ from ..training.first_rank import is_released, is_started_rank
 from . import sharded, views
 from .advice import advise
 from .exchanges import Exchanges
+from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
@@ -52,6 +53,7 @@ class Program:
         self._beside: Any = None  # the loop whose batch belongs to the same step
         self._heard: Steps | None = None  # that hears of its steps
         self._guard: Guard | None = None
+        self._looks_alone = False  # the guard's batch follows a change that this rank has seen
         self._updated = False  # an optimizer has stepped since that batch
         self._fault = ""  # in what the program does with gradients
         # a digest of its optimizers': of this step's, then of those of all steps by shares
@@ -258,21 +260,32 @@ class Program:
             first = not self._uneven and len(set(loop.sizes)) > 1
             looks = loop.origin is not None and (first or self._steps == self._look)
         if looks and self._guard is None:
-            self._guard = Guard(
-                self.models,
-                loop.batch,
-                repad=loop.repad if self.training is None else None,
-                agree=self._agree if sharded.choose_weigh(self.models) == "loss" else None,
-                origins=self.exchanges.origins if self.training is None else None,
-            )
-        if self._heard is not None and loop.origin is not None:
+            self._guard = self._make_guard(loop)
+        if self._heard is not None and loop.origin is not None and self.training is not None:
             self._heard.begin(loop.origin, loop.sizes, loop.batch)
-            if self._guard is not None and self.training is not None:
+            changed = self.training.audits.follows_change and not self._meets_in_layers
+            if self._guard is None and changed:
+                self._guard, self._looks_alone = self._make_guard(loop), True
+            if self._guard is not None:
                 self.training.timer.disturb()
         elif self.training is not None:
             self.training.weights.begin(
                 loop.sizes
             )  # of another loader, shared out by the program itself
+
+    def _make_guard(self, loop: Any) -> Guard:
+        agree = self._agree if self._meets_in_layers else None
+        if self.training is None:
+            origins = self.exchanges.origins
+            return Guard(self.models, loop.batch, loop.few_rows, origins=origins, agree=agree)
+        bench = self.training.audits.make_bench
+        step = self._steps + 1
+        return Guard(self.models, loop.batch, loop.few_rows, bench=bench, step=step, agree=agree)
+
+    @property
+    def _meets_in_layers(self) -> bool:
+        """True if ranks meet in each forward pass, so that none can compute one alone."""
+        return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
         """The loop asks for its next batch; ranks do so equally often."""
@@ -327,10 +340,32 @@ class Program:
             self._look *= LOOK_AGAIN
         uneven = len(set(loop.sizes)) > 1
         self._uneven += uneven
+        if self._looks_alone:
+            self._tell_change()
         if (
             self._guard is not None or not loop.compared or (uneven and self._uneven == 2)
         ):  # after a schedule's step
             self._compare(loop)
+
+    def _tell_change(self) -> None:
+        """Tell the other ranks what an audit after a change has found, without waiting for them:
+        another rank may not have seen the change.
+        """
+        assert self.training is not None
+        self._looks_alone = False
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
+            self._note_fault(guard)
+            self.training.audits.report(guard.fault if guard.measured else "")
+
+    def _note_fault(self, guard: Guard) -> None:
+        """Say once that a later loss can't be compared."""
+        if guard.fault and guard.fault != UNSEEN and not guard.measured:
+            self.notebook.warn(
+                f"in step {self._steps}, its loss couldn't be compared with that of even shares: "
+                f"{guard.fault}"
+            )
 
     def _compare(self, loop: Any) -> None:
         """Compare what the ranks have seen, and end the program or go back to even where that
@@ -352,17 +387,30 @@ class Program:
     def _go_back(self, loop: Any, fault: str) -> None:
         """Go back to even shares, for good."""
         assert self.training is not None
+        self.training.follow(loop.sampler, loop.ahead)
+        self.go_even(self.training, f"in step {self._steps}, {fault}")
+
+    def go_even(self, training: PlannedTraining, fault: str) -> None:
+        """Have a training's shares go back to even, for good; every rank calls it after the same
+        step. RequestError where the program was started to be balanced or to end.
+        """
+        why = fault.rstrip(".")
         if self.notebook.settings.strict:
             raise RequestError(
-                f"Shares can't stay uneven: {fault}.", "Leave --strict out to train evenly."
+                f"Shares can't stay uneven: {why}.", "Leave --strict out to train evenly."
             )
         self._look = sys.maxsize
-        self.training.stay_even(loop.sampler, loop.ahead)
+        training.stay_even()
         self.notebook.warn(
-            f"shares go back to even for good: in step {self._steps}, {fault}; earlier steps "
-            f"may have learned something"
+            f"shares go back to even for good: {why}; earlier steps may have learned something"
             " else than with even shares"
         )
+
+    def audit(self, training: PlannedTraining) -> None:
+        """Have a trainer's audits compare with what its own launcher would train, and go even where
+        that differs.
+        """
+        training.audits.follow_launcher(partial(self.go_even, training))
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
         """Exchange a value with all ranks; with `seconds`, returns nothing if one doesn't come in
@@ -417,6 +465,7 @@ class Program:
         OPTIMIZER_CHECK.steps_schedules = False
         for warning in filter(None, [*self.remarks, *(each.warning for each in every)]):
             self.notebook.warn(warning)
+        self.audit(training)
         loop.follow(training)
         loop.sampler.change_shares(self.shares, loop.ahead)
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
@@ -466,6 +515,8 @@ class Program:
         if self.training is None:
             self._compare_numbers(numbers)
         if self.training is not None:
+            if guard is not None:
+                self._note_fault(guard)
             fault = guard.fault if guard and guard.measured else ""
             return RankView(fault, loop.dealer.digest, self._rates, numbers, uses)
         fault = next(

@@ -91,6 +91,7 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
         strategy.prepare_figures()
         made = _share_out(strategy, loader)
         strategy.check_loss(made)
+        PROGRAM.audit(planned)
         strategy.sum_by_shares()
         _forget_figures(strategy)
         _give(loop, made)

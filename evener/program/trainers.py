@@ -87,6 +87,7 @@ def _plan(trainer: Any) -> None:
         trainer.get_train_dataloader()
         trainer.check_loss()
         if world > 1:
+            PROGRAM.audit(trainer._planned)
             _tell_of_tail(trainer, global_batch)
         PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
         if global_batch == world > 1:

@@ -149,15 +149,13 @@ class PlannedTraining:
         for each in self._samplers:
             each.change_shares(shares, ahead)
 
-    def stay_even(self, sampler: UnevenBatchSampler, ahead: int) -> None:
+    def stay_even(self) -> None:
         """Give each rank as many rows again, in all loops once what was drawn ahead is trained, and
         leave it so.
         """
         if self.rebalancing is not None:
             self.rebalancing.stop()
             self.rebalancing = None
-            self.reporter.pending = lambda: None
-        self.follow(sampler, ahead)
         even = (self.ranks.global_batch // self.world,) * self.world
         self.change_shares(even, even, self.ahead)
 

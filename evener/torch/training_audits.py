@@ -23,13 +23,16 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..shares.whole_rows import gradient_weight, split_passes
 from ..training.audit import (
+    AT_ONCE,
     CAUSES,
     EARLY,
+    IN_EQUAL_PARTS,
     Action,
     Audits,
     Sketch,
     compare_ranks,
     describe,
+    is_audited,
 )
 from .audit.compute import Bench, Piece
 from .audit.record import (
@@ -40,6 +43,7 @@ from .audit.record import (
 )
 from .audit.replay import Compute, Replayed, audit_record
 from .audit.rows import FewRows, cut_few, digest_rows, fetch_rows
+from .audit.settings import Code, Settings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
 from .rows.structure import each_tensor, tensors_in
@@ -109,6 +113,8 @@ class TrainingAudits:
         # what to do, by the cause, in the words of the trainer that this is behind
         self.remedies = {name: each.remedy for name, each in CAUSES.items()}
         self._said: set[str] = set()
+        self._settings = Settings()
+        self._is_loops = False  # backward is called by a loop of one's own
         self._recorder: Recorder | None = None  # of a loop of one's own
         self._waited = 0  # batches since it began
         self._met_before: Any = None  # what ranks had exchanged then
@@ -120,6 +126,17 @@ class TrainingAudits:
         """True if the batch at hand is audited, which takes time."""
         return self._due
 
+    @property
+    def follows_change(self) -> bool:
+        """True if the batch at hand is audited as something has changed before it."""
+        return self._due and not is_audited(self.judge.step)
+
+    def report(self, fault: str) -> None:
+        """Tell the other ranks what was found of a loop's batch by other means: why shares have to
+        go even, or nothing.
+        """
+        self._tell(RankVerdict(fault, even=bool(fault)))
+
     def begin(self, batch: Any) -> bool:
         """Count a batch, unless it was counted; True if its gradient is to be audited."""
         if batch is not self._batch or batch is None:
@@ -129,12 +146,18 @@ class TrainingAudits:
             self._changed = False
         return self._due
 
-    def note_loss(self, made_of: tuple[Any, ...]) -> None:
-        """Backward is called on a loss that is made of these operations; if no loss was before,
-        the next one is audited.
+    def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
+        """Backward is called on a loss that is made of these operations, by this code of the
+        program's; if no loss was before, the next one is audited.
         """
-        if self._batch is not None:
-            self._changed |= self.judge.sees(made_of) and not self._due
+        if self._batch is None or self.judge.over:
+            return
+        changed = self.judge.sees(made_of)
+        if code is not None and self._is_loops:
+            with suppress(ReferenceError):  # the training is over, and another one goes on
+                models = self._training.weights.models
+                changed |= self._settings.have_changed(models, code=code) and self.judge.changes()
+        self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
         """Compare with the way of the program's own launcher, which gives each rank as many rows,
@@ -149,14 +172,25 @@ class TrainingAudits:
         """True where the program's own launcher says what is right, not one device."""
         return self._go_even is not None
 
-    def after_batch(self, find: Callable[[bool], Audited | None]) -> None:
+    def after_batch(
+        self,
+        find: Callable[[bool], Audited | None],
+        function: Callable[..., Any],
+        holders: Sequence[Any] = (),
+    ) -> None:
         """Audit the batch that a trainer of a library has computed, if it is due; RequestError for
         a difference.
 
         Every rank calls it in each step, before its optimizer uses the gradients. `find` makes the
-        audit; it is told whether weights that are all alike are to be moved meanwhile.
+        audit; it is told whether weights that are all alike are to be moved meanwhile. `function`
+        is the program's own that computes the loss, `holders` are objects whose attributes it
+        reads.
         """
         due = self.begin(object())
+        if not self.judge.over:
+            models = self._training.weights.models
+            changed = self._settings.have_changed(models, function, holders=holders)
+            due |= changed and self.judge.changes()
         # of a loss whose backward pass comes before the next call
         self._due = False
         if due and not self._is_apart():
@@ -170,12 +204,16 @@ class TrainingAudits:
         """
         training = self._training
         self.close()
+        self._is_loops = False
         taken = training.weights.current
         code = getattr(compute, "__code__", type(compute))
         due = self.begin(taken)
         # the function is another one, or has another count
         if self.judge.sees((code, counted is None)):
             due = True
+        if not self.judge.over:
+            changed = self._settings.have_changed(training.weights.models, compute)
+            due |= changed and self.judge.changes()
         if not due or self._is_apart():
             return
 
@@ -197,6 +235,7 @@ class TrainingAudits:
         """
         weights = self._training.weights
         due = self.begin(weights.current)
+        self._is_loops = True
         if self._recorder is not None and (due or self._recorder.losses):
             self.close()
         if self._recorder is not None:
@@ -416,23 +455,14 @@ class TrainingAudits:
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_meeting(compute)
-        way = partial(_make_way, loss, counted)
-        whole = way([few.whole], [few.rows], 0)
-        digest = digest_rows(few.whole)
-        if self.follows_launcher:
-            mean = 1.0 / len(few.even)
-            whole = [Piece(each.loss, mean) for each in way(few.even, few.even_sizes, 0)]
-        if self._training.world == 1:
-            trained = way([few.whole], [few.rows], FEW)
-            sizes = split_passes(few.rows, FEW)
-            return Ways(whole, trained, {"sum": AuditChange(_unweighted(trained))}, sizes, digest)
-        trained = way(few.parts, few.sizes, FEW if in_passes else 0)
+        if self._training.world > 1:
+            make = launchers_ways if self.follows_launcher else devices_ways
+            return make(few, loss, counted, FEW if in_passes else 0)
+        whole = _make_way(loss, counted, [few.whole], [few.rows], 0)
+        trained = _make_way(loss, counted, [few.whole], [few.rows], FEW)
         changes = {"sum": AuditChange(_unweighted(trained))}
-        if in_passes:
-            changes["passes"] = AuditChange(way(few.parts, few.sizes, 0))
-        if few.cut is not None and few.cut is not few.parts:
-            changes["collation"] = AuditChange(way(few.cut, few.sizes, FEW if in_passes else 0))
-        return Ways(whole, trained, changes, few.sizes, digest, few.pads)
+        sizes = split_passes(few.rows, FEW)
+        return Ways(whole, trained, changes, sizes, digest_rows(few.whole))
 
     # ------------------------------------------------------------------ what follows
 
@@ -537,7 +567,10 @@ class TrainingAudits:
             return RankVerdict()
         made = RankVerdict(sketch=found.sketch, rows=found.rows, fine=found.difference is None)
         if found.difference is not None:
-            made.message = describe(found.difference, found.cause, found.sizes, self.judge.step)
+            reference = IN_EQUAL_PARTS if self.follows_launcher else AT_ONCE
+            made.message = describe(
+                found.difference, found.cause, found.sizes, self.judge.step, reference
+            )
             made.remedy = self.remedies[found.cause]
             made.relative = found.difference.relative
         return made
@@ -574,6 +607,44 @@ class TrainingAudits:
 def is_sharded_model(models: Iterable[Any]) -> bool:
     """True if another library shards the weights, so that gradients come in parts."""
     return any(map(is_sharded, models))
+
+
+def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0) -> Ways:
+    """One device's gradient of a few rows, and that of two, each in passes of up to `micro` rows;
+    0: in one.
+    """
+    way = partial(_make_way, loss, counted)
+    whole = way([few.whole], [few.rows], 0)
+    trained = way(few.parts, few.sizes, micro)
+    changes = {"sum": AuditChange(_unweighted(trained))}
+    if micro:
+        changes["passes"] = AuditChange(way(few.parts, few.sizes, 0))
+    if few.cut is not None and few.cut is not few.parts:
+        changes["collation"] = AuditChange(way(few.cut, few.sizes, micro))
+    return Ways(whole, trained, changes, few.sizes, digest_rows(few.whole), few.pads)
+
+
+def launchers_ways(
+    few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
+) -> Ways:
+    """The gradient of a few rows as a program's own launcher has it, the mean of equal parts, and
+    as shares do.
+    """
+    made = devices_ways(few, loss, counted, micro)
+    if few.sizes == few.even_sizes:  # of two rows, which can't be cut in two ways
+        return made
+
+    mean = 1.0 / len(few.even)
+
+    def as_launched(parts: Sequence[Any]) -> Way:
+        return [Piece(each.loss, mean) for each in _make_way(loss, None, parts, few.even_sizes, 0)]
+
+    changes = dict(made.changes)
+    changes["sum"] = AuditChange([Piece(each.loss, mean) for each in made.trained])
+    if "collation" in changes and few.even_cut is not None:
+        trained = changes["collation"].trained
+        changes["collation"] = AuditChange(trained, as_launched(few.even_cut))
+    return msgspec.structs.replace(made, reference=as_launched(few.even), changes=changes)
 
 
 def _make_way(

@@ -40,6 +40,7 @@ import msgspec
 FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # that are audited; then every EVERY-th
 EVERY = 2000
 EARLY = 64  # up to this step one difference ends the training; later it is confirmed first
+AGAIN_AFTER = 3  # steps after a change another batch is audited
 MOST_CHANGES = 32  # of the signature that are audited at once
 
 PROJECTIONS = 4  # random sums of each tensor's gradient
@@ -227,6 +228,7 @@ class Audits:
         self._evens = evens
         self._strict = strict
         self._signatures: set[Hashable] = set()
+        self._again: set[int] = set()  # steps that are audited once more after a change
         self._confirms = False
 
     def begin(self, signature: Hashable = None) -> bool:
@@ -235,14 +237,21 @@ class Audits:
         if self.over:
             return False
         changed = self.sees(signature)
-        return changed or self._confirms or is_audited(self.step)
+        again = self.step in self._again
+        self._again.discard(self.step)
+        return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
         """Note a signature; True if it is a new one, whose step is to be audited."""
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
         self._signatures.add(signature)
+        self._again.add(self.step + AGAIN_AFTER)
         return True
+
+    def changes(self) -> bool:
+        """Note that something else has changed; True if its step is to be audited."""
+        return self.sees(("change", len(self._signatures)))
 
     @property
     def confirms(self) -> bool:
@@ -275,6 +284,10 @@ def is_audited(step: int) -> bool:
 
 
 # ------------------------------------------------------------------ why, and what is said
+
+
+AT_ONCE = "at once"  # rows, as one device computes them
+IN_EQUAL_PARTS = "in equal parts"  # as a program's own launcher computes them
 
 
 class LikelyCause(msgspec.Struct, frozen=True):
@@ -337,15 +350,23 @@ def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
 
 
 def describe(
-    difference: GradientDifference, cause: str | LikelyCause, rows: Sequence[int], step: int = 1
+    difference: GradientDifference,
+    cause: str | LikelyCause,
+    rows: Sequence[int],
+    step: int = 1,
+    reference: str = AT_ONCE,
 ) -> str:
-    """The sentences for a difference; `rows` are those of the parts, or none if ranks differ."""
+    """The sentences for a difference; `rows` are those of the parts, or none if ranks differ, and
+    `reference` says how they are computed rightly.
+    """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
     compared = "on two ranks"
     if rows:
         parts = " and ".join(map(str, rows))
-        compared = f"from {sum(rows)} rows at once and from {parts} of them, as shares compute it,"
+        compared = (
+            f"from {sum(rows)} rows {reference} and from {parts} of them, as shares compute it,"
+        )
     amount = f"{difference.relative:.2g}" if math.isfinite(difference.relative) else "any amount"
     text = (
         f"{likely.why}. In step {step}, {tensor} {compared} differs by {amount} of its size"

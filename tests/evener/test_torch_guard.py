@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evener.torch.loss.guard import Guard
+from evener.program.guard import Guard
 
 ROWS = 8
 Body = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -151,9 +151,9 @@ OTHER: dict[str, tuple[Body, str]] = {
         lambda model, x, y: functional.cross_entropy(model(x), y, ignore_index=2),
         "isn't a mean over rows",
     ),
-    "contrastive": (contrastive, "can't be computed again"),
+    "contrastive": (contrastive, "isn't a mean over rows"),
     "mined": (mined, "can't be followed"),
-    "read as rows": (read_as_rows, "a figure that the program has read"),
+    "read as rows": (read_as_rows, "rows that aren't tensors of its batch"),
     "read back": (read_back, "a figure that the program has read"),
     "another batch": (
         lambda model, _, __: functional.cross_entropy(
@@ -171,7 +171,7 @@ OTHER: dict[str, tuple[Body, str]] = {
             sum(functional.cross_entropy(model(x)[i : i + 1], y[i : i + 1]) for i in range(ROWS))
             / ROWS
         ),
-        "isn't a mean over rows",
+        "isn't a number",
     ),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from evener.torch.loss.origins import Origins
+from evener.program.origins import Origins
 
 PLACE = "all_reduce (train.py:3)"
 WAYS: dict[str, Callable[[Tensor], Any]] = {

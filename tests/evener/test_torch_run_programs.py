@@ -53,7 +53,7 @@ OTHER = [
     ("other", "variances of two tasks", "what isn't in a DistributedDataParallel"),
     ("other", "local steps", "gradients that they haven't exchanged"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
-    ("unlike", "padding read last", "changes with their padding"),
+    ("unlike", "padding read last", "rows padded to the longest beside them"),
     ("sharded", "a sum of a sharded model", "it is a sum, not a mean over rows"),
     ("sharded", "parts of a layer", "several ranks compute one row"),
     (
@@ -207,3 +207,13 @@ def test_ranks_are_compared_by_what_should_be_equal() -> None:
     ]
     for change, name in changes:
         assert find_difference([one, msgspec.structs.replace(other, **change)]) == name
+
+
+@pytest.mark.parametrize("name", ["a trainer", "a module"])
+def test_a_trainer_whose_loss_changes_later_goes_even(
+    server: RankServer, tmp_path: Path, name: str
+) -> None:
+    skip_without("transformers", "lightning")
+    kind, words = run(server, tmp_path, "trainers", name)
+    assert kind == "warned"
+    assert "DataLoader" not in words  # by the trainer's own hooks

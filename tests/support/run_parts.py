@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-import evener.torch.loss.guard
+import evener.program.guard
 
 # once, before ranks are forked: what evener.program hooks with
 import evener.torch.planned  # noqa: F401

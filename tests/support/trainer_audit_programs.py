@@ -45,7 +45,7 @@ def train_and_tell(train: Callable[[], Any], weights: Callable[[], Any]) -> dict
 class Robust(Trainer):
     """A mean over rows, with dropout; notes its losses, and logs them."""
 
-    switch: Any = None  # of a callback
+    dropout = 0.2
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -57,7 +57,7 @@ class Robust(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         targets = inputs["y"]
-        predicted = F.dropout(model(**inputs)["predicted"], 0.2, model.training)
+        predicted = F.dropout(model(**inputs)["predicted"], self.dropout, model.training)
         loss = self.judge(predicted, targets)
         self.calls += 1
         self.kept.append(float(loss.detach()))

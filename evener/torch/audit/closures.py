@@ -21,7 +21,11 @@ DEPTH = 4  # of functions that call each other, and of objects in objects
 LARGE = 64 << 20  # bytes of a tensor that isn't copied: data, not figures
 _EMPTY = object()
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
-_FOREIGN = ("torch", "numpy", "evener", "transformers", "accelerate", "lightning")
+_FOREIGN = {
+    *("torch", "numpy", "evener", "transformers", "accelerate", "lightning", "pytorch_lightning"),
+    *("lightning_fabric", "trl", "peft", "datasets", "timm", "torchvision", "torchaudio"),
+    *("torchmetrics", "diffusers", "builtins"),
+}
 
 
 @contextmanager
@@ -65,20 +69,20 @@ class _Kept:
             self._data.append((value, copy_data(value, self._memo, LARGE)))
             for each in value.values() if isinstance(value, dict) else value:
                 self.look_at(each, depth - 1)
-        elif _is_own_object(value):
+        elif is_own_object(value):
             held = vars(value)
             self._data.append((held, copy_data(held, self._memo, LARGE)))
             for each in list(held.values()):
                 self.look_at(each, depth - 1)
 
     def _look_at_function(self, function: FunctionType, depth: int) -> None:
-        if function.__module__ and function.__module__.partition(".")[0] in _FOREIGN:
+        if is_foreign(function.__module__ or ""):
             return
         for cell in function.__closure__ or ():
-            content = _read(cell)
+            content = read_cell(cell)
             self._cells.append((cell, content))
             self._look_at_variable(content, depth)
-        for name in _names(function.__code__):
+        for name in list_names(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 self._names.append((function.__globals__, name, value))
@@ -98,22 +102,28 @@ class _Kept:
             if names.get(name, _EMPTY) is not value:
                 names[name] = value
         for cell, value in self._cells:
-            if value is not _EMPTY and _read(cell) is not value:
+            if value is not _EMPTY and read_cell(cell) is not value:
                 cell.cell_contents = value
         for each in self._states:
             each()
 
 
-def _names(code: CodeType) -> set[str]:
+def is_foreign(module: str) -> bool:
+    """True for the name of a library's module, whose functions and classes aren't looked into."""
+    return module.partition(".")[0] in _FOREIGN
+
+
+def list_names(code: CodeType) -> set[str]:
     """The names that a function's code may look up in its module, also in functions inside it."""
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            found |= _names(each)
+            found |= list_names(each)
     return found
 
 
-def _read(cell: CellType) -> Any:
+def read_cell(cell: CellType) -> Any:
+    """The value of a variable around a function; a sign of its own where it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:  # of a variable that has no value yet
@@ -124,7 +134,7 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, dict | list | set) or type(value).__name__ == "deque"
 
 
-def _is_own_object(value: Any) -> bool:
+def is_own_object(value: Any) -> bool:
     """True for an object of the program's own: no module, no class, nothing of a library."""
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False

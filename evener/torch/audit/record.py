@@ -40,6 +40,7 @@ HALF_AGAIN = 3e-2
 # whose lines are no program's
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, evener.__file__))
 NOT_THIS_BATCH = "its loss isn't computed from the batch that its loader gave last"
+FEW_NUMBERS = 64  # in a tensor that ranks compare
 AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers of a record count its rows
 
 
@@ -120,7 +121,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         # the entry before which a figure was first read: only entries after it can depend on it
         self._first_read: int | None = None
         self._inside = self._busy = False
-        self._handles = [each.register_forward_pre_hook(self._enter) for each in self.models]
+        self._given: Any = ((), {})  # to the model that computes
+        self._handles = [
+            each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self.models
+        ]
         self._handles += [
             each.register_forward_hook(self._leave, with_kwargs=True) for each in self.models
         ]
@@ -151,10 +155,22 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self._note_use(function, (arguments, given))
         draw = _find_draw(given)
         result = function(*arguments, **given)
+        self.note_call(function, arguments, given, result)
         if function in _SIZES:
             return self._mark(arguments[0], result)
         self._write(function, arguments, given, result, draw=draw)
         return result
+
+    def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        """A function, or a model, was called; for those who follow what is made of something."""
+
+    def take_inner(self, model: Any) -> Any:
+        """What computes again in a model's place: what is in a DistributedDataParallel."""
+        return getattr(model, "module", model)
+
+    def read_loss(self, loss: torch.Tensor) -> float:
+        """The loss as it was computed."""
+        return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
         """The backward pass of a loss is over."""
@@ -165,7 +181,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         finally:
             self._busy = False
 
-    def _enter(self, model: Any, *_: Any) -> None:
+    def _enter(self, model: Any, arguments: Any, keywords: Any) -> None:
+        # a model may add what it computes to a dict that it is given
+        self._given = map_nested(lambda each: each, (arguments, keywords))
         self._inside = True
         self.exchanges |= torch.is_grad_enabled() and getattr(
             model, "require_backward_grad_sync", True
@@ -174,8 +192,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _leave(self, model: Any, arguments: Any, keywords: Any, result: Any) -> None:
         self._inside = False
         if not self._busy:
-            inner = getattr(model, "module", model)
-            self._write(inner, arguments, keywords, result, from_model=True)
+            self.note_call(model, arguments, keywords, result)
+            given, named = self._given
+            self._write(self.take_inner(model), given, named, result, from_model=True)
 
     def _write(
         self,
@@ -254,30 +273,17 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         numbers = [each for place in needed for each in self._find_numbers(self._tape[place])]
         read = any(self._may_use_read(place) for place in needed)
         entries = [self._tape[place] for place in needed]
+        value = self.read_loss(loss)
+        models = [self.take_inner(each) for each in self.models]
         return LossRecord(
-            self.models, self.batch, self.rows, entries, loss, self.random, numbers, read
+            models, self.batch, self.rows, entries, loss, value, self.random, numbers, read
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
         """What led to the loss, in its order; or why that isn't known."""
-        places: set[int] = set()
-        queue: list[tuple[Any, int]] = [(loss, len(self._tape))]  # and the entry that takes it
-        known = {id(each) for each in self.batch}
-        reached = False
-        while queue:
-            tensor, taken = queue.pop()
-            reached |= id(tensor) in known
-            makers = self._made.get(id(tensor), ())
-            if not makers and id(tensor) not in known:
-                rows = tensor.ndim and len(tensor) == self.rows
-                if tensor.grad_fn is not None or (rows and self._is_after_read(taken)):
-                    return "its loss is computed in a way that can't be followed"
-            for place in makers:
-                if place not in places:
-                    places.add(place)
-                    entry = self._tape[place]
-                    given = nested_tensors((entry.arguments, entry.keywords))
-                    queue += [(each, place) for each in given]
+        places, reached, is_known = self._walk(loss)
+        if not is_known:
+            return "its loss is computed in a way that can't be followed"
         if id(loss) not in self._from_model:
             return "its loss isn't computed from the output of a wrapped model"
         if not reached:  # the loop fetches its batches ahead of their turn
@@ -285,6 +291,31 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if any(self._is_made_of_rows(self._tape[place]) for place in places):
             return "its loss is computed with rows that aren't tensors of its batch"
         return sorted(places)
+
+    def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
+        """The entries that led to a tensor, whether they begin with the batch, and whether nothing
+        between is missing.
+        """
+        places: set[int] = set()
+        # each with the entry that takes it
+        queue: list[tuple[Any, int]] = [(wanted, len(self._tape))]
+        batch = {id(each) for each in self.batch}
+        reached, is_known = False, True
+        while queue:
+            tensor, taken = queue.pop()
+            reached |= id(tensor) in batch
+            makers = self._made.get(id(tensor), ())
+            if not makers and id(tensor) not in batch:
+                rows = tensor.ndim and len(tensor) == self.rows
+                lost = tensor.grad_fn is not None or (rows and self._is_after_read(taken))
+                is_known = is_known and not lost
+            for place in makers:
+                if place not in places:
+                    places.add(place)
+                    entry = self._tape[place]
+                    given = nested_tensors((entry.arguments, entry.keywords))
+                    queue += [(each, place) for each in given]
+        return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
         """True if the call makes a tensor with a line for each row, of numbers of Python's."""
@@ -307,25 +338,37 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """The numbers that a call multiplies, divides or adds to what comes from a model."""
+        """The numbers that a call multiplies, divides or adds to what comes from a model, and
+        figures of the few that are in a tensor from before the batch, as weights of tasks are.
+        """
         arguments = leaves_in((entry.arguments, entry.keywords))
-        if not is_arithmetic(entry.function) or not any(
-            id(each) in self._from_model for each in arguments
-        ):
+        if not any(id(each) in self._from_model for each in arguments):
             return []
-        constant = [
-            each
-            for each in arguments
-            if isinstance(each, torch.Tensor) and id(each) not in self._made
-        ]
-        plain = [
-            each
-            for each in arguments
-            if isinstance(each, int | float) and not isinstance(each, RowNumber)
-        ]
-        figures = [*map(float, plain)]
-        figures += [float(each.detach()) for each in constant if each.numel() == 1]
+        figures: list[float] = []
+        if is_arithmetic(entry.function):
+            plain = [each for each in arguments if isinstance(each, int | float)]
+            figures += [float(each) for each in plain if not isinstance(each, RowNumber)]
+        for each in arguments:
+            if isinstance(each, torch.Tensor) and self._is_given(each):
+                figures += _sum_up(each)
         return [Number(each, entry.place) for each in figures]
+
+    def _is_given(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor of a few numbers that neither the batch has nor a model."""
+        if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
+            return False
+        if not tensor.is_floating_point() or any(tensor is each for each in self.batch):
+            return False
+        own = (each for model in self.models for each in (*model.parameters(), *model.buffers()))
+        return all(tensor is not each for each in own)
+
+
+def _sum_up(tensor: torch.Tensor) -> list[float]:
+    """A number itself; of several their sum, and their sum weighted by their places."""
+    values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
+    if len(values) == 1:
+        return values
+    return [sum(values), sum(place * each for place, each in enumerate(values, 1))]
 
 
 class Number(msgspec.Struct, frozen=True):
@@ -349,14 +392,16 @@ class LossRecord:
         rows: int,
         entries: Sequence[WrittenCall],
         loss: torch.Tensor,
+        value: float,
         random: RandomState,
         numbers: Sequence[Number],
         reads: bool,
     ) -> None:
-        self.models = [getattr(each, "module", each) for each in models]
+        self.models = list(models)
         self.batch, self.rows = list(batch), rows
         self.numbers, self.reads = list(numbers), reads
-        self._entries, self._loss, self._random = entries, loss, random
+        self._entries, self._loss, self._value = entries, loss, value
+        self._random = random
 
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
         """The loss of other rows. `counts` says which numbers of the record are taken to count its
@@ -370,7 +415,7 @@ class LossRecord:
         pairs = zip(self.batch, given, strict=True)
         known: dict[int, Any] = {id(own): each.to(own.device, copy=True) for own, each in pairs}
         number = partial(_scale, counts, self.rows, rows)
-        made: torch.Tensor = _replay(self._entries, known, rows, number, id(self._loss))
+        made: torch.Tensor = replay(self._entries, known, rows, number, id(self._loss))
         return made
 
     def may_count_rows(self) -> bool:
@@ -408,7 +453,7 @@ class LossRecord:
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
         with kept_state([torch.nn.ModuleList(self.models)]):
             again = self._compute_again()
-        first = float(self._loss.detach().double().sum())
+        first = self._value
         if abs(again - first) <= near * max(abs(first), 1e-30):
             return ""
         return (
@@ -465,7 +510,7 @@ def _find_draw(keywords: Any) -> GeneratorState | None:
     return GeneratorState(generator, generator.get_state())
 
 
-def _replay(
+def replay(
     entries: Sequence[WrittenCall],
     known: dict[int, Any],
     rows: int,

@@ -9,15 +9,18 @@ from functools import partial
 import msgspec
 
 from ...training.audit import (
+    LOSS,
     REPEATS,
     GradientDifference,
     Sketch,
     compare,
     find_cause,
+    floor,
 )
 from .compute import Bench, Piece
 
 Way = Sequence[Piece]
+LOSS_SAFETY = 0.1  # of a gradient's floor may a loss differ by rounding
 NEAR = 1e-5  # of two losses that are the same but for rounding
 
 
@@ -86,6 +89,29 @@ def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
         if cause == "rows" and _are_near(*difference.losses):
             cause = "weight"
         return found(difference, cause)
+
+
+def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] | None:
+    """The difference between the losses of both ways, and its likeliest cause, by one pass of each
+    piece whatever they give; None where there is none.
+    """
+    with bench.open():
+        reference = [bench.sketch([each]) for each in ways.reference]
+        trained = [bench.sketch([each]) for each in ways.trained]
+    right = sum(each.loss for each in reference)
+    own = sum(each.loss for each in trained)
+    allowed = LOSS_SAFETY * max(floor(each.kinds.get(LOSS, "float32")) for each in reference)
+    scale = max(abs(right), abs(own)) or 1.0
+    if abs(own - right) <= allowed * scale:
+        return None
+    changed = ways.changes["sum"].trained
+    whole = [
+        each.loss * float(other.weight) / float(piece.weight)
+        for each, piece, other in zip(trained, ways.trained, changed, strict=True)
+    ]
+    cause = "sum" if abs(sum(whole) - right) <= allowed * scale else "rows"
+    relative = abs(own - right) / scale
+    return GradientDifference(LOSS, relative, allowed, right, own, (right, own)), cause
 
 
 def _result(

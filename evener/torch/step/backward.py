@@ -6,20 +6,25 @@ the kinds of the operations that made it.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from functools import cache, wraps
 from typing import Any, Protocol
 
 import torch
 
+from ..audit.closures import is_foreign
+from ..audit.settings import Code
+
+CALLERS = 6  # functions between the program's own and backward
 DEPTH, MOST = 8, 32  # operations before the loss that are looked at
 
 
 class HearsLosses(Protocol):
     """Hears of a loss before its backward pass."""
 
-    def note_loss(self, made_of: tuple[Any, ...]) -> None:
-        """The loss is made of these operations."""
+    def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
+        """The loss is made of these operations, by this code of the program's."""
 
 
 _LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -37,11 +42,26 @@ def _replace_backward() -> None:
 
     @wraps(own)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        for each in list(_LISTENERS):
-            each.note_loss(list_operations(self))
+        listeners = list(_LISTENERS)
+        if listeners:
+            made_of, code = list_operations(self), _find_code()
+            for each in listeners:
+                each.note_loss(made_of, code)
         return own(self, *arguments, **keywords)
 
     torch.Tensor.backward = backward
+
+
+def _find_code() -> Code | None:
+    """The program's own code that calls backward now, if it is near."""
+    frame = sys._getframe(2)
+    for _ in range(CALLERS):
+        if not is_foreign(frame.f_globals.get("__name__", "")):
+            return frame.f_code, frame.f_globals
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:

@@ -1,0 +1,290 @@
+"""A guard before shares leave even, and at times while they are uneven: an audit of the program's
+own loss of a batch.
+
+What the program computes from a batch to its loss is recorded, function by function, and computed
+again, with its backward pass, for some rows: in equal parts, as the program's own launcher has
+them, and as shares do. Nothing of the program's own code runs twice, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import RequestError
+from ..torch.audit.compute import Bench
+from ..torch.audit.record import (
+    AS_WRITTEN,
+    ROW_COUNTS,
+    LossRecord,
+    Recorder,
+    WrittenCall,
+    replay,
+)
+from ..torch.audit.replay import NOT_A_NUMBER, Compute, audit_record
+from ..torch.audit.rows import FewRows, cut_few
+from ..torch.audit.sketch import name_tensors
+from ..torch.audit.state import kept_state
+from ..torch.audit.step import Ways, compare_losses
+from ..torch.rows.structure import address, cut_rows
+from ..torch.training_audits import launchers_ways
+from ..training.audit import IN_EQUAL_PARTS, describe
+from .origins import Origins
+
+LATER_CALLS = 100  # after the backward pass, that are written down
+LOOK_AGAIN = 4  # times as many steps until a guard looks once more
+SINGLE_ROW = "each rank has a single row at a time, which can't be divided to compare losses"
+CANT = "its loss can't be computed again to compare it"
+PART = (  # the loss of all rows has been computed again
+    "its loss can't be computed for a part of its rows, as where each row is compared with the "
+    "others of its batch"
+)
+UNSEEN = "no backward pass was seen in its first step"
+MakeBench = Callable[..., Bench]  # of models
+
+
+class Guard(Recorder):
+    """Records a batch's way to its loss; after its first backward pass `fault` says why shares
+    would change what is learned.
+
+    The fault is empty where they wouldn't; `measured`: both ways were computed, and differ. `few`
+    gives some rows of the batch, collated as shares have them, where that is another batch than its
+    parts. `rows` are the batch's, unless its first tensor says so. `bench` makes what computes the
+    models' gradients, without one the models alone.
+
+    Where ranks meet in the models' layers, losses are compared, and all ranks compute the same
+    passes: `agree` says before, and after, whether one has a fault, its own one given.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[Any],
+        batch: Any,
+        few: Callable[[], FewRows | None] | None = None,
+        rows: int = 0,
+        origins: Origins | None = None,
+        bench: MakeBench | None = None,
+        step: int = 1,
+        agree: Callable[[str], str] | None = None,
+    ) -> None:
+        self.fault = UNSEEN
+        self.measured = False
+        self.entered = ""  # the call by which ranks exchanged something that is in the loss
+        # that the loss is computed with, beside the batch and the models
+        self.numbers: tuple[float, ...] | None = None
+        # with its rank's other rows, and what that makes of the loss can't be computed again
+        self.padded = False
+        self._few = few
+        self._origins = origins
+        self._make_bench = bench or make_bench
+        self._step = step
+        self._agree = agree
+        self._before: dict[int, torch.Tensor] = {}  # figures, by address, that were overwritten
+        self._most: int | None = None  # entries of the tape, once the backward pass is over
+        self._with_gradients = False
+        super().__init__(models, batch, _judge, rows)
+
+    @property
+    def done(self) -> bool:
+        """True once a backward pass has begun, or nothing is recorded any more."""
+        return self.losses > 0 or not self._handles
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if self.losses and self.steps:
+            return function(*arguments, **(keywords or {}))
+        return super().__torch_function__(function, types, arguments, keywords)
+
+    def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        """Follow what is made of what ranks have exchanged."""
+        if self._origins is not None:
+            self._origins.follow(function, arguments, keywords, result)
+
+    def read_loss(self, loss: torch.Tensor) -> float:
+        """The loss, before ranks exchanged it in place."""
+        return super().read_loss(self._before.get(address(loss), loss))
+
+    def _write(self, *arguments: Any, **options: Any) -> None:
+        if self._most is None or len(self._tape) < self._most:
+            super()._write(*arguments, **options)
+
+    def _enter(self, model: Any, arguments: Any, keywords: Any) -> None:
+        super()._enter(model, arguments, keywords)
+        self._with_gradients = torch.is_grad_enabled()
+
+    # ------------------------------------------------------------------ what ranks exchange
+
+    @property
+    def is_inside(self) -> bool:
+        """True while a model that trains computes, with gradients."""
+        return self._inside and self._with_gradients and not self._busy
+
+    @property
+    def is_replaying(self) -> bool:
+        """True while something of the program's is computed again."""
+        return self._busy
+
+    def keep_figure(self, tensor: torch.Tensor) -> None:
+        """Note a figure that ranks are about to overwrite with one that they exchange."""
+        if tensor.numel() == 1:
+            self._before.setdefault(address(tensor), tensor.detach().clone())
+
+    def forget_making(self, tensor: torch.Tensor) -> None:
+        """Take a tensor as given from now on: ranks have exchanged what is in it."""
+        if tensor.grad_fn is None:
+            self._made.pop(id(tensor), None)
+
+    def comes_from_batch(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor was computed from the batch, as far as is known."""
+        return self._walk(tensor)[1]
+
+    def goes_by_rows(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor has another size where the batch has fewer rows; or if that can't be
+        found out though the tensor was computed from the batch.
+        """
+        if not self.rows or not tensor.ndim or len(tensor) % self.rows:
+            return False
+        places, reached, _ = self._walk(tensor)
+        if not reached:
+            return False
+        if any(tensor is each for each in self.batch) or self._agree is not None:
+            return True
+        entries = [self._tape[place] for place in sorted(places)]
+        self._busy = True
+        try:
+            for gradients in (False, True):  # which some functions take
+                with suppress(Exception), torch.set_grad_enabled(gradients):
+                    return bool(self._make_fewer(entries, tensor).shape != tensor.shape)
+            return True  # functions that don't take fewer rows
+        finally:
+            self._busy = False
+
+    def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as these calls make it of three quarters of the rows."""
+        rows = max(1, self.rows * 3 // 4)
+        batch = cut_rows(self.batch, 0, rows, self.rows)
+        known = dict(zip(map(id, self.batch), batch, strict=True))
+        model = torch.nn.ModuleList(getattr(each, "module", each) for each in self.models)
+        with kept_state([model]):
+            made: torch.Tensor = replay(entries, known, rows, lambda number: number, id(tensor))
+            return made
+
+    # ------------------------------------------------------------------ judging
+
+    def take_inner(self, model: Any) -> Any:
+        """What computes again in a model's place: what is in a DistributedDataParallel, whose own
+        forward pass meets the other ranks.
+        """
+        return model if self._agree is not None else super().take_inner(model)
+
+    def judge(self, loss: torch.Tensor) -> str:
+        """The fault of this loss; empty if shares compute its gradient as the program's own
+        launcher does.
+        """
+        record = self._find_record(loss)
+        if self._agree is not None:
+            return self._judge_together(record, self._agree)
+        if isinstance(record, str):
+            return record
+        try:
+            return record.find_change() or self._audit(record)
+        except RequestError as error:
+            return error.message
+        except Exception as error:
+            return _describe_error(error)
+
+    def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
+        """The record of a loss that can be compared, or why it can't be."""
+        if self.rows < 2:
+            return SINGLE_ROW
+        if {len(each) for each in self.batch} != {self.rows}:
+            return "not every tensor of its batch has a row for each sample"
+        record = self.trace(loss)
+        if isinstance(record, str):
+            return record
+        if record.reads:
+            return "its loss is computed with a figure that the program has read from a tensor"
+        self.numbers = tuple(each.value for each in record.numbers)
+        return record
+
+    def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
+        """The fault of a loss, by the same passes on every rank, and with one answer for all."""
+        few = cut_few(self.batch, self.rows)
+        fault = record if isinstance(record, str) else ""
+        if few is None:
+            fault = fault or "its batch can't be cut into rows"
+        fault = agree(fault)
+        if fault or few is None or isinstance(record, str):
+            return fault
+        try:
+            fault = self._compare_losses(record, few)
+        except Exception as error:
+            fault = _describe_error(error)
+        own = None if self._few is None else self._few()
+        self.padded = own is not None and own.pads
+        return agree(fault)
+
+    def _compare_losses(self, record: LossRecord, few: FewRows) -> str:
+        bench = self._make_bench(record.models, losses_only=True)
+        fault = record.find_change()
+        ways = launchers_ways(few, lambda part: record.compute(part.batch, part.rows))
+        found = compare_losses(bench, ways)
+        if fault or found is None:
+            return fault
+        self.measured = True
+        difference, cause = found
+        return describe(difference, cause, few.sizes, self._step, IN_EQUAL_PARTS)
+
+    def _audit(self, record: LossRecord) -> str:
+        def ways(few: FewRows, compute: Compute) -> Ways:
+            return launchers_ways(few, lambda part: compute(part.batch, part.rows))
+
+        bench = partial(self._make_bench, record.models)
+        rows, first = self._list_rows(), self._step == 1
+        found = audit_record(record, rows, bench, ways, (AS_WRITTEN,), first)
+        if found.audited is None and found.fault != NOT_A_NUMBER:
+            # calls that fit no other rows, as a number in a shape counts those of the batch
+            counted = audit_record(record, rows, bench, ways, (ROW_COUNTS,), first)
+            found = found if counted.audited is None else counted
+        if found.audited is None:
+            return found.fault.replace(CANT, PART)
+        self.padded = found.cut
+        difference = found.audited.difference
+        if difference is None:
+            return "" if found.audited.repeatable else "its gradient is another each time"
+        self.measured = True
+        audited = found.audited
+        return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
+
+    def _list_rows(self) -> list[FewRows]:
+        """Some rows of the batch: as their collate function makes them, and cut from the batch."""
+        every = [None if self._few is None else self._few()]
+        every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
+        return [each for each in every if each is not None]
+
+
+def _describe_error(error: Exception) -> str:
+    """The fault of a loss whose parts can't be computed."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"{CANT} ({text})"
+
+
+def _judge(guard: Any, loss: torch.Tensor) -> None:
+    """Judge the first loss that a backward pass has begun with."""
+    if guard.losses > 1:
+        return
+    if guard._origins is not None:
+        guard.entered = guard._origins.find_made(loss)
+    guard.fault = guard.judge(loss)
+    guard._most = len(guard._tape) + LATER_CALLS
+
+
+def make_bench(models: Iterable[Any], losses_only: bool = False) -> Bench:
+    """What computes the gradients of these models, in a step that nothing of evener's is in."""
+    every = list(models)
+    return Bench(every, name_tensors(every), losses_only=losses_only)

@@ -1,0 +1,136 @@
+"""The settings that a loss is computed with: numbers, flags and objects that modules of the
+program's own have, and the variables and objects that its functions use.
+
+A setting that changes after it was the same for a while, as a flag does that a later epoch sets, is
+a reason to audit. Counters change in every step, and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from .closures import is_foreign, is_own_object, list_names, read_cell
+
+STILL = 3  # looks in which a setting has to have been the same
+DEPTH = 3  # of objects in objects
+MOST = 400  # settings that are looked at, and entries of a dict
+_PLAIN = (bool, int, float, str, type(None))
+Code = tuple[CodeType, Mapping[str, Any]]  # of a function or a script, and its module's variables
+Key = tuple[int, Any]  # the id of what has the setting, and its name
+
+
+class Settings:
+    """The settings at the last look, and for how many looks each has been so."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, tuple[Any, int]] = {}
+        self._models: tuple[int, ...] = ()
+        self._modules: list[Any] = []  # of the program's own classes
+
+    def have_changed(
+        self,
+        models: Iterable[Any],
+        function: Callable[..., Any] | None = None,
+        code: Code | None = None,
+        holders: Iterable[Any] = (),
+    ) -> bool:
+        """True if a setting has changed that had been the same for STILL looks.
+
+        `function` computes the loss; `code` is the program's, with its module's variables;
+        `holders` are other objects, whose attributes are settings.
+        """
+        found: dict[Key, Any] = {}
+        for each in holders:
+            _collect_object(each, DEPTH - 1, found)
+        for each in self._list_modules(models):
+            _collect_held(each, vars(each), DEPTH, found)
+        if function is not None:
+            _collect(0, "function", function, DEPTH, found)
+        if code is not None:
+            _collect_globals(*code, DEPTH, found)
+        changed = False
+        before, self._known = self._known, {}
+        for key, value in found.items():
+            was, looks = before.get(key, (value, 0))
+            same = type(was) is type(value) and (was == value or was is value)
+            changed |= not same and looks >= STILL
+            self._known[key] = (value, looks + 1 if same else 0)
+        return changed
+
+    def _list_modules(self, models: Iterable[Any]) -> list[Any]:
+        every = list(models)
+        identity = tuple(map(id, every))
+        if identity != self._models:
+            self._models = identity
+            modules = [part for each in every for part in each.modules()]
+            self._modules = [each for each in modules if not is_foreign(type(each).__module__)]
+        return self._modules
+
+
+def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]) -> None:
+    """Add a value's settings, which a holder has by this name."""
+    if len(found) >= MOST or depth < 0:
+        return
+    if isinstance(value, _PLAIN):
+        found[holder, name] = value
+    elif isinstance(value, torch.Tensor):
+        found[holder, name] = id(value)
+    elif isinstance(value, partial):
+        for place, each in enumerate((value.func, *value.args, *value.keywords.values())):
+            _collect(holder, (name, place), each, depth, found)
+    elif isinstance(value, MethodType):
+        _collect(holder, name, value.__func__, depth, found)
+        _collect(id(value.__func__), "self", value.__self__, depth, found)
+    elif isinstance(value, FunctionType):
+        _collect_function(holder, name, value, depth, found)
+    elif isinstance(value, dict):
+        found[holder, name] = id(value)
+        if len(value) < MOST:
+            _collect_held(value, value, depth - 1, found)
+    elif is_own_object(value):
+        found[holder, name] = id(value)
+        _collect_object(value, depth - 1, found)
+
+
+def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
+    """Add what an object has, and what the program's own classes of it have."""
+    for kind in type(value).__mro__:
+        if kind is not object and not is_foreign(kind.__module__):
+            _collect_held(kind, vars(kind), depth, found)
+    _collect_held(value, vars(value), depth, found)
+
+
+def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[Key, Any]) -> None:
+    """Add the settings of what an object, a class or a dict has."""
+    for name, each in list(held.items()):
+        if isinstance(each, _PLAIN) or depth > 0:
+            plain = not isinstance(name, str) or not name.startswith("_")
+            if plain and not isinstance(each, type | ModuleType | torch.nn.Module | FunctionType):
+                _collect(id(holder), name, each, depth, found)
+
+
+def _collect_function(
+    holder: int, name: Any, function: FunctionType, depth: int, found: dict[Key, Any]
+) -> None:
+    found[holder, name] = id(function.__code__)
+    if is_foreign(function.__module__ or ""):
+        return
+    names = function.__code__.co_freevars
+    for own, cell in zip(names, function.__closure__ or (), strict=True):
+        # a function of the loop's own is made anew in each step, its variables aren't
+        _collect(id(cell), own, read_cell(cell), depth - 1, found)
+    _collect_globals(function.__code__, function.__globals__, depth - 1, found)
+
+
+def _collect_globals(
+    code: CodeType, variables: Mapping[str, Any], depth: int, found: dict[Key, Any]
+) -> None:
+    for name in sorted(list_names(code)):
+        value = variables.get(name)
+        if name in variables and not isinstance(value, type | ModuleType):
+            _collect(id(variables), name, value, depth, found)
