@@ -31,7 +31,7 @@ from ..torch.audit.sketch import name_tensors
 from ..torch.audit.state import kept_state
 from ..torch.audit.step import Ways, compare_losses
 from ..torch.rows.structure import address, cut_rows
-from ..torch.training_audits import launchers_ways
+from ..torch.training_audits import devices_ways, launchers_ways
 from ..training.audit import IN_EQUAL_PARTS, describe
 from .origins import Origins
 
@@ -232,13 +232,14 @@ class Guard(Recorder):
     def _compare_losses(self, record: LossRecord, few: FewRows) -> str:
         bench = self._make_bench(record.models, losses_only=True)
         fault = record.find_change()
-        ways = launchers_ways(few, lambda part: record.compute(part.batch, part.rows))
+        # on every rank as many passes, however few rows it has: of the whole and of two parts
+        ways = devices_ways(few, lambda part: record.compute(part.batch, part.rows))
         found = compare_losses(bench, ways)
         if fault or found is None:
             return fault
         self.measured = True
         difference, cause = found
-        return describe(difference, cause, few.sizes, self._step, IN_EQUAL_PARTS)
+        return describe(difference, cause, few.sizes, self._step)
 
     def _audit(self, record: LossRecord) -> str:
         def ways(few: FewRows, compute: Compute) -> Ways:

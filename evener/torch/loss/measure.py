@@ -34,20 +34,15 @@ class LossMeasure:
 
     `model` is what trains; `holders` are other objects that computing a loss changes, such as a
     trainer. `changed` are the names of buffers that a pass changes. Every row draws the same
-    numbers, unless `randomness` is another context. `moves`: weights are moved and made float32
-    meanwhile, which a library that shards them itself would take for the program's change.
+    numbers, unless `randomness` is another context.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        holders: Sequence[Any] = (),
-        randomness: Any = None,
-        moves: bool = True,
+        self, model: torch.nn.Module, holders: Sequence[Any] = (), randomness: Any = None
     ) -> None:
         self.rounding = FLOAT32_ROUNDING
         self.changed: set[str] = set()
-        self._model, self._holders, self._moves = model, holders, moves
+        self._model, self._holders = model, holders
         self.randomness = EvenRandomness() if randomness is None else randomness
         self._with_gradients = False
 
@@ -63,7 +58,7 @@ class LossMeasure:
             warnings.simplefilter("ignore")
             stack.enter_context(kept_state([self._model, *self._holders]))
             seed_torch(SEED)
-            stack.enter_context(_full_precision(self._model, self._moves))
+            stack.enter_context(_full_precision(self._model))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for module in self._model.modules():
                 module.training = training and not isinstance(module, _BatchNorm)
@@ -118,14 +113,14 @@ class LossMeasure:
 
 
 @contextmanager
-def _full_precision(model: torch.nn.Module, moves: bool) -> Iterator[None]:
-    """Moved weights, of 16 bits as float32, where they may be; no autocast, no TF32."""
+def _full_precision(model: torch.nn.Module) -> Iterator[None]:
+    """Moved weights, of 16 bits as float32; no autocast, no TF32."""
     swapped: list[tuple[Any, Any]] = []
     entered = torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     kept = _find_padding(model)
     try:
-        for tensor in [*model.parameters(), *model.buffers()] if moves else []:
+        for tensor in [*model.parameters(), *model.buffers()]:
             moved = tensor.requires_grad and tensor.is_floating_point()
             if (moved or tensor.dtype in _HALF) and type(tensor.data) is torch.Tensor:
                 swapped.append((tensor, tensor.data))
