@@ -43,7 +43,7 @@ from .audit.record import (
 )
 from .audit.replay import Compute, Replayed, audit_record
 from .audit.rows import FewRows, cut_few, digest_rows, fetch_rows
-from .audit.settings import Code, Settings
+from .audit.settings import Code, LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
 from .rows.structure import each_tensor, tensors_in
@@ -113,7 +113,7 @@ class TrainingAudits:
         # what to do, by the cause, in the words of the trainer that this is behind
         self.remedies = {name: each.remedy for name, each in CAUSES.items()}
         self._said: set[str] = set()
-        self._settings = Settings()
+        self._settings = LossSettings()
         self._is_loops = False  # backward is called by a loop of one's own
         self._recorder: Recorder | None = None  # of a loop of one's own
         self._waited = 0  # batches since it began

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from evener.torch.audit.settings import STILL, Settings  # noqa: E402
+from evener.torch.audit.settings import STILL, LossSettings  # noqa: E402
 
 
 class Layer(torch.nn.Linear):  # type: ignore[name-defined]
@@ -30,7 +30,7 @@ class Holder:
     pace = Pace()
 
 
-def look(settings: Settings, times: int, model: Any, **given: Any) -> list[bool]:
+def look(settings: LossSettings, times: int, model: Any, **given: Any) -> list[bool]:
     """What several looks say, between which a counter goes on."""
     found = []
     for _ in range(times):
@@ -40,14 +40,14 @@ def look(settings: Settings, times: int, model: Any, **given: Any) -> list[bool]
 
 
 def test_a_flag_of_a_layer_is_news_once_and_a_counter_never() -> None:
-    settings, model = Settings(), Layer()
+    settings, model = LossSettings(), Layer()
     assert not any(look(settings, 10, model))
     model.capacity = 1.5
     assert look(settings, 3, model) == [True, False, False]
 
 
 def test_what_changes_all_the_time_is_no_news() -> None:
-    settings, model = Settings(), Layer()
+    settings, model = LossSettings(), Layer()
     look(settings, 1 + STILL, model)
     for step in range(2 * STILL):
         model.capacity = float(step)
@@ -55,7 +55,7 @@ def test_what_changes_all_the_time_is_no_news() -> None:
 
 
 def test_variables_around_a_function_that_is_made_anew_are_followed() -> None:
-    settings, model = Settings(), Layer()
+    settings, model = LossSettings(), Layer()
     options = {"keep": 1.0}
     factor = 0.0
 
@@ -73,7 +73,7 @@ def test_variables_around_a_function_that_is_made_anew_are_followed() -> None:
 
 
 def test_an_object_that_a_class_holds_is_followed() -> None:
-    settings, model, holder = Settings(), Layer(), Holder()
+    settings, model, holder = LossSettings(), Layer(), Holder()
     assert not any(look(settings, 2 * STILL, model, holders=[holder]))
     Pace.limit = 0.7
     try:
@@ -85,7 +85,7 @@ def test_an_object_that_a_class_holds_is_followed() -> None:
 def test_variables_of_a_script_are_followed_by_its_code() -> None:
     variables: dict[str, Any] = {"late": False}
     code = compile("loss * late", "train.py", "exec")
-    settings, model = Settings(), Layer()
+    settings, model = LossSettings(), Layer()
     assert not any(look(settings, 2 * STILL, model, code=(code, variables)))
     variables["late"] = True
     assert settings.have_changed([model], code=(code, variables))

@@ -24,7 +24,7 @@ Code = tuple[CodeType, Mapping[str, Any]]  # of a function or a script, and its 
 Key = tuple[int, Any]  # the id of what has the setting, and its name
 
 
-class Settings:
+class LossSettings:
     """The settings at the last look, and for how many looks each has been so."""
 
     def __init__(self) -> None:
