@@ -49,7 +49,7 @@ Reading order: `search` (ask, tell, best, report), `evaluation` (what follows fr
 `rows` and `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`,
 `offers`, `race`, `ranking` (who races, what to measure next, and who won), `predictions` and `evener.shares.waterfill`
 (which layouts are worth it), `observations` (the evidence), `machine_model`, `device_model`, `model/`
-(curves, memory, exchange of noisy points), `time_left` and `budget`, `decisions` (the same in words).
+(curves, memory, exchange of noisy points), `time_left`, `starts` and `budget`, `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).

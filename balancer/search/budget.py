@@ -10,16 +10,15 @@ the time of that split. Other probes need only to fit.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from statistics import median
 
-from ..families import family_of
 from ..types import Layout, Probe, Problem, Stage
 from .layouts import LayoutOptions
 from .observations import EXPLORATION, FIRST_TURN, Observations
 from .ranking import LEAST_GAIN
+from .starts import Starts
 from .time_left import (
     EXPLORES,
     FEWEST_STEPS,
@@ -60,6 +59,7 @@ class Budget:
         self.race_is_over = race_is_over
         self._predict_rate = predict_rate
         self._timed = seen.timed()
+        self.starts = Starts(seen)
         self.time = TimeLeft(problem, options, seen)
         self.seconds = self.time.seconds
         # without a budget, once the race is over: would a search that is over go on?
@@ -90,7 +90,7 @@ class Budget:
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if math.isinf(self.seconds):
             return wanted
-        left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
+        left = self._end(stage) - self.spent - reserved - self.starts.seconds(layout)
         probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
         part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
         if stage != "check" and self.time.takes_lone_steps(step, part):
@@ -139,6 +139,12 @@ class Budget:
         part = EXPLORES / 2 if after else EXPLORES
         return seconds + after <= left and seconds <= part * left
 
+    def is_dear(self, seconds: float) -> bool:
+        """True if these seconds are more than a small part of what is left, so that a risk of
+        losing them isn't taken lightly.
+        """
+        return seconds > PRICE * (self.seconds - self.spent)
+
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left: enough for a look where nothing
         is expected.
@@ -159,7 +165,7 @@ class Budget:
         step = self._step(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
         measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
-        return self.start_seconds(layout) + self._warm_up(layout, step) + measured
+        return self.starts.seconds(layout) + self._warm_up(layout, step) + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
         """The number of turns of these layouts that still fit the budget; infinite without one."""
@@ -195,54 +201,6 @@ class Budget:
         return self.seconds
 
     # ------------------------------------------------------------------ what probes cost
-
-    def start_seconds(self, layout: Layout) -> float:
-        """The seconds to start a layout's children: 0 if they run already; their usual start if
-        they had to be restarted before.
-
-        For new children it is guessed from the solo starts, which come first and so are the
-        slowest.
-        """
-        own = self._starts.get(layout.children)
-        if own:
-            paid = [seconds for seconds in own if seconds]
-            return min(paid) if len(paid) > 1 else 0.0
-        if layout.traits.side_by_side:
-            pack = self._pack_start(layout.processes)
-            if pack is not None:
-                return pack
-        return self._solo_start * family_of(layout).start_cost * layout.processes
-
-    @cached_property
-    def _starts(self) -> dict[Layout, list[float]]:
-        """Seconds that each group of children took to start, once for each probe."""
-        starts: defaultdict[Layout, list[float]] = defaultdict(list)
-        for seen in self._timed:
-            starts[seen.probe.layout.children].append(seen.restart_seconds)
-        return dict(starts)
-
-    @cached_property
-    def _solo_start(self) -> float:
-        """The longest start of a device alone, without imports; 0 if none is known."""
-        return max((seen.restart_seconds for seen in self._seen.timed("solo")), default=0.0)
-
-    def _pack_start(self, processes: int) -> float | None:
-        """Seconds to start `processes` trainings; None before any pack was started.
-
-        In proportion to the most that were, or less where a second size shows that cores are free.
-        """
-        found: defaultdict[int, list[float]] = defaultdict(list)
-        for seen in self._timed:
-            if seen.probe.layout.traits.side_by_side and seen.start_seconds:
-                found[seen.probe.layout.processes].append(seen.restart_seconds)
-        if not found:
-            return None
-        least, most = min(found), max(found)
-        quickest, longest = median(found[least]), median(found[most])
-        slope = longest / most
-        if most > least:
-            slope = min(slope, max(0.0, (longest - quickest) / (most - least)))
-        return max(0.0, longest + slope * (processes - most))
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
         """What a probe takes besides its start and the time that it may measure."""

@@ -21,7 +21,7 @@ from ..types import Probe, solo
 from .budget import BASE_SECONDS, Budget
 from .device_model import DeviceModel
 from .layouts import TIE
-from .model.memory import BLIND_GROWTH
+from .model.memory import BLIND_GROWTH, SAFE_GROWTH
 from .model.step_time import SAME_BATCH, WIDE, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
@@ -331,18 +331,22 @@ class SoloStage:
         return max(quantum, retreat // quantum * quantum)
 
     def _likely_to_fit(self, one: DeviceModel, first: int, second: int) -> int:
-        """The second batch; where running out of memory costs a slow step or a start, one that
-        surely fits, or twice the first.
+        """The second batch; where running out of memory is dear, one that surely fits or one that
+        isn't much larger than the first.
+
+        It costs a slow step, or the start of a child: then even less is risked.
         """
         surely = one.memory.largest_in_proportion()
-        if surely is None or not self._is_dear(one, second):
+        if surely is None:
             return second
-        wanted = max(2 * first, surely) // self._quantum * self._quantum
+        if self._budget.is_dear(self._budget.starts.after_out_of_memory):
+            likely = SAFE_GROWTH * first
+        elif self._budget.time.takes_lone_steps(_step(one, second)):
+            likely = 2 * first
+        else:
+            return second
+        wanted = int(max(likely, surely)) // self._quantum * self._quantum
         return max(first + self._quantum, min(second, wanted))
-
-    def _is_dear(self, one: DeviceModel, batch: int) -> bool:
-        """True if a probe that runs out of memory costs much of the time that is left."""
-        return self._budget.time.takes_lone_steps(_step(one, batch))
 
     def _first_two(self, most: int) -> tuple[int, int]:
         """8 and 64 rows; if an even share of the global batch (or of the largest) is smaller, that

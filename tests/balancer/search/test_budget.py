@@ -302,7 +302,7 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
             )
         )
     most = least + further
-    asked = Budget(problem, LayoutOptions(), seen).start_seconds(
+    asked = Budget(problem, LayoutOptions(), seen).starts.seconds(
         Layout("pack", (8,), most + processes)
     )
     assert first + more <= asked * (1 + 1e-9)

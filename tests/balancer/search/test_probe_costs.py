@@ -164,13 +164,13 @@ def test_children_that_stand_start_in_no_time() -> None:
     training.
     """
     found = budget(timed(solo(2, 0, 8), start_seconds=4.0), timed(solo(2, 1, 8), start_seconds=3.0))
-    assert found.start_seconds(solo(2, 0, 64)) == 0.0
-    assert found.start_seconds(SPLIT) == pytest.approx(1.5 * 4)
-    assert found.start_seconds(Layout("place", (1, 1), placement="towers")) == pytest.approx(4.0)
-    assert found.start_seconds(Layout("pack", (8, 0), 3)) == pytest.approx(0.8 * 4 * 3)
-    assert budget().start_seconds(SPLIT) == 0.0
+    assert found.starts.seconds(solo(2, 0, 64)) == 0.0
+    assert found.starts.seconds(SPLIT) == pytest.approx(1.5 * 4)
+    assert found.starts.seconds(Layout("place", (1, 1), placement="towers")) == pytest.approx(4.0)
+    assert found.starts.seconds(Layout("pack", (8, 0), 3)) == pytest.approx(0.8 * 4 * 3)
+    assert budget().starts.seconds(SPLIT) == 0.0
     spared = budget(timed(solo(2, 0, 8), start_seconds=16.0, import_seconds=12.0))
-    assert spared.start_seconds(SPLIT) == pytest.approx(1.5 * 4), "imports come once"
+    assert spared.starts.seconds(SPLIT) == pytest.approx(1.5 * 4), "imports come once"
 
 
 def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
@@ -180,8 +180,8 @@ def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
         for size, seconds in ((2, 6.0), (4, 8.0))
     )
     six = Layout("pack", (8, 0), 6)
-    assert budget(two).start_seconds(six) == pytest.approx(18.0)
-    assert budget(two, four).start_seconds(six) == pytest.approx(10.0)
+    assert budget(two).starts.seconds(six) == pytest.approx(18.0)
+    assert budget(two, four).starts.seconds(six) == pytest.approx(10.0)
 
 
 def test_children_that_make_way_again_and_again_pay_their_least_start_each_time() -> None:
@@ -189,8 +189,8 @@ def test_children_that_make_way_again_and_again_pay_their_least_start_each_time(
         timed(SPLIT, "split", start_seconds=6.0),
         timed(SPLIT, "race", turn=1, start_seconds=5.0),
     )
-    assert budget(first).start_seconds(SPLIT) == 0.0
-    assert budget(first, second).start_seconds(SPLIT) == 5.0
+    assert budget(first).starts.seconds(SPLIT) == 0.0
+    assert budget(first, second).starts.seconds(SPLIT) == 5.0
 
 
 def test_the_shortest_probe_has_five_steps_and_its_warm_up() -> None:
