@@ -202,12 +202,20 @@ def _name_process(pid: int) -> str:
     return f"process {pid}"
 
 
+_WITH_VALUE = ("-W", "-X")  # options of Python that are followed by their value
+
+
 def _find_script(arguments: list[str]) -> str:
-    """The first argument that isn't an option; empty for code on the command line."""
-    for word in arguments:
+    """The first argument that isn't an option or an option's value; empty for code on the command
+    line.
+    """
+    words = iter(arguments)
+    for word in words:
         if word == "-c":
             return ""
-        if word and not word.startswith("-"):
+        if word in _WITH_VALUE:
+            next(words, "")
+        elif word and not word.startswith("-"):
             return word
     return ""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from evener.system import taken_cores
 from evener.system.taken_cores import (
     CoreWatch,
     look_at_processes,
@@ -21,6 +22,12 @@ BUSY = "while True: pass"
 NOBODY = -1  # no process is under it
 SCHEDSTAT = Path("/proc/self/schedstat")
 pytestmark = pytest.mark.skipif(not SCHEDSTAT.exists(), reason="the kernel doesn't count delays")
+
+
+@pytest.fixture(autouse=True)
+def all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a program that gets little of a busy machine."""
+    monkeypatch.setattr(taken_cores, "LEAST_CORES", 0.0)
 
 
 def spin(seconds: float) -> None:
@@ -37,7 +44,7 @@ def start_load(folder: Path, core: int, count: int) -> list[subprocess.Popen[byt
         f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\n{BUSY}\n"
     )
     load = [
-        subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+        subprocess.Popen([sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE)
         for _ in range(count)
     ]
     for each in load:
