@@ -499,3 +499,32 @@ def test_timing_a_step_costs_less_than_a_third_of_a_percent_of_10_ms() -> None:
         return (time.thread_time() - began) / 500
 
     assert min(round_s() for _ in range(10)) <= 30e-6
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_an_optimizer_s_closure_computes_is_own_work(alone: bool, by_name: bool) -> None:
+    """As in Lightning, whose optimizers compute the gradients themselves."""
+    clock = TurnedClock()
+    timer = StepTimer(clock, alone)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def closure() -> float:
+        clock.now += 3
+        weight.grad = torch.ones(1)
+        if not alone:
+            timer.note_gradients()
+            clock.now += 2
+            timer.note_backward()
+        return 7.0
+
+    timer.begin(SIZES)
+    result: Any = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    clock.now += 1
+    timer.finish()
+    (step,) = timer.last()
+    assert result == 7.0
+    assert step[1:3] == ((3, 0) if alone else (3, 2))
+    assert step.between_s == 1
+    assert weight.item() == pytest.approx(-0.1)

@@ -715,6 +715,25 @@ def _tell(note: Callable[[StepTimer], None], *_: Any) -> None:
         note(timer)
 
 
+def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Tell timers that an optimizer begins: once its closure, if it has one, has computed the
+    gradients, as Lightning's has. The optimizer itself is the first of the arguments.
+    """
+    closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+    if closure is None or not _timers:
+        _tell(StepTimer.note_update)
+        return None
+
+    def compute() -> Any:
+        result = closure()
+        _tell(StepTimer.note_update)
+        return result
+
+    if len(arguments) > 1:
+        return (arguments[0], compute, *arguments[2:]), keywords
+    return arguments, {**keywords, "closure": compute}
+
+
 # for good: a hook that is removed while PyTorch calls them raises there
-register_optimizer_step_pre_hook(partial(_tell, StepTimer.note_update))
+register_optimizer_step_pre_hook(_tell_update)
 register_optimizer_step_post_hook(partial(_tell, StepTimer.note_updated))
