@@ -1,12 +1,12 @@
 """What grows in the app in each half hour, at many ticks a second: Python objects, caches, free
 memory held by malloc.
 
-    python -m benchmarks.soak_ticks [--ticks 10800] [--devices sim:gtx1080ti,gtx1080,t4,t4]
+    python -m benchmarks.soak_ticks [--ticks 10800] [--devices sim:gtx1080ti,gtx1080] [--lines]
 
 The app runs on a terminal over simulated devices whose load changes at every tick. Each tick moves
 their clock by a second, so histories grow as in real use; keys and changes of the terminal's size
 come as often per tick as in `benchmarks.soak`. The app counts for itself; the report goes to
-stdout.
+stdout. `--lines` draws the Monitor's lines without a terminal: a working day takes minutes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,14 @@ from evener.devices.discover import discover
 from evener.devices.sampler import HISTORY_TICKS, History, Sampler, Subscriber
 from evener.devices.simulated import SimulatedSource
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
+from evener.devices.types import Snapshot
 from evener.live.reporter import Reporter
 from evener.tui.app import EvenerApp
+from evener.tui.view.alerts import AlertRules, AlertWatch
+from evener.tui.view.devices import DEVICES, device_rows, group_rows
+from evener.tui.view.monitor import host_line
+from evener.tui.view.table import table_lines
+from evener.tui.view.timelines import TimeView, draw_timelines, place_graphs
 
 HALF_HOUR = 1800  # ticks
 # two rounds of all keys at all sizes, so that every sample finds the app in the same state
@@ -69,6 +75,8 @@ KEYS = (
 )
 SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 SHARE = 600  # samples of each step
+LINES_TICKS = 10  # from one drawing without the app to the next
+WIDE, GRAPH_ROWS = 198, 35
 
 
 class AppSample(msgspec.Struct, frozen=True):
@@ -147,6 +155,40 @@ def run_app(devices: str, ticks: int, output: str) -> int:
     threading.Thread(target=_drive, args=(app, publisher, ticks, Path(output)), daemon=True).start()
     app.run()
     return app.return_code or 0
+
+
+def draw_lines(devices: str, ticks: int) -> list[AppSample]:
+    """The Monitor's lines at every tenth tick, with histories and alerts at each, in this
+    process.
+    """
+    publisher, watch = TickPublisher(devices), AlertWatch(AlertRules())
+    seen: list[Snapshot] = []
+
+    def take(snapshot: Snapshot) -> None:
+        seen[:] = [snapshot]
+        watch.see(snapshot)
+
+    publisher.start(take)
+    samples = []
+    for tick in range(1, ticks + 1):
+        publisher.tick()
+        (snapshot,) = seen
+        if tick % LINES_TICKS == 0:
+            draw_monitor(snapshot, publisher)
+        if tick % SAMPLE_TICKS == 0 or tick == ticks:
+            samples.append(take_sample(tick, tick == ticks))
+    publisher.close()
+    return samples
+
+
+def draw_monitor(snapshot: Snapshot, past: TickPublisher) -> None:
+    """The lines of a Monitor of 200 x 60."""
+    rows = group_rows(device_rows(snapshot, past.history), ())
+    host_line(snapshot, WIDE)
+    table_lines(DEVICES, rows, WIDE, len(rows) + 1)
+    plan = place_graphs(snapshot.devices, past, WIDE, GRAPH_ROWS)
+    if plan is not None:
+        draw_timelines(plan, past, TimeView(2), WIDE)
 
 
 def _drive(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) -> None:
@@ -252,7 +294,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ticks", type=int, default=6 * HALF_HOUR)
     parser.add_argument("--devices", default="sim:gtx1080ti,gtx1080,t4,t4")
+    parser.add_argument("--lines", action="store_true", help="draw lines alone, without the app")
     options = parser.parse_args()
+    if options.lines:
+        begun = time.perf_counter()
+        samples = draw_lines(options.devices, options.ticks)
+        print(report(samples, f"{options.devices} --lines", 0, time.perf_counter() - begun))
+        return 0
     with tempfile.TemporaryDirectory() as home:
         output = Path(home) / "samples"
         call = f"run_app({options.devices!r}, {options.ticks}, {str(output)!r})"
