@@ -1,17 +1,19 @@
 """A device by the observations: the seconds that its rows take, and the most rows that it may
 compute at once.
 
-Each bound is a multiple of the quantum, and within the ones above it; 0 leaves the device out.
+Each bound on the rows that it may compute at once is a multiple of the quantum; 0 leaves the device
+out. Their names say what they rest on:
 
     asked       the request: largest share, fixed global batch, largest global batch
-    largest     by memory: the next guess, where the memory line ends or between what ran and what
-                failed
-    wall        the same in splits, which go no farther than what ran where bytes are unknown
-    safe        what ran, or a little more if memory is far from full
-    quick       beyond it a step takes too long
-    reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it
-                where it has to
-    one_pass    the wall, or less where two smaller passes are faster
+    certain     memory: what ran, or a little more where memory is far from full
+    guessed     memory: where its line ends, or a batch between what ran and what failed; in splits
+                no more than ran where bytes are unknown
+    trusted     time: no farther beyond what ran than a curve can be trusted, within what is
+                guessed; a fixed batch goes beyond it where it has to
+
+Rounds alone go by bounds of their own (`guessed_alone_rows`, `trusted_alone_rows`), as what fails
+there costs less than in a split. `one_pass` is what is guessed, or less where two smaller passes
+are faster.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class DeviceModel:
     # what ran
 
     @cached_property
-    def asked(self) -> int:
+    def asked_rows(self) -> int:
         """The most rows that the request lets it have at once."""
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
@@ -112,39 +114,39 @@ class DeviceModel:
         return min(given, default=UNBOUNDED) // self.quantum * self.quantum
 
     @cached_property
-    def wall(self) -> int:
+    def guessed_rows(self) -> int:
         """The largest share that is worth trying in a split, by memory; 0 for a lost device."""
         if self.out_of_use:
             return 0
         bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
-        return self.memory.largest_in_split(self.asked, self.quantum, bold)
+        return self.memory.largest_in_split(self.asked_rows, self.quantum, bold)
 
     @cached_property
-    def safe(self) -> int:
+    def certain_rows(self) -> int:
         """The largest share that surely fits at once."""
-        return self.memory.largest_safe(self.asked, self.quantum)
+        return self.memory.largest_safe(self.asked_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran
 
     @cached_property
-    def far(self) -> int:
+    def trusted_alone_rows(self) -> int:
         """The largest batch that the next round alone may measure, by its stride."""
         if self.alone is None:
             return 0
         growth = self._growth(self.alone)
         stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
-        by_memory = self.memory.largest_to_try(self.asked, self.quantum)
-        return min(self.farthest, by_memory, self._times_what_ran(stride))
+        by_memory = self.memory.largest_to_try(self.asked_rows, self.quantum)
+        return min(self.guessed_alone_rows, by_memory, self._times_what_ran(stride))
 
     @cached_property
-    def farthest(self) -> int:
+    def guessed_alone_rows(self) -> int:
         """The largest batch that any round alone may measure: by memory and by time."""
         if self.alone is None or not self.memory.ran:
             return 0
-        by_memory = self.memory.largest_to_try(self.asked, self.quantum, hoped=True)
+        by_memory = self.memory.largest_to_try(self.asked_rows, self.quantum, hoped=True)
         return self._quick(self.alone, by_memory)
 
-    def reachable(self, curve: Curve | PassCurve, limit: int) -> int:
+    def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """The largest batch, of a free one quick enough, that is near to what ran, so that the
         curve can be trusted.
         """
@@ -195,7 +197,7 @@ class DeviceModel:
         if not self._divides or self.alone is None:
             return 0
         curve = self.alone
-        rows = self.reachable(curve, self.wall)
+        rows = self.trusted_rows(curve, self.guessed_rows)
         points = merge_points(self.group_points)
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
         # the end of a level stretch, if its place is known
@@ -212,9 +214,9 @@ class DeviceModel:
     def one_pass(self) -> int:
         """The largest share in one pass: what fits, or less where two smaller passes are faster."""
         rows = self.pass_rows
-        if not rows or rows >= self.wall or self.in_splits is None:
-            return self.wall
-        most = most_in_one(self.in_splits, rows, self.wall, self.extra_seconds)
+        if not rows or rows >= self.guessed_rows or self.in_splits is None:
+            return self.guessed_rows
+        most = most_in_one(self.in_splits, rows, self.guessed_rows, self.extra_seconds)
         return most // self.quantum * self.quantum
 
     @cached_property
@@ -237,7 +239,7 @@ class DeviceModel:
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
             return device
-        fits = max(rows, min(device.limit, self.wall))
+        fits = max(rows, min(device.limit, self.guessed_rows))
         passes = PassCurve(device.curve, device.limit, rows, self.extra_seconds, fits)
         most = max(device.limit, self._problem.global_batch or 0)
         return DeviceCurve(self.position, passes, most)
@@ -266,11 +268,11 @@ class DeviceModel:
         passes can't be taken.
         """
         if surely:
-            wall = fits = self.safe
-            rows = min(self.safe, self.pass_rows)
+            wall = fits = self.certain_rows
+            rows = min(self.certain_rows, self.pass_rows)
         else:
             wall = self.one_pass
-            fits = self.wall
+            fits = self.guessed_rows
             rows = self.pass_rows
         if not rows or share <= wall or self.alone is None:
             return share

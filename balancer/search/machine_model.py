@@ -169,13 +169,13 @@ class MachineModel:
     def hold(self, layout: Layout) -> bool:
         """True if every pass of a layout is predicted to fit."""
         both = zip(layout.pass_rows, self.devices, strict=True)
-        return all(rows <= device.wall for rows, device in both)
+        return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_hold(self, layout: Layout) -> bool:
         """True if every pass of a layout ran before, or is far below what the memory line
         allows.
         """
-        return all(layout.pass_rows[i] <= self.devices[i].safe for i in layout.active)
+        return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:

@@ -88,7 +88,7 @@ class Predictions(MachineModel):
         rates = [split.samples_per_second if split else 0.0]
         for position in self.live:
             device = self.devices[position]
-            if device.alone and batch <= device.wall:
+            if device.alone and batch <= device.guessed_rows:
                 rates.append(batch / device.alone.seconds(batch))
         return max(rates)
 
@@ -112,7 +112,7 @@ class Predictions(MachineModel):
         """
         found = []
         for one in self.split_curves:
-            limit = self.devices[one.position].reachable(one.curve, one.limit)
+            limit = self.devices[one.position].trusted_rows(one.curve, one.limit)
             found.append(DeviceCurve(one.position, one.curve, limit))
         return tuple(found)
 
@@ -137,7 +137,7 @@ class Predictions(MachineModel):
         if self.problem.global_batch is not None:
             alone = DeviceCurve(position, device.alone, device.one_pass)
             return self._best_alone(device.in_passes(alone))
-        reach = device.reachable(device.alone, device.one_pass)
+        reach = device.trusted_rows(device.alone, device.one_pass)
         return self._best_alone(DeviceCurve(position, device.alone, reach))
 
     def within(self, part: float) -> Allocation | None:

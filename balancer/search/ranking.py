@@ -31,7 +31,8 @@ PROBE_DRIFT = 0.007
 # benchmarks.search)
 DRIFT_WEIGHT = 4
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
-# of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
+# of a gain that is hoped for: what may fit runs out of memory as often as not,
+# as kernels take a workspace with more rows
 COMES_TRUE = 0.5
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again

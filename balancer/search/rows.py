@@ -82,7 +82,7 @@ class RowDevices(Predictions):
         for position in layout.active:
             device = self.devices[position]
             if device.in_splits is not None:
-                most = min(device.safe, device.pass_rows or batch, batch)
+                most = min(device.certain_rows, device.pass_rows or batch, batch)
                 rows = max(most, layout.pass_rows[position])
                 found[position] = cut_curve(device.in_splits, batch), rows
         return tuple(found)
@@ -90,7 +90,7 @@ class RowDevices(Predictions):
     def sketch(self, position: int) -> CurveSketch:
         """A device's curve, to be drawn."""
         device = self.devices[position]
-        largest = device.wall or device.memory.ran or None
+        largest = device.guessed_rows or device.memory.ran or None
         points: tuple[tuple[int, float], ...] = ()
         if device.alone and largest:
             sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
@@ -303,7 +303,7 @@ class RowDevices(Predictions):
         wanted = fixed or self._even_batch(positions, splits)
         batch = max(wanted // quantum, count) * quantum
         even = split_evenly(self.problem.devices, positions, batch, quantum)
-        safe = min(self.devices[i].safe for i in positions)
+        safe = min(self.devices[i].certain_rows for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
         if fixed:

@@ -131,7 +131,7 @@ class SoloStage:
         longest = 0.0
         for position, share in wanted.shares:
             one = self._model.devices[position]
-            batch = min(self._micro_batch(position, share), one.far)
+            batch = min(self._micro_batch(position, share), one.trusted_alone_rows)
             if not self._shows_more(one, batch):
                 continue
             seconds = self._seconds(one, batch)
@@ -193,7 +193,9 @@ class SoloStage:
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._in_split) // self._quantum * self._quantum
-        return even if one in self._in_split and one.memory.ran < even <= one.far else 0
+        return (
+            even if one in self._in_split and one.memory.ran < even <= one.trusted_alone_rows else 0
+        )
 
     @cached_property
     def _in_split(self) -> Sequence[DeviceModel]:
@@ -232,9 +234,9 @@ class SoloStage:
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
         """The devices as fast as they may be, in the passes that are best then."""
         return {
-            one.position: one.in_best_passes(one.hope, one.farthest)
+            one.position: one.in_best_passes(one.hope, one.guessed_alone_rows)
             for one in self._live
-            if one.farthest and one.hope
+            if one.guessed_alone_rows and one.hope
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
@@ -248,7 +250,7 @@ class SoloStage:
         """
         ran = []
         for one in self._live:
-            most = min(one.memory.ran, one.far)
+            most = min(one.memory.ran, one.trusted_alone_rows)
             if one.alone and most:
                 ran.append(one.in_best_passes(one.alone, most))
         known = self._model.fastest_of(ran)
@@ -316,7 +318,7 @@ class SoloStage:
         """One of the first two batches, or a retreat from one that ran out of memory."""
         memory = one.memory
         quantum = self._quantum
-        first, second = self._first_two(one.asked)
+        first, second = self._first_two(one.asked_rows)
         second = self._likely_to_fit(one, first, second)
         if not memory.ran and memory.failed is None:
             return first

@@ -192,8 +192,9 @@ def _bends(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """The seconds at rising batches, none above those at a larger one (kernel_down, tol_jagged) or
-    below 0.
+    """The seconds at rising batches, none above those at a larger one or below 0.
+
+    A larger batch may take less time, as another kernel computes it: fewer rows can do as it does.
     """
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
 

@@ -58,10 +58,10 @@ def read(problem: Problem, seen: Observations) -> Predictions:
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
-    assert model().devices[0].asked > 10**8
-    assert model(largest_share=500, multiple_of=8).devices[0].asked == 496
-    assert model(max_global_batch=300, largest_share=500).devices[0].asked == 300
-    assert model(global_batch=600, largest_share=500).devices[0].asked == 500
+    assert model().devices[0].asked_rows > 10**8
+    assert model(largest_share=500, multiple_of=8).devices[0].asked_rows == 496
+    assert model(max_global_batch=300, largest_share=500).devices[0].asked_rows == 300
+    assert model(global_batch=600, largest_share=500).devices[0].asked_rows == 500
 
 
 def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
@@ -82,8 +82,8 @@ def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> 
         (solo(2, 1, 1500), "solo"),
     )
     found = model(*SOLOS, *larger, global_batch=6000)
-    assert [one.pass_rows for one in found.devices] == [one.wall for one in found.devices]
-    assert min(one.wall for one in found.devices) > 1900
+    assert [one.pass_rows for one in found.devices] == [one.guessed_rows for one in found.devices]
+    assert min(one.guessed_rows for one in found.devices) > 1900
     full = OutOfMemory(Probe(solo(2, 1, 1), "solo", 1.0), (1,), "full", 1.0)
     assert model(*SOLOS, extra=(full,), global_batch=6000).devices[1].pass_rows == 0
     falling = Bench(((0, 0, 0, 2000),) * 2, curves=(((0, 10), (500, 60), (2000, 400)),) * 2)
