@@ -38,6 +38,7 @@ class ModuleAudit:
         self._strategy = strategy
         self._audits = strategy.planned.audits
         self._audits.remedies |= REMEDIES
+        self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
         """Audit the epoch's batch number `step`, if that is due; `others` are the arguments of

@@ -51,6 +51,7 @@ class TrainerAudit:
         self._dataset = dataset
         self._collate = collate
         self._audits.remedies |= REMEDIES
+        self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
         """Audit a step on these rows of the data, if it is due: its gradients are there, and the

@@ -61,7 +61,8 @@ CHANGED = (
     "Each training pass changes the model's buffer {}: with shares every device changes its own,"
     " once for each of its passes."
 )
-NOT_AUDITED = "A loss wasn't checked, as {}. Is it a mean over rows (split.check)?"
+NOT_AUDITED = "A loss wasn't checked, as {}."
+QUESTION = " Is it a mean over rows (split.check)?"
 PADDED = (
     "its rows are padded to the longest one beside them, and whether it depends on that can't be"
     " seen: the loop reads lengths from its batch"
@@ -78,7 +79,7 @@ OTHER_NUMBERS = (
 )
 UNREPEATABLE = (
     "The gradient couldn't be audited: the same rows give another one each time that they are"
-    " computed. Is the loss a mean over rows (split.check)?"
+    " computed."
 )
 
 
@@ -110,7 +111,9 @@ class TrainingAudits:
         self._number = next(_NUMBERS)  # the same on every rank
         self._told: dict[int, list[str]] = {}  # by step: where each rank leaves what it has found
         self._go_even: Callable[[str], None] | None = None
-        # what to do, by the cause, in the words of the trainer that this is behind
+        # what is asked where nothing could be audited, and what to do, by the cause, in the words
+        # of the trainer that this is behind
+        self.question = QUESTION
         self.remedies = {name: each.remedy for name, each in CAUSES.items()}
         self._said: set[str] = set()
         self._settings = LossSettings()
@@ -165,6 +168,7 @@ class TrainingAudits:
         go even.
         """
         self._go_even = go_even
+        self.question = ""
         self.judge = Audits(evens=True, strict=self._training.strict)
 
     @property
@@ -308,7 +312,7 @@ class TrainingAudits:
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
         if fault:
-            self._say(NOT_AUDITED.format(fault))
+            self._say(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
         """Tell the other ranks what an audit of a part has found, as the batch's last pass is over:
@@ -473,7 +477,7 @@ class TrainingAudits:
         except WholeBatchLoss:
             return None  # every rank has the whole batch's loss
         except RequestError as error:
-            self._say(NOT_AUDITED.format(error.message.rstrip(".")))
+            self._say(NOT_AUDITED.format(error.message.rstrip(".")) + self.question)
         except Exception as error:
             if is_out_of_memory(error):
                 drop_frames(error)
@@ -481,7 +485,7 @@ class TrainingAudits:
             else:
                 text = str(error).partition("\n")[0]
                 fault = CANT.format(type(error).__name__, text)
-                self._say(NOT_AUDITED.format(fault) + _place(error))
+                self._say(NOT_AUDITED.format(fault + _place(error)) + self.question)
         return None
 
     def _act(
@@ -544,7 +548,7 @@ class TrainingAudits:
         self._compare_numbers([each.numbers for each in every if each.numbers is not None])
         guessed = [each for each in every if each.message and not each.certain]
         if guessed and not any(each.fine for each in every):
-            self._say(NOT_AUDITED.format(MAY_COUNT))
+            self._say(NOT_AUDITED.format(MAY_COUNT) + self.question)
         worst = self._compare_ranks(every, step)
         worst = next((each for each in every if each.even), worst)
         if worst is None:
@@ -561,7 +565,7 @@ class TrainingAudits:
         if found.changed:
             self._say(CHANGED.format(found.changed[0]))
         if not found.repeatable:
-            self._say(UNREPEATABLE)
+            self._say(UNREPEATABLE + self.question)
             return RankVerdict()
         if not found.finite:
             return RankVerdict()

@@ -71,3 +71,28 @@ def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, wor
 def test_a_module_that_differs_is_refused(modules: Ended, name: str, words: str) -> None:
     for rank in modules:
         assert words in rank[name]["said"]
+
+
+def test_losses_alone_are_compared_where_checkpoints_are_reentrant() -> None:
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+
+    from evener.torch.audit.compute import Bench, Piece
+    from evener.torch.audit.sketch import name_tensors
+    from evener.torch.audit.step import AuditChange, Ways, audit
+
+    model = torch.nn.Linear(3, 3).double()
+    rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+
+    def compute(own: Any, spread: bool) -> Any:
+        made = checkpoint(model, own, use_reentrant=True)
+        return made.std() if spread else made.square().mean()
+
+    for spread in (False, True):
+        loss = partial(partial, compute, spread=spread)
+        whole = [Piece(loss(rows))]
+        parts = [Piece(loss(rows[:3]), 3 / 8), Piece(loss(rows[3:]), 5 / 8)]
+        ways = Ways(whole, parts, {"sum": AuditChange(parts)}, (3, 5))
+        found = audit(Bench([model], name_tensors([model])), ways)
+        assert (found.difference is None) is not spread

@@ -64,7 +64,7 @@ class Bench:
         self._apart = [each for each in apart if each is not None]
         self._function = function
         self._around = around
-        self._losses_only = losses_only
+        self.losses_only = losses_only
         self.changed: set[str] = set()
         self.draws = 0
         self._adds: Callable[..., None] | None = None  # within a piece
@@ -108,8 +108,8 @@ class Bench:
             kept = kept_attributes(*self._modules, *self._holders, apart=self._apart)
             with kept, kept_closure(self._function):
                 before = self._list_buffers()
-                self._adds = partial(sums.add, weight=piece.weight, loss_only=self._losses_only)
-                with randomness, torch.set_grad_enabled(not self._losses_only):
+                self._adds = partial(sums.add, weight=piece.weight, loss_only=self.losses_only)
+                with randomness, torch.set_grad_enabled(not self.losses_only):
                     loss = piece.loss()
                     self._note_changes(before)
                     if isinstance(loss, torch.Tensor):
