@@ -20,6 +20,6 @@ case ${1:-} in
   *) extras=app,$1 ;;
 esac
 
-echo "Installing evener with $extras in .venv; a framework is some hundred MB, for NVIDIA GPUs several GB." >&2
+echo "Installing evener with $extras in .venv; a framework takes 1 to 2 GB, for NVIDIA GPUs more." >&2
 "${PYTHON:-python3}" -m venv .venv
 .venv/bin/pip install -q -c constraints.txt -e ".[$extras]"

@@ -196,11 +196,11 @@ def test_a_plans_texts_can_not_control_the_terminal_of_a_training(
 @pytest.mark.parametrize(
     "text",
     [
-        b'"\u001b]0;owned\u0007" = 1',
-        b'{"\u001b[2J": 1, "layout": {"share": [{"device": "a", "batch": 1}]}}',
-        b'[layout]\nkind = "\u009b31m"\n[[layout.share]]\ndevice = "a"\nbatch = 1',
-        b'[[layout.share]]\ndevice = "\u202ea"\nbatch = 1\nmicro = 5',
-        b'[[layout.share]]\ndevice = "a"\nbatch = 1\n"\u001b[31m" = 1',
+        b'"\\u001b]0;owned\\u0007" = 1',
+        b'{"\\u001b[2J": 1, "layout": {"share": [{"device": "a", "batch": 1}]}}',
+        b'[layout]\nkind = "\\u009b31m"\n[[layout.share]]\ndevice = "a"\nbatch = 1',
+        b'[[layout.share]]\ndevice = "\\u202ea"\nbatch = 1\nmicro = 5',
+        b'[[layout.share]]\ndevice = "a"\nbatch = 1\n"\\u001b[31m" = 1',
     ],
 )
 def test_an_error_of_a_plan_can_not_control_the_terminal(text: bytes, tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ def _name_devices(devices: Sequence[Device]) -> str:
 def _conclude(checks: Sequence[Check], devices: str) -> str:
     """What follows from the checks, in a line."""
     broken = [check.name for check in checks if check.level == "problem"]
+    if broken and set(broken) == FRAMEWORKS:
+        return (
+            "Not ready: a framework is missing. evener demo and simulated devices work meanwhile."
+        )
     if broken:
         return f"Not ready: {', '.join(broken)}. evener demo and simulated devices work meanwhile."
     frameworks = {check.name for check in checks if check.level == "ok"} & FRAMEWORKS
