@@ -11,6 +11,7 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.shares.curves import Cost
+from evener.training.limits import LimitKind, TrainingLimit
 
 from ..families import SOLO, Family, is_even
 from ..journal import Record
@@ -91,6 +92,7 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
     error = relative_error(figure.value, figure.low, figure.high)
     doubts = measurements.find_doubts(seen, chosen.layout, error)
     named = _name_rivals(report, rivals, labels)
+    limits = find_training_limits(report, seen, devices)
     verdict = Verdict(
         chosen=_describe_chosen(report, labels),
         figure=_describe_figure(report, chosen.layout, figure),
@@ -129,9 +131,9 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
         stopped=cast(StopCode, end.end.code),
         stopped_detail=end.end.detail,
         failed=sum(isinstance(one, Failed) for one in seen),
-        sum_loss=_find_sum_loss(report) if known else None,
+        sum_loss=_find_sum_loss(report, limits) if known else None,
         unequal_twins=measurements.find_unequal_twins(seen, devices),
-        limits=find_training_limits(report, seen, devices),
+        limits=limits,
     )
     return msgspec.structs.replace(verdict, advice=advise(verdict))
 
@@ -407,9 +409,9 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 NEARLY = 0.9  # of the sum of all devices alone: what is less is explained
 
 
-def _find_sum_loss(report: SearchReport) -> SumLoss | None:
-    """Why several devices reach much less than the sum of each alone; None where they don't, or
-    where a device wasn't measured alone.
+def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
+    """Why several devices reach much less than the sum of each alone; None where they don't, where
+    a device wasn't measured alone, or where rows or cores are what the training waits for.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -418,7 +420,8 @@ def _find_sum_loss(report: SearchReport) -> SumLoss | None:
     if len(alone) < len(report.solos) or not is_known(chosen.throughput):
         return None
     part = chosen.throughput.value / sum(alone)
-    if part >= NEARLY:
+    waits = any(limit.kind in (LimitKind.INPUT, LimitKind.HOST_STARVED) for limit in limits)
+    if part >= NEARLY or waits:
         return None
     batch = chosen.layout.global_batch
     took, ideal = batch / chosen.throughput.value, batch / sum(alone)

@@ -180,6 +180,21 @@ def test_the_verdict_names_its_limits_behind_the_answer_the_largest_first() -> N
     assert lines[3].startswith("Limited by the optimizer")
 
 
+def test_a_loss_that_waiting_for_rows_explains_is_not_the_exchange_s() -> None:
+    """What rows cost is no part of what synchronizing devices costs."""
+    chosen = result(SPLIT, 1000)
+    alone = [result(candidate("solo", solo(2, i, 256)), 800) for i in range(2)]
+    known: dict[str, Any] = {
+        "solos": tuple(alone),
+        "sync_seconds": 0.3,
+        "results": (chosen, *alone),
+    }
+    late = (PartSeconds(input_seconds=0.2),) * 2
+    seen = timed(SPLIT.layout, *late, step=0.256)
+    assert judged(chosen, seen=[seen], **known).sum_loss is None
+    assert judged(chosen, **known).sum_loss is not None
+
+
 # ---------------------------------------------------------------------- loader workers
 
 
