@@ -249,6 +249,8 @@ class TrainingJournal:
             self._append(
                 EndEntry(time.time(), f"{type(error).__name__}: {first[:200]}" if error else "")
             )
+        if self._unwritten:  # as of a start that Ctrl-C has interrupted
+            self._flush()
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -299,13 +301,15 @@ class TrainingJournal:
             )
 
     def _append(self, entry: TrainingEntry) -> None:
-        """Write an entry, after those that couldn't be written before; warn when that fails, and
-        keep them for the next time.
-        """
+        """Write an entry, after those that couldn't be written before."""
         self._unwritten.append(entry)
         if len(self._unwritten) > MOST_UNWRITTEN:
             oldest = 1 if isinstance(self._unwritten[0], StartEntry) else 0
             del self._unwritten[oldest]
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write the entries that wait; warn when that fails, and keep them."""
         try:
             if self._descriptor < 0:
                 self._descriptor = _open_journal(self._run)

@@ -236,3 +236,25 @@ def test_a_broken_line_is_named(own_state: Path, monkeypatch: pytest.MonkeyPatch
     assert "line 2 is broken" in found.trouble
     runs.delete_run(found.run)
     assert runs.list_runs() == ()
+
+
+def test_an_entry_that_ctrl_c_has_interrupted_is_written_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the first one, while its folder is made."""
+    monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc9")
+    journal = TrainingJournal(["a"], [4])
+    with monkeypatch.context() as patched:
+        patched.setattr("evener.live.journal._open_journal", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            journal.note(RECORD)
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+    journal.note(RECORD)
+    journal.close()
+    training = runs.load_training("20261122-120000-abc9")
+    assert training is not None
+    assert [type(entry) for entry in training.entries] == [StartEntry]
+
+
+def _interrupt(_: str) -> int:
+    raise KeyboardInterrupt
