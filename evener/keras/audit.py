@@ -40,6 +40,7 @@ from .audit_step import StepResult, StepVariable, TracedStep
 from .compatibility import NO_PASSES, TOWERS, warn
 from .data import DealtArrays
 from .decisions import both_sides, find_apart
+from .engine import Engine
 from .instances import replaced
 from .keras_step import OwnRows, Tensors, count_rows, cut_rows, open_rows, pad_rows
 from .loss_kinds import first_line
@@ -76,17 +77,16 @@ class Finding(msgspec.Struct):
 
 
 class StepAudit:
-    """The audits of a model's trainings by an engine, which runs on `device`.
+    """The audits of a model's trainings by an engine.
 
     With `strict` a confirmed difference ends the training at any time. `pass_rows` are those of the
     engine's largest pass, where it takes passes.
     """
 
-    def __init__(self, engine: Any, device: str, strict: bool, pass_rows: int | None) -> None:
+    def __init__(self, engine: Engine, strict: bool, pass_rows: int | None) -> None:
         self._engine = engine
         self._model = engine.model
-        self._group: Any = getattr(engine, "group", None)
-        self._device = device
+        self._group: Any = engine.group
         self._most = MOST if pass_rows is None else min(MOST, max(FEW, pass_rows // 2))
         self.audits = Audits(strict=strict)
         self.warnings: list[str] = []  # differences after which the training went on
@@ -198,7 +198,7 @@ class StepAudit:
 
     def _trace_both(self, rows: Tensors, spec: Any) -> tuple[TracedStep, TracedStep]:
         model = self._model
-        with tf.device(self._device):
+        with tf.device(self._engine.device):
             own = functools.partial(type(model).train_step, model)
             plain = TracedStep(model, own, spec, shifted=True)
         with self._in_small_passes(int(count_rows(rows))):
@@ -342,7 +342,7 @@ class StepAudit:
         whole = plain.run(rows).margins
         if not whole:
             return None
-        if self._engine.cut.in_passes or self._group is not None:
+        if self._engine.judges_parts(True):
             every = [plain.run(part).margins for part in self._cut_parts(rows)]
         else:
             every = [shared.run(rows).margins]  # losses see the whole batch in towers
@@ -424,7 +424,7 @@ class StepAudit:
         values, names = self._raise_zeros(plain)
         if values:
             yield f"with {' and '.join(names[:2])} above 0", values, rows
-        if not (self._engine.cut.in_passes or self._group is not None):
+        if not self._engine.judges_parts(True):
             return
         x, y, weight = rows
         for said, change in LABELS.items():
@@ -478,8 +478,7 @@ class StepAudit:
 
     def _find(self, difference: GradientDifference, rows: Tensors, moved: str) -> Finding:
         cut = self._engine.cut
-        partial = cut.in_passes or self._group is not None
-        cause = IN_PARTS if partial else IN_MODEL
+        cause = IN_PARTS if self._engine.judges_parts(True) else IN_MODEL
         parts = cut.sizes(int(count_rows(rows)))
         said = describe(difference, cause, [size for size in parts if size], self.audits.step)
         if moved:

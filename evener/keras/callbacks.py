@@ -18,7 +18,6 @@ import tensorflow as tf
 from keras import callbacks as kinds
 
 from ..system.files import write_atomically
-from .multiworker import Workers
 
 WRITERS = (kinds.BackupAndRestore, kinds.CSVLogger, kinds.TensorBoard)
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -29,7 +28,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
     when one stops.
     """
 
-    def __init__(self, engine: Workers, share_weights: Callable[[], None], backup: Any) -> None:
+    def __init__(self, engine: Any, share_weights: Callable[[], None], backup: Any) -> None:
         super().__init__()
         self._engine = engine
         self._group = engine.group
@@ -56,7 +55,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self.model.stop_training = bool(stops > 0)
 
 
-def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], None]) -> list[Any]:
+def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """The callbacks of this process: only the first one's write files; what comes last keeps all in
     step.
     """

@@ -80,13 +80,13 @@ def check_step(model: Any) -> None:
             )
 
 
-def check_test_step(model: Any, engine: str) -> None:
+def check_test_step(model: Any) -> None:
     """Refuse a test_step of the user's own where it would take one device's rows for the whole
     batch.
     """
     if overrides(model, "test_step"):
         raise RequestError(
-            f"{type(model).__name__} has a test_step of its own, which engine={engine!r} "
+            f"{type(model).__name__} has a test_step of its own, which engine='multiworker' "
             f"would replace.",
             "Use engine='towers', which runs it whole on the first device.",
         )
@@ -116,14 +116,6 @@ def check_workers(model: Any) -> None:
             "engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False."
         )
     _warn_local_statistics(model)
-
-
-# before an engine's first step
-CHECKS = {
-    "solo": check_compiled,
-    "towers": check_towers,
-    "multiworker": check_workers,
-}
 
 
 def check_passes(model: Any, rows: int) -> None:

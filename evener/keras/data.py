@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -383,13 +383,31 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
         return False
     x = shapes[: len(tf.nest.flatten(spec[0] if type(spec) is tuple else spec))]
     if inputs and len(x) == len(inputs):
-        missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
-        open_samples = any(size is None for each in inputs for size in each.shape[1:])
-        return not (
-            missing == len(inputs) and (open_samples or any(shape[0] is not None for shape in x))
-        )
+        return not _are_samples(x, inputs)
+    return _lead_batches(shapes)
+
+
+def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """True if these shapes are those of a model's inputs without the axis of the batch.
+
+    Each of them has an axis less. Where an input has as many axes as a batch of another would,
+    an open axis of the inputs, or a known first one of the samples, tells.
+    """
+    missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
+    if missing != len(inputs):
+        return False
+    open_inputs = any(size is None for each in inputs for size in each.shape[1:])
+    return open_inputs or any(shape[0] is not None for shape in x)
+
+
+def _lead_batches(shapes: Sequence[Any]) -> bool | None:
+    """What first axes tell: batches have an open one, samples of several shapes unequal ones."""
     leading = {shape[0] for shape in shapes}
-    return True if leading == {None} else False if len(leading) > 1 else None
+    if leading == {None}:
+        return True
+    if len(leading) > 1:
+        return False
+    return None
 
 
 def batch_rows(dataset: Any) -> int | None:
@@ -409,21 +427,39 @@ def batch_rows(dataset: Any) -> int | None:
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
     """Dense arrays, whole epochs, one step at a time."""
-    leaves = [
-        leaf
-        for key in ("x", "y", "sample_weight")
-        for leaf in tf.nest.flatten(chosen[key])
-        if leaf is not None
-    ]
+    given = [tf.nest.flatten(chosen[key]) for key in ("x", "y", "sample_weight")]
+    leaves = [leaf for every in given for leaf in every if leaf is not None]
+    arrays = all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
+    if not arrays or any(leaf.dtype == object for leaf in leaves):
+        return False
     weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
-    return (
-        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in leaves)
-        and isinstance(chosen["shuffle"], bool)
-        and not (weighted and tf.nest.is_nested(chosen["y"]))
-        and not chosen["validation_split"]
-        and chosen["steps_per_epoch"] is None
-        and model.steps_per_execution == 1
-    )
+    if weighted and tf.nest.is_nested(chosen["y"]):
+        return False
+    whole_epochs = not chosen["validation_split"] and chosen["steps_per_epoch"] is None
+    return whole_epochs and isinstance(chosen["shuffle"], bool) and model.steps_per_execution == 1
+
+
+def split_for_validation(chosen: dict[str, Any]) -> None:
+    """Keep the first rows of arrays to train on and the last ones to validate, as Keras does."""
+    part = chosen["validation_split"]
+    chosen["validation_split"] = 0.0
+    if chosen["validation_data"] is not None:
+        return
+    names = ("x", "y", "sample_weight")
+    rows = array_rows([chosen[name] for name in names])
+    first = math.floor(rows * (1.0 - part))
+    if first in (0, rows):
+        raise RequestError(
+            f"validation_split={part} of {rows} rows leaves none to train on, or to validate.",
+            "Give another part.",
+        )
+    held = [_cut_arrays(chosen[name], slice(first, None)) for name in names]
+    chosen["validation_data"] = tuple(each for each in held if each is not None)
+    chosen |= {name: _cut_arrays(chosen[name], slice(first)) for name in names}
+
+
+def _cut_arrays(arrays: Any, rows: slice) -> Any:
+    return keras.tree.map_structure(lambda each: None if each is None else each[rows], arrays)
 
 
 def _gather(tensors: Any, places: Any) -> Any:

@@ -20,17 +20,7 @@ from ..errors import RequestError
 from ..plan.check import check_global_batch
 from ..shares.whole_rows import batch_in_one_pass, largest_pass
 from .audit import StepAudit
-from .callbacks import group_callbacks, save_whole
-from .compatibility import (
-    CHECKS,
-    check_compiled,
-    check_passes,
-    check_step,
-    check_test_step,
-    overrides,
-    warn,
-    warn_small_data,
-)
+from .compatibility import check_passes, overrides, warn, warn_small_data
 from .data import (
     ArrayBatches,
     DealtArrays,
@@ -41,28 +31,29 @@ from .data import (
     check_padding,
     is_plain,
     pack_arrays,
+    split_for_validation,
 )
+from .engine import Engine
 from .group import check_same_arrays
 from .keras_step import from_frame, warn_of_own_loop
-from .measuring import MOST_ROWS, build_model, measure_first
+from .measuring import measure_first
 from .own_train_step import OwnTrainStep
 
 ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Methods that replace a model's own so that a split's `engine` trains it; without one, it is
-    Keras' on one device.
+    """Methods that replace a model's own so that a split's `engine` trains it.
 
     `batch` and `samples` are those of a step and an epoch of the running fit, where it is known
     from arrays.
     """
 
-    def __init__(self, model: Any, engine: Any, split: Any) -> None:
+    def __init__(self, engine: Engine, split: Any) -> None:
         self.engine = engine
-        self.model = model
+        self.model = engine.model
         self.split = split
-        self.group: Any = split.group
+        self.group: Any = engine.group
         self.batch: int | None = None
         self.samples: int | None = None
         self._plan_batch = (
@@ -77,43 +68,31 @@ class FitHooks:
         self._evaluated = (
             max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
         )
-        self.audit = self._make_audit() if engine is not None and split.audited else None
-
-    def _make_audit(self) -> StepAudit:
-        device = self.group.device if self.group else self.split.devices[0]
-        return StepAudit(self.engine, device, self.split.strict, self._pass_rows)
+        self.audit: StepAudit | None = None
+        if engine.splits and split.audited:
+            self.audit = StepAudit(engine, split.strict, self._pass_rows)
 
     def attach(self) -> None:
         """Replace the model's steps by the engine's, and what prepares them."""
-        model, split = self.model, self.split
+        model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, self._step_of(name))
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make, name))
-        if split.engine == "multiworker":
-            model.train_on_batch = functools.partial(self.on_batch, "train_on_batch")
-            model.test_on_batch = functools.partial(self.on_batch, "test_on_batch")
-            for name in ("save", "save_weights"):
-                setattr(
-                    model,
-                    name,
-                    functools.partial(save_whole, self.group.rank, getattr(model, name)),
-                )
+        for name, method in engine.methods().items():
+            setattr(model, name, method)
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
-        if split.engine != "solo" and model._call_has_training_arg:
+        if engine.splits and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _step_of(self, name: str) -> Any:
         """The engine's step of this name, the model's own around it, or the model's own alone."""
-        model, engine = self.model, self.engine
-        if not hasattr(engine, name):
-            return functools.partial(self._own_step, name)
-        step = getattr(engine, name)
-        if not overrides(model, name):
+        step = getattr(self.engine, name)
+        if not (self.engine.splits and overrides(self.model, name)):
             return step
         if name == "train_step":
-            return OwnTrainStep(model, step)
+            return OwnTrainStep(self.model, step)
         return functools.partial(self._own_step, name)
 
     def _as_own(self, name: str) -> Any:
@@ -131,26 +110,21 @@ class FitHooks:
 
     def _own_step(self, name: str, data: Any) -> Any:
         """The model's own step: on the whole batch, on the device that has the weights."""
-        with tf.device(None if self.group else self.split.devices[0]):
+        with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Make a function as Keras does, without XLA, which is for one device; refuse what the
         engine can't do.
         """
-        model, split = self.model, self.split
+        model = self.model
         if name == "make_train_function":
-            if self._pass_rows is not None:
-                check_passes(model, self._pass_rows)
-            CHECKS[split.engine](model)
-            if self.group is not None and model.train_function is None and not self._starts:
-                self._share_weights()
-            self._starts = False
-        elif name == "make_test_function" and self.group is not None:
-            check_test_step(model, split.engine)
+            self._prepare_training()
+        elif name == "make_test_function":
+            self.engine.check_test_step()
             if model.test_function is None:
-                self._share_weights()
-        if model.jit_compile and not (split.engine == "solo" and split.devices[0].endswith(":0")):
+                self.engine.share_weights()
+        if model.jit_compile and (self.engine.splits or not self.engine.device.endswith(":0")):
             model.jit_compile = False
         function = name.removeprefix("make_")
         before = getattr(model, function)
@@ -159,37 +133,43 @@ class FitHooks:
             setattr(model, function, self._wrap(function, getattr(model, function)))
         return made
 
+    def _prepare_training(self) -> None:
+        """Check the model as it is compiled, and let all processes begin with the same weights,
+        as callbacks do at the begin of a fit.
+        """
+        if self._pass_rows is not None:
+            check_passes(self.model, self._pass_rows)
+        self.engine.check_step()
+        if self.model.train_function is None and not self._starts:
+            self.engine.share_weights()
+        self._starts = False
+
     def _wrap(self, name: str, function: Any) -> Any:
         """Keras' function of some steps with what the engine does before and after them."""
-        engine, training = self.engine, name == "train_function"
-        if training and self.split.engine == "multiworker":
-            function = engine.after_steps(function)
+        engine = self.engine
+        training = name == "train_function"
+        if training:
+            function = engine.around_training(function)
         if training and self.audit is not None:
             self.audit.begin_anew()
             function = self.audit.before_steps(function)
-        of_engine = training or (name == "test_function" and not overrides(self.model, "test_step"))
-        if engine is None or not of_engine:
-            return function
-        return measure_first(
-            engine, self.group.device if self.group else self.split.devices[0], training, function
-        )
+        tests = name == "test_function" and not overrides(self.model, "test_step")
+        if engine.splits and (training or tests):
+            return measure_first(engine, training, function)
+        return function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""
-        (check_compiled if self.split.engine == "solo" else check_step)(self.model)
+        self.engine.check_model()
         call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
-        self._build(chosen["x"])
+        self.engine.build(chosen["x"])
         self.batch, self.samples, self._starts = None, None, True
         if are_arrays(chosen["x"]):
             self._fit_arrays(chosen)
         else:
             self._fit_dataset(chosen)
-        if self.group is not None:
-            self.engine.begin_training()
-            chosen["callbacks"] = group_callbacks(
-                chosen["callbacks"], self.engine, self._share_weights
-            )
+        chosen["callbacks"] = self.engine.begin_fit(chosen["callbacks"])
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
@@ -198,7 +178,7 @@ class FitHooks:
         """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
-        self._build(chosen["x"])
+        self.engine.build(chosen["x"])
         size = chosen["batch_size"] or self._evaluated or self.split.global_batch
         if isinstance(chosen["x"], tf.data.Dataset):
             chosen["x"] = batch_samples(chosen["x"], size, _inputs(self.model))
@@ -215,16 +195,11 @@ class FitHooks:
                 }
         return type(self.model).evaluate(*call.args, **call.kwargs)
 
-    def on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Keras' method of this name, on weights that exist and are the same in every process."""
-        self._build(x)
-        return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
-
     def compile_config(self) -> Any:
         """The model's own compile config; clone_model asks for it too, and makes a model that isn't
         split.
         """
-        if any(frame.f_code.co_name == "clone_model" for frame, _ in traceback.walk_stack(None)):
+        if any(_is_clone_model(frame) for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
 
@@ -268,14 +243,11 @@ class FitHooks:
             chosen["batch_size"] = size
             return
         if chosen["validation_split"]:
-            raise RequestError(
-                f"engine={self.split.engine!r} can't take validation_split.",
-                "Give validation_data, or use engine='towers'.",
-            )
+            split_for_validation(chosen)
         data = pack_arrays(
             chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"]
         )
-        arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
+        arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self.engine.draw_seed())
         chosen |= {
             "y": None,
             "sample_weight": None,
@@ -292,31 +264,14 @@ class FitHooks:
         endless = chosen["steps_per_epoch"] is None or self.group is None
         steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
         self.samples = arrays.rows if steps == arrays.steps else None
-        chosen["x"] = self._in_form(arrays, endless)
+        chosen["x"] = self.engine.batches(arrays, endless)
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
         """Arrays to evaluate, as batches in the engine's form, and their steps."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
-        return self._in_form(arrays, endless=False), arrays.steps
-
-    def _in_form(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Batches in the engine's form; whole ones for a group whose model may ask for all of x."""
-        asks = overrides(self.model, "compute_metrics") or overrides(self.model, "train_step")
-        if self.group is not None and asks:
-            return arrays.global_batches(endless)
-        return self.split.batches(arrays, endless)
-
-    def _draw_seed(self) -> int:
-        """The seed of the epochs' order, by `keras.utils.set_random_seed`; in a group the first
-        process draws it.
-        """
-        with tf.device("CPU:0"):
-            drawn = tf.random.uniform([], maxval=1 << 31, dtype=tf.int64)
-        if self.group is not None:
-            (drawn,) = self.group.sum_now([drawn if self.group.rank == 0 else tf.zeros_like(drawn)])
-        return int(drawn)
+        return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
         """Batch a dataset of single samples, and put it into the engine's form."""
@@ -359,33 +314,11 @@ class FitHooks:
             )
             self._plan_batch = None
 
-    def _build(self, x: Any) -> None:
-        """Make the weights of a model that waits for its first batch, so that a group can share
-        them before it.
-        """
-        if self.group is None or self.model.built:
-            return
-        if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
-            batch = (
-                x[0]
-                if isinstance(x, keras.utils.PyDataset)
-                else next(iter(batch_samples(x, 1).take(1)))
-            )
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        build_model(self.model, keras.tree.map_structure(_first_rows, x))
 
-    def _share_weights(self) -> None:
-        """Start every process from the first one's weights and optimizer."""
-        model = self.model
-        model.optimizer.build(model.trainable_variables)
-        self.group.share_weights([w.value for w in (*model.weights, *model.optimizer.variables)])
-
-
-def _first_rows(array: Any) -> Any:
-    """A tensor of rows to make weights by; those that aren't dense stay as they are."""
-    if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
-        return array
-    return tf.convert_to_tensor(array[:MOST_ROWS])
+def _is_clone_model(frame: Any) -> bool:
+    """True for a frame of Keras' own function, not of a user's that has its name."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return bool(frame.f_code.co_name == "clone_model" and module.startswith("keras."))
 
 
 def _inputs(model: Any) -> Any:

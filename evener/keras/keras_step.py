@@ -67,17 +67,16 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """The type of a tensor with any number of rows."""
+    """The type of a tensor or an array with any number of rows."""
     if leaf is None:
         return None
-    if isinstance(leaf, tf.Tensor):
-        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    spec = tf.type_spec_from_value(leaf)
+    shape = [None, *leaf.shape[1:]]
     if isinstance(leaf, tf.SparseTensor):
-        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return tf.RaggedTensorSpec(
-        [None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, spec.row_splits_dtype
-    )
+        return tf.SparseTensorSpec(shape, leaf.dtype)
+    if isinstance(leaf, tf.RaggedTensor):
+        splits = leaf.row_splits.dtype
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, splits)
+    return tf.TensorSpec(shape, leaf.dtype)
 
 
 def take_rows(data: Tensors, rows: Any) -> Tensors:

@@ -32,6 +32,7 @@ from .compatibility import (
     warn,
 )
 from .data import DealtArrays
+from .engine import Engine
 from .keras_step import OwnRows, Tensors, cut_rows
 from .loss_kinds import CLOSE, first_line, judge_loss, kind_of
 from .model_call import CallResult, ModelCall
@@ -342,7 +343,7 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def measure_first(
-    engine: Any, device: str, training: bool, run: Callable[[Any], Any]
+    engine: Engine, training: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Keras' function of some steps, which measures the first batch it is given, and refuses what
     isn't exact.
@@ -354,7 +355,7 @@ def measure_first(
         if not measured:
             first, batches = peek(batches, engine.model.steps_per_execution)
             if first is not None:
-                check_batch(engine, first, device, training)
+                check_batch(engine, first, training)
             measured = True
         return run(batches)
 
@@ -425,34 +426,29 @@ def _other_size(spec: Any, tensor: Any) -> Any:
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 
 
-def check_batch(engine: Any, first: Tensors, device: str, training: bool = True) -> None:
+def check_batch(engine: Engine, first: Tensors, training: bool = True) -> None:
     """Measure a batch, tell the engine, and make variables; RequestError for what it can't do
     exactly.
     """
-    found, in_passes = _find(engine, first, device, training), training and engine.cut.in_passes
+    found, in_passes = _find(engine, first, training), training and engine.cut.in_passes
     engine.kinds[training] = found
     refuse_everywhere(found, engine.model)
-    if _is_partial(engine, training):
+    if engine.judges_parts(training):
         refuse_partial(found, engine.name, in_passes)
-    with tf.device(device):
+    with tf.device(engine.device):
         build_variables(engine.model, _read_triple(first), training)
 
 
-def _is_partial(engine: Any, training: bool) -> bool:
-    """True if losses are computed of parts of a batch."""
-    return bool(engine.name == "multiworker" or (training and engine.cut.in_passes))
-
-
-def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds:
+def _find(engine: Engine, first: Tensors, training: bool) -> PartKinds:
     """The model's measured properties; in a group, the process with most rows measures for all."""
-    group, weights = getattr(engine, "group", None), engine.cut.weights
+    group, weights = engine.group, engine.cut.weights
     chosen = weights.index(max(weights))
     text = b""
     if group is None or group.rank == chosen:
-        with tf.device(device):
+        with tf.device(engine.device):
             batch = _read_triple(first)
             whole = int(first.rows) if isinstance(first, OwnRows) else 0
-            found = measure(engine.model, batch, training, _is_partial(engine, training), whole)
+            found = measure(engine.model, batch, training, engine.judges_parts(training), whole)
         text = msgspec.json.encode(found)
     return msgspec.json.decode(
         text if group is None else group.share_text(text, chosen), type=PartKinds

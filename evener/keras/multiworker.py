@@ -13,7 +13,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -22,14 +22,20 @@ import tensorflow as tf
 from ..errors import DeviceError, RequestError
 from ..shares.divisions import Cut
 from ..training.retreat import PassLimit, Retreat, say
+from .callbacks import group_callbacks, save_whole
 from .compatibility import (
     COUNTS,
     PartKinds,
+    check_step,
+    check_test_step,
+    check_workers,
     list_normalizations,
     overrides,
     warn,
     warn_summed_metrics,
 )
+from .data import ArrayBatches, batch_samples
+from .engine import Steps, draw_number
 from .group import (
     BatchDigests,
     Group,
@@ -52,6 +58,7 @@ from .keras_step import (
     update_metrics,
 )
 from .loss_kinds import count_all
+from .measuring import MOST_ROWS, build_model
 from .passes import (
     PassSums,
     StateUpdate,
@@ -71,6 +78,7 @@ class Workers:
     """
 
     name = "multiworker"
+    splits = True
 
     def __init__(
         self,
@@ -82,7 +90,8 @@ class Workers:
     ) -> None:
         self.model = model
         self.cut = cut
-        self.group = group
+        self.group: Any = group
+        self.device = group.device
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(
             PartKinds
         )  # of training, of evaluation
@@ -100,11 +109,91 @@ class Workers:
             )
             self._labels_vary = tf.Variable(False, trainable=False)  # in a batch of this epoch
 
-    def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where Keras' own steps run as they are: anywhere, as a process has one device."""
+        return nullcontext()
+
+    def check_model(self) -> None:
+        """Refuse what no engine can split."""
+        check_step(self.model)
+
+    def check_step(self) -> None:
+        """Refuse what a process for each device can't do."""
+        check_workers(self.model)
+
+    def check_test_step(self) -> None:
+        """Refuse a `test_step` of the user's own, which would take own rows for the batch."""
+        check_test_step(self.model)
+
+    def judges_parts(self, training: bool) -> bool:
+        """True: each process computes the loss of its own rows."""
+        return True
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Steps of one batch on weights that all share, and files that are whole at any moment."""
+        model, rank = self.model, self.group.rank
+        return {
+            "train_on_batch": functools.partial(self._on_batch, "train_on_batch"),
+            "test_on_batch": functools.partial(self._on_batch, "test_on_batch"),
+            "save": functools.partial(save_whole, rank, model.save),
+            "save_weights": functools.partial(save_whole, rank, model.save_weights),
+        }
+
+    def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Keras' method of this name, on weights that exist and are the same in every process."""
+        self.build(x)
+        return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
+
+    def build(self, x: Any) -> None:
+        """Make the weights of a model that waits for its first batch, so that the processes can
+        share them before it.
+        """
+        if self.model.built:
+            return
+        if isinstance(x, tf.data.Dataset):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(batch_samples(x, 1).take(1))))
+        elif isinstance(x, keras.utils.PyDataset):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(x[0])
+        build_model(self.model, keras.tree.map_structure(_first_rows, x))
+
+    def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
+        """Own rows of each batch; whole batches where the shares change, or the model may ask for
+        all of x.
+        """
+        asks = overrides(self.model, "compute_metrics") or overrides(self.model, "train_step")
+        if asks or self.rebalancing is not None:
+            return arrays.global_batches(endless)
+        return arrays.own_rows(self.cut, self.group.rank, endless)
+
+    def draw_seed(self) -> int:
+        """The seed of the order of epochs, which the first process draws."""
+        drawn = tf.constant(draw_number() if self.group.rank == 0 else 0, tf.int64)
+        return int(self.group.sum_now([drawn])[0])
+
+    def begin_fit(self, callbacks: Any) -> list[Any]:
+        """A `fit` begins, whose data aren't compared yet; its callbacks start, save and stop all
+        processes together.
+        """
+        self.unchecked = True
+        self._forget_data()
+        return group_callbacks(callbacks, self, self.share_weights)
+
+    def share_weights(self) -> None:
+        """Start every process from the first one's weights and optimizer."""
+        model = self.model
+        model.optimizer.build(model.trainable_variables)
+        variables = [*model.weights, *model.optimizer.variables]
+        self.group.share_weights([each.value for each in variables])
+
+    def predict_step(self, data: Tensors) -> Tensors:
+        """The outputs of a whole batch, in each process."""
+        return type(self.model).predict_step(self.model, data)
+
+    def around_training(self, run: Steps) -> Steps:
         """Keras' function that trains some steps, or a surviving step, with what comes after
         them.
         """
-        step = train
+        step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
             step = SurvivingStep(self, self.limit, self.note_retreat)
 
@@ -132,11 +221,6 @@ class Workers:
             return logs
 
         return train_and_look
-
-    def begin_training(self) -> None:
-        """A fit begins, whose data aren't compared yet."""
-        self.unchecked = True
-        self._forget_data()
 
     def _forget_data(self) -> None:
         self._other_inputs.assign(0)
@@ -350,6 +434,13 @@ def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
     """(x, y, outputs, weight) of own rows, but for x only those that count."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
+
+
+def _first_rows(array: Any) -> Any:
+    """A tensor of rows to make weights by; those that aren't dense stay as they are."""
+    if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
+        return array
+    return tf.convert_to_tensor(array[:MOST_ROWS])
 
 
 LARGEST_ROW = 1 << 16  # bytes of a row's outputs that are sent

@@ -23,6 +23,7 @@ from ..training.launched import launched_plan
 from . import tf_devices
 from .compatibility import check_backend, check_model, model_digest, warn, warn_small_data
 from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths
+from .engine import Engine, Solo
 from .fit_hooks import FitHooks
 from .group import Group, check_options, group_from_environment, order_by_device
 from .multiworker import Workers
@@ -59,71 +60,59 @@ class Split:
         rebalance: bool = False,
         noise: bool = False,
     ) -> None:
-        if engine not in ENGINES:
-            raise RequestError(
-                f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}."
-            )
+        _check_arguments(engine, noise)
         check_backend()
-        if noise:
-            raise RequestError(
-                "No noise scale is measured in Keras; ranks of PyTorch measure one.",
-                "Leave noise out.",
-            )
         note_use()  # also of ratios, which are a plan by hand
-        if not isinstance(plan, Plan) and gpus is None and devices is None:
-            plan = launched_plan(plan)
-        _check_one(plan, gpus, devices)
-        if plan is not None and ratios is not None:
-            raise RequestError(
-                "Both a plan and ratios are given.",
-                "Give one of them; the plan has its own ratios.",
-            )
-        self.plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
+        self.plan = _read_plan(plan, gpus, devices, ratios)
         self.strict = strict
-        self.group = group_from_environment() if engine in ("auto", "multiworker") else None
-        self.engine, self.why = _choose_engine(engine, self.plan, self.group)
-        self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
-        if self.engine == "multiworker":
-            check_options({"rebalance": rebalance}, self.required_group)
-        self.devices, self.cut, self.global_batch = self._divide(
-            gpus, devices, ratios, global_batch
-        )
-        if (
-            engine == "auto"
-            and len(self.devices) == 1
-            and self.group is None
-            and not self.cut.in_passes
-        ):
-            self.engine, self.why = "solo", "One device computes, so there is nothing to split."
-        if self.global_batch is not None:
-            self.global_batch = check_global_batch(self.global_batch, len(self.devices))
-        rebalance = rebalance and self.engine != "solo"
-        if rebalance and self.engine != "multiworker":
-            raise RequestError(
-                f"rebalance looks at several processes, and engine={self.engine!r} has one.",
-                "Start a process for each device with evener launch, or leave it out.",
-            )
-        self._changing = None
-        if rebalance:
-            if self.global_batch is None:
-                raise RequestError(
-                    "rebalance=True needs a global batch.", "Give global_batch, or a plan."
-                )
-            self.cut = self._changing = ChangingCut(self.shares, self.cut.micros)
-        if self.group is None:
-            tf_devices.check_present(self.devices)
-        elif self.group.size != len(self.devices):
-            raise RequestError(
-                f"TF_CONFIG names {self.group.size} processes, the split {len(self.devices)} "
-                f"devices.",
-                "Start one process for each device.",
-            )
         self.survives = True  # a pass that runs out of memory is computed again
         self.audited = True  # in some steps, gradients are compared with one device's
         self._inputs: Any = None  # of the last model
+        self.group = group_from_environment() if engine in ("auto", "multiworker") else None
+        self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
+        self.devices, self.cut, self.global_batch = self._divide(
+            gpus, devices, ratios, global_batch
+        )
+        is_whole = len(self.devices) == 1 and not self.cut.in_passes
+        self.engine, self.why = _choose_engine(engine, self.plan, self.group, is_whole)
+        self._check_processes()
+        if self.global_batch is not None:
+            self.global_batch = check_global_batch(self.global_batch, len(self.devices))
+        self._changing = self._make_changing_cut(rebalance)
         if self.plan is not None and (self.group is None or self.group.rank == 0):
             _warn_of_limits(self.plan)
             self._warn_of_engine(self.plan.layout.engine)
+
+    def _check_processes(self) -> None:
+        """Refuse devices that aren't here, and a number of processes that isn't the devices'."""
+        if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
+            raise RequestError(
+                f"TF_CONFIG names {self.required_group.size} processes, the split"
+                f" {len(self.devices)} devices.",
+                "Start one process for each device.",
+            )
+        if self.group is None:
+            tf_devices.check_present(self.devices)
+
+    def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
+        """The cut that follows the processes' own work, if it is to; RequestError if it can't."""
+        if self.engine == "multiworker":
+            check_options({"rebalance": rebalance}, self.required_group)
+        if not rebalance or self.engine == "solo":
+            return None
+        if self.engine != "multiworker":
+            raise RequestError(
+                f"rebalance looks at each device's own work, and engine={self.engine!r} has one"
+                f" process, whose towers wait for each other between their forward and backward"
+                f" passes: the times of its steps don't show which is slow.",
+                "Start a process for each device with evener launch, or leave it out.",
+            )
+        if self.global_batch is None:
+            raise RequestError(
+                "rebalance=True needs a global batch.", "Give global_batch, or a plan."
+            )
+        self.cut = changing = ChangingCut(self.shares, self.cut.micros)
+        return changing
 
     def _warn_of_engine(self, measured: str) -> None:
         """Warn of another rate than the plan's, which was measured with this engine."""
@@ -164,7 +153,7 @@ class Split:
         check_model(model)
         self._check_against_plan(model)
         self._inputs = getattr(model, "inputs", None) if model.built else None
-        FitHooks(model, self._make_engine(model), self).attach()
+        FitHooks(self._make_engine(model), self).attach()
         return model
 
     def data(
@@ -238,12 +227,6 @@ class Split:
             arrays.global_batches() if self.engine == "solo" else arrays.dealt_rows(tokens, dealer)
         )
 
-    def batches(self, arrays: ArrayBatches, endless: bool = False) -> Any:
-        """Batches of arrays in the form that the engine's steps take: whole, or own rows."""
-        if self.engine == "multiworker" and not self._changing:
-            return arrays.own_rows(self.cut, self.required_group.rank, endless)
-        return arrays.global_batches(endless)
-
     @property
     def required_group(self) -> Group:
         """The group of engine multiworker."""
@@ -254,22 +237,23 @@ class Split:
             )
         return self.group
 
-    def _make_engine(self, model: Any) -> Towers | Workers | None:
-        match self.engine:
-            case "solo":
-                return None
-            case "multiworker":
-                group, cut = self.required_group, self._changing
-                rule = None if cut is None else GroupRebalancer(cut, self.rank_shares, group.rank)
-                own = (
-                    describe(self.rank_shares[group.rank])
-                    if self.rank_shares
-                    else self.devices[group.rank]
-                )
-                workers = Workers(model, self.cut, group, rule, own)
-                workers.limit = workers.limit if self.survives else None
-                return workers
-        return Towers(model, self.devices, self.cut)
+    def _make_engine(self, model: Any) -> Engine:
+        """The engine that was chosen, for this model."""
+        if self.engine == "solo":
+            return Solo(model, self.devices, self.cut)
+        if self.engine == "towers":
+            return Towers(model, self.devices, self.cut)
+        group = self.required_group
+        rule = None
+        if self._changing is not None:
+            rule = GroupRebalancer(self._changing, self.rank_shares, group.rank)
+        own = self.devices[group.rank]
+        if self.rank_shares:
+            own = describe(self.rank_shares[group.rank])
+        workers = Workers(model, self.cut, group, rule, own)
+        if not self.survives:
+            workers.limit = None
+        return workers
 
     def _divide(
         self,
@@ -356,20 +340,46 @@ def _warn_of_limits(plan: Plan) -> None:
         )
 
 
-def _check_one(plan: object, gpus: object, devices: object) -> None:
+def _check_arguments(engine: str, noise: bool) -> None:
+    if engine not in ENGINES:
+        raise RequestError(
+            f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}."
+        )
+    if noise:
+        raise RequestError(
+            "No noise scale is measured in Keras; ranks of PyTorch measure one.",
+            "Leave noise out.",
+        )
+
+
+def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
+    """The plan that is given or that evener launch has; None where devices are given."""
+    if not isinstance(plan, Plan) and gpus is None and devices is None:
+        plan = launched_plan(plan)
     if sum(given is not None for given in (plan, gpus, devices)) != 1:
         raise RequestError(
             "A Split needs a plan, or gpus, or devices, and only one of them.",
             'Write Split("plan.toml") or Split(gpus=2), or start the script with evener launch.',
         )
+    if plan is not None and ratios is not None:
+        raise RequestError(
+            "Both a plan and ratios are given.", "Give one of them; the plan has its own ratios."
+        )
+    return plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
 
 
-def _choose_engine(engine: str, plan: Plan | None, group: Group | None) -> tuple[str, str]:
-    """The engine and, in a sentence, why it is that one."""
-    if engine != "auto":
-        return engine, f"engine={engine!r} was requested."
+def _choose_engine(
+    asked: str, plan: Plan | None, group: Group | None, is_whole: bool
+) -> tuple[str, str]:
+    """The engine and, in a sentence, why it is that one; `is_whole`: one device takes a batch at
+    once.
+    """
+    if asked != "auto":
+        return asked, f"engine={asked!r} was requested."
     if group is not None:
         return "multiworker", f"TF_CONFIG names {group.size} processes."
+    if is_whole:
+        return "solo", "One device computes, so there is nothing to split."
     if plan is not None and plan.layout.engine == "multiworker":
         return "towers", ONE_PROCESS
     return "towers", "One process, and exact for all but BatchNormalization."

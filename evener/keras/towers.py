@@ -10,7 +10,6 @@ accumulation is what it is on one device. Only layers that look across the rows 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ import keras
 import tensorflow as tf
 
 from ..errors import RequestError
-from ..shares.divisions import Cut
 from .attributes import CallTensors, Leaves, PlainVariables, join_leaves
-from .compatibility import PartKinds
+from .compatibility import check_step, check_towers
 from .data import DealtArrays, cut_pieces, pad_steps
+from .engine import OneProcess
 from .keras_step import (
     Tensors,
     apply_gradients,
@@ -61,18 +60,18 @@ class Tower(NamedTuple):
         return list({id(each): each for each in every}.values())
 
 
-class Towers:
+class Towers(OneProcess):
     """Train, evaluate and predict steps of a model over several local devices."""
 
     name = "towers"
 
-    def __init__(self, model: Any, devices: Sequence[str], cut: Cut) -> None:
-        self.model = model
-        self.devices = tuple(devices)
-        self.cut = cut
-        self.kinds: defaultdict[bool, PartKinds] = defaultdict(
-            PartKinds
-        )  # of training, of evaluation
+    def check_model(self) -> None:
+        """Refuse what no engine can split."""
+        check_step(self.model)
+
+    def check_step(self) -> None:
+        """Refuse what towers can't do; warn of what differs from one device."""
+        check_towers(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, with the rows spread over the devices."""

@@ -355,6 +355,13 @@ def frames(model: Model) -> Figures:
     return found | {"evaluated": model.evaluate(x, y, batch_size=BATCH, verbose=0)}
 
 
+def held_out(model: Model) -> Figures:
+    """The last rows of the arrays to validate on, with weights."""
+    words: Any = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+    weights = np.linspace(0.5, 2.0, len(X))
+    return dict(model.fit(X, Y, sample_weight=weights, validation_split=0.3, **words).history)
+
+
 def saved(model: Model) -> Figures:
     """Three kinds of checkpoint and a backup, in a folder of this process' own run; what the files
     hold.
@@ -465,6 +472,7 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
             results_twice,
             some_steps,
             frames,
+            held_out,
             saved,
             overflowing,
         ),

@@ -481,7 +481,7 @@ def stateful() -> Any:
 ALWAYS_TRIED = ("own step", "uncompiled", "small batch", "stateful")
 TRIED = {
     "towers": (*ALWAYS_TRIED, "synchronized", "xla"),
-    "multiworker": (*ALWAYS_TRIED, "executions", "validation split", "generator", "root", "eager"),
+    "multiworker": (*ALWAYS_TRIED, "executions", "generator", "root", "eager"),
 }
 
 
@@ -499,7 +499,6 @@ def refusals(split: Split) -> dict[str, str]:
         "xla": fit_once(split, lambda: network(sgd(), jit_compile=True)),
         "synchronized": fit_once(split, lambda: network(sgd(), extra=[normal(synchronized=True)])),
         "stateful": fit_once(split, stateful),
-        "validation split": fit_once(split, dense, validation_split=0.5),
         "eager": fit_once(split, lambda: network(sgd(), run_eagerly=True)),
         "generator": lambda: split.build(dense).fit(iter(data), verbose=0),
     }

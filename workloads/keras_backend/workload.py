@@ -48,7 +48,10 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
     def batches(split: Split, batch: int) -> Any:
         rows = batch * max(1, length // batch)
-        return split.batches(ArrayBatches(arrays, batch, shuffle=True, rows=rows), endless=True)
+        made = ArrayBatches(arrays, batch, shuffle=True, rows=rows)
+        if split.group is None:
+            return made.global_batches(endless=True)
+        return made.own_rows(split.cut, split.group.rank, endless=True)
 
     return KerasData(batches, 0 if made else length)
 
