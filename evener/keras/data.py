@@ -118,8 +118,12 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
         width = [[0, 0], [0, whole - tf.shape(tensor)[1]]]
         padded = tf.pad(tensor, [*width, *([[0, 0]] * (tensor.shape.rank - 2))])
         padded.set_shape([None, whole, *tensor.shape[2:]])
-        if (mask := getattr(tensor, "_keras_mask", None)) is not None:
+        mask = getattr(tensor, "_keras_mask", None)
+        if mask is not None:
             padded._keras_mask = tf.pad(mask, width)
+        logits = getattr(tensor, "_keras_logits", None)
+        if logits is not None:
+            padded._keras_logits = pad(logits)
         return padded
 
     return keras.tree.map_structure(pad, outputs)

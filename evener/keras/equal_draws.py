@@ -28,7 +28,7 @@ DRAWN_BY_TENSORFLOW = {
 SEED = (3, 5)
 
 are_alike = ContextVar("are_alike", default=False)  # True while parts draw what the whole does
-_rows_alike = ContextVar("_rows_alike", default=False)  # True while each row draws the same
+rows_alike = ContextVar("rows_alike", default=False)  # True while each row draws the same
 _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", default=None)
 
 
@@ -38,14 +38,14 @@ def equal_rows(model: Any) -> Iterator[None]:
     averages.
     """
     _install()
-    token = _rows_alike.set(True)
+    token = rows_alike.set(True)
     try:
         with ExitStack() as still:
             for layer in list_normalizations(model, synchronized=None):
                 still.enter_context(replaced(layer, "call", _normalize_still(layer)))
             yield
     finally:
-        _rows_alike.reset(token)
+        rows_alike.reset(token)
 
 
 def _normalize_still(layer: Any) -> Callable[..., Any]:
@@ -68,9 +68,9 @@ def _install() -> None:
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:
         own = getattr(drawn, name)
-        setattr(drawn, name, _in_context(own, _draw_once(own), lambda: _rows_alike.get()))
+        setattr(drawn, name, _in_context(own, _draw_once(own), lambda: rows_alike.get()))
     dropout = drawn.dropout
-    drawn.dropout = _in_context(dropout, _drop_equally(dropout), lambda: _rows_alike.get())
+    drawn.dropout = _in_context(dropout, _drop_equally(dropout), lambda: rows_alike.get())
     draw_seed = drawn.draw_seed
     seed_alike = _take_seed(draw_seed)
     drawn.draw_seed = _in_context(draw_seed, seed_alike, lambda: _kept_seeds.get() is not None)

@@ -1,7 +1,7 @@
 """Keras' own step on some rows: nested tensors cut and joined, and the parts of the step that every
 engine keeps.
 
-Masks that Keras attaches to tensors are cut and joined with the rows.
+Masks and logits that Keras attaches to tensors are cut and joined with the rows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
     has no rows.
     """
     return _map(
-        lambda tensor: _with_mask(_take(tensor, rows), [tensor], lambda masks: masks[0][:rows]),
+        lambda tensor: _with_marks(_take(tensor, rows), [tensor], lambda marks: marks[0][:rows]),
         data,
     )
 
@@ -98,8 +98,8 @@ def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
 def join_rows(parts: Sequence[Tensors]) -> Tensors:
     """Nested tensors of the same structure, concatenated, masks kept."""
     return keras.tree.map_structure(
-        lambda *tensors: _with_mask(
-            tf.concat(tensors, 0), tensors, lambda masks: tf.concat(masks, 0)
+        lambda *tensors: _with_marks(
+            tf.concat(tensors, 0), tensors, lambda marks: tf.concat(marks, 0)
         ),
         *parts,
     )
@@ -130,12 +130,26 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
     )
 
 
-def _with_mask(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Copy Keras' mask, the tensors' attribute `_keras_mask`, from the sources to `result`."""
+def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
+    """Copy Keras' mask and logits of tensors, if they have them, to `result`."""
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)
+    logits = [logits_of(source) for source in sources]
+    if all(each is not None for each in logits):
+        result._keras_logits = combine(logits)
     return result
+
+
+def logits_of(tensor: Any) -> Any:
+    """The logits of a softmax or sigmoid, by which Keras computes a crossentropy where it finds
+    them; None for other tensors.
+    """
+    logits = getattr(tensor, "_keras_logits", None)
+    if logits is None and tf.is_symbolic_tensor(tensor):
+        operation = tensor.op
+        return operation.inputs[0] if operation.type in ("Softmax", "Sigmoid") else None
+    return logits
 
 
 in_step = ContextVar("in_step", default=False)  # True while an engine calls the model

@@ -29,6 +29,7 @@ from .keras_step import (
     count_rows,
     cut_rows,
     join_rows,
+    logits_of,
     loss_with,
     scale_loss,
     take_rows,
@@ -52,8 +53,10 @@ class Tower(NamedTuple):
 
     def heads(self) -> list[Any]:
         """All that a loss may be computed from, and has a gradient, each tensor once."""
+        logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
+            *(each for each in logits if each is not None),
             *self.losses,
             *_floats(list(self.attributes.values())),
         ]

@@ -70,6 +70,19 @@ def test_a_training_ends_before_it_learns_what_it_should_not(
         assert found[program]["steps"] == steps
 
 
+def test_an_audit_changes_nothing_for_other_models_and_threads(
+    keras_ranks: Callable[..., list[Any]],
+) -> None:
+    """Equal draws are those of the thread that audits, averages those of the audited model; and a
+    user's own function may be called clone_model.
+    """
+    (found,) = keras_ranks("tests.support.keras_audits.look_beside")
+    assert found["audit"] == [True, True, False]
+    assert found["thread"][::2] == [False, False]
+    assert found["after"] == [False, False, False]
+    assert (found["own clone"], found["clone"]) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("engine", "program"), [(engine, name) for engine, names in EXACT.items() for name in names]
 )

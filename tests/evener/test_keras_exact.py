@@ -353,7 +353,7 @@ def test_what_an_engine_does_otherwise_is_warned_of(proofs: Any, engine: str) ->
         ("nothing", "needs a plan, or gpus"),
         ("group missing", "needs a process for each device"),
         ("no file", "nowhere.toml can't be read"),
-        ("rebalance", "looks at several processes, and engine='towers' has one"),
+        ("rebalance", "looks at each device's own work, and engine='towers' has one"),
         ("noise", "No noise scale is measured in Keras"),
         ("other precision, strict", "measured in float64, this model is mixed_bfloat16"),
     ],

@@ -46,6 +46,7 @@ SAMPLES = {
         "own metric in compute_loss": EXACT,
         "own state of a loss": EXACT,
         "own scale of rows": EXACT,
+        "own saturated outputs": EXACT,
         "own train_step": EXACT,
         "own train_step: signs": "calls super().train_step never",
         "own graph": "but not 3 of them alone",

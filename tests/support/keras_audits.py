@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from keras import layers, ops
 
 from evener.errors import EvenerError
 from evener.keras import Split, SplitWarning, make_logical_cpus
+from evener.keras.equal_draws import draws_alike
 from evener.training import audit
 from tests.support.keras_programs import BATCH, Program, programs
 from tests.support.keras_proofs import make_plan
@@ -202,6 +204,48 @@ def find(_rank: int, engine: str, hidden: list[str], exact: list[str]) -> dict[s
         for name in exact:
             found[name] = Program(name, every[name], 2 * BATCH + 1, False).run(split)
     return found
+
+
+def look_beside(_rank: int) -> dict[str, Any]:
+    """What an audit's draws and normalization are for the model, and for another thread; and what
+    is said where a user's own `clone_model` asks a split model for its compile config.
+    """
+    make_logical_cpus(2)
+    inner = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((3,)), inner])
+    model.compile("sgd", "mse")
+    other = layers.BatchNormalization()
+    rows = tf.constant(np.arange(12.0).reshape(4, 3), tf.float32)
+    found: dict[str, Any] = {}
+
+    def look(name: str) -> None:
+        drawn = np.asarray(keras.random.normal((4, 3), seed=keras.random.SeedGenerator(1)))
+        found[name] = [
+            bool(np.allclose(drawn, drawn[:1])),
+            bool(np.allclose(inner(rows, training=True), rows, rtol=0.1)),
+            bool(np.allclose(other(rows, training=True), rows, rtol=0.1)),
+        ]
+
+    with draws_alike(model):
+        look("audit")
+        thread = Thread(target=look, args=("thread",))
+        thread.start()
+        thread.join()
+    look("after")
+    split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=4)
+    trained = split.build(model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        clone_model(trained)
+        found["own clone"] = len(seen)
+        keras.models.clone_model(trained)
+        found["clone"] = len(seen)
+    return found
+
+
+def clone_model(model: Any) -> Any:
+    """A function of a user's, with the name of Keras' own."""
+    return model.get_compile_config()
 
 
 def train(split: Split, make: Callable[[], Any], y: Any, callbacks: list[Any]) -> dict[str, Any]:

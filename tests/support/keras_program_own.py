@@ -196,6 +196,19 @@ def scaled_back() -> Made:
     return make, (X, np.concatenate([VALUES, VALUES**2, -VALUES], 1), {})
 
 
+def saturated() -> Made:
+    """Probabilities so near to 0 and 1 that only their logits have a gradient."""
+
+    def make() -> Any:
+        entry = keras.Input((6,))
+        scores = layers.Dense(3, kernel_initializer=keras.initializers.Constant(0.01))(entry)
+        model = keras.Model(entry, layers.Softmax()(1e4 * (scores + ops.cumsum(entry[:, :3], 1))))
+        model.compile(keras.optimizers.SGD(1e-9), "sparse_categorical_crossentropy")
+        return model
+
+    return make, (X, np.arange(len(X)) % 3, {})
+
+
 def tilted(y: Any, outputs: Any) -> Any:
     """A loss that grows another way once the mean error of the batch is small."""
     errors = tf.square(y - outputs)
@@ -251,6 +264,7 @@ def own_programs() -> dict[str, Made]:
         "own state of a loss": subclass(OwnMetric, loss=OwnPrior),
         "own weights of pictures": pictures(),
         "own scale of rows": scaled_back(),
+        "own saturated outputs": saturated(),
         "own decision of a loss": subclass(OwnMetric, loss=tilted),
         "own graph": subclass(Graph, (X, joined)),
     }
