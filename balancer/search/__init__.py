@@ -46,7 +46,8 @@ simpler one that is less than 1 % from it, or less than the tolerance if that is
 layouts of the race only if packs, placements or other knobs ran.
 
 Reading order: `search` (ask, tell, best, report), `evaluation` (what follows from the observations),
-`rows` and `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`,
+`explore`, `solo_stage`, `split_stage`, `text_stage` (what to try next),
+`rows` and `texts` (what is known, and which layouts are worth a race),
 `offers`, `race`, `ranking` (who races, what to measure next, and who won), `predictions` and `evener.shares.waterfill`
 (which layouts are worth it), `observations` (the evidence), `machine_model`, `device_model`, `model/`
 (curves, memory, exchange of noisy points), `time_left`, `starts` and `budget`, `decisions` (the same in words).

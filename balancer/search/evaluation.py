@@ -29,6 +29,7 @@ from ..types import (
 )
 from .budget import Budget
 from .decisions import explain_nobody, explain_probe, find_doubt
+from .explore import explore
 from .layouts import Candidate, LayoutOptions, same_measurement
 from .observations import SHARDED, STAGES, Observations
 from .offers import Offers
@@ -100,7 +101,7 @@ class Evaluation:
         """
         if self._why_none:
             return ()
-        return self.devices.next_probes(budget, self.options.with_splits)
+        return explore(self.devices, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """The next probe of exploration once the race is over, with a budget of `seconds`; None

@@ -1,6 +1,4 @@
-"""The devices where every row costs the same: what to explore, and the layouts that are worth a
-race.
-"""
+"""The devices where every row costs the same, and the layouts that are worth a race."""
 
 from __future__ import annotations
 
@@ -12,15 +10,12 @@ from evener.shares.waterfill import Allocation
 
 from ..families import device_counts, split_evenly
 from ..objectives import find_objective
-from ..types import CurveSketch, End, Layout, Probe, layout_of, solo
-from .budget import Budget
+from ..types import CurveSketch, End, Layout, layout_of, solo
 from .layouts import NO_CURVE, same_measurement
 from .model.step_time import SAME_BATCH
 from .observations import Turns
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, is_tolerable, throughput
-from .solo_stage import SoloStage
-from .split_stage import SplitStage
 
 # of the tolerance: if a batch within the first isn't good enough, one within the second is tried;
 # if
@@ -34,15 +29,7 @@ MOST_TO_COMBINE = 6
 
 
 class RowDevices(Predictions):
-    """Devices whose time follows from their number of rows."""
-
-    def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-        """The next batch of every device alone, else the next split or device at rest."""
-        alone = SoloStage(self, budget).next_probes()
-        if alone:
-            return alone
-        probe = SplitStage(self, budget, with_splits).next_probe()
-        return (probe,) if probe else ()
+    """Devices whose time follows from their number of rows, and the layouts worth a race."""
 
     def why_none(self) -> End | None:
         """None: every row fits where one does."""

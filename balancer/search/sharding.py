@@ -29,6 +29,7 @@ from ..types import (
     layout_of,
 )
 from .budget import Budget
+from .explore import explore
 from .layouts import BALANCE
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .model.memory import UNBOUNDED
@@ -69,7 +70,7 @@ class Sharding:
             return ()
         devices = self.devices
         budget = Budget(devices.problem, BALANCE, devices.seen)
-        probes = devices.next_probes(budget, with_splits=True)
+        probes = explore(devices, budget, with_splits=True)
         whole = any(probe.layout.traits.together for probe in probes)
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
