@@ -345,7 +345,8 @@ def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
         span = f" ({low} or more)"
     if low == high:
         span = ""
-    return f"Without it, {'measured' if limit.measured else 'expected'}: {about}{span}."
+    how = "Without it, measured" if limit.measured else "Expected with the remedy"
+    return f"{how}: {about}{span}."
 
 
 def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
