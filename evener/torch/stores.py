@@ -76,7 +76,14 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
 
 
 def _let_others_meet() -> None:
-    """Let the other ranks start, which a store of all of them is for."""
+    """Let the other ranks start, which a store of all of them is for; not that of an elastic agent
+    which the program has started, and which may have been told the same address.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.elastic"):
+            return
+        frame = frame.f_back
     if is_started_rank():
         release_others()
 
