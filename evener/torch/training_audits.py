@@ -523,7 +523,8 @@ class TrainingAudits:
             return
         place = f"evener/audits/{self._number}/{self.judge.step}"
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
+        with suppress(dist.DistError):  # the store has gone with the rank that ended first
+            store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
         self._told[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
 
     def _hear(self) -> None:
@@ -533,10 +534,9 @@ class TrainingAudits:
         for step, keys in list(self._told.items()):
             if self.judge.step < step + HEAR_AFTER:
                 continue
-            store = dist.distributed_c10d._get_default_store()
-            if store.check(keys):
+            every = _read_verdicts(keys)
+            if every:
                 del self._told[step]
-                every = [msgspec.msgpack.decode(store.get(each), type=RankVerdict) for each in keys]
                 self._compare(every, step)
             elif self.judge.step > step + GIVE_UP_AFTER:
                 del self._told[step]
@@ -606,6 +606,19 @@ class TrainingAudits:
         if words not in self._said:
             self._said.add(words)
             warnings.warn(words, stacklevel=2)
+
+
+def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
+    """What ranks have left under these keys of the store; empty until all have, and where the store
+    has gone with the rank that ended first.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        if not store.check(keys):
+            return []
+        return [msgspec.msgpack.decode(store.get(each), type=RankVerdict) for each in keys]
+    except dist.DistError:
+        return []
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
