@@ -259,7 +259,7 @@ class Program:
         else:
             first = not self._uneven and len(set(loop.sizes)) > 1
             looks = loop.origin is not None and (first or self._steps == self._look)
-        if looks and self._guard is None:
+        if looks and self._guard is None and sharded.can_be_checked(self.models):
             self._guard = self._make_guard(loop)
         if self._heard is not None and loop.origin is not None and self.training is not None:
             self._heard.begin(loop.origin, loop.sizes, loop.batch)

@@ -29,6 +29,11 @@ def find_library(model: Any) -> str:
     return next((library for name, library in _LIBRARIES.items() if name in names), "")
 
 
+def can_be_checked(models: Iterable[Any]) -> bool:
+    """True if the loss of these models may be computed again: FSDP1 keeps what that moves."""
+    return all(find_library(each) != "FSDP1" for each in models)
+
+
 def has_copies(models: Iterable[Any]) -> bool:
     """True if optimizers step flat copies of the models' weights, as DeepSpeed's do."""
     return any(find_library(each) == "DeepSpeed" for each in models)
@@ -65,8 +70,7 @@ def find_fault(model: Any) -> str:
         case "FSDP2":
             return _find_fsdp2_fault(model)
         case "FSDP1":
-            is_whole = model.process_group.size() == dist.get_world_size()
-            return "" if is_whole else "its model is sharded over some of the processes only"
+            return "FSDP1 takes weights that a check moves for the program's own change"
         case _:
             return _find_deepspeed_fault(model)
 
