@@ -93,7 +93,8 @@ class Recommendation(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     batches: tuple[int, ...]
     answer: str  # the layout in words
-    reason: str = ""  # why to measure again: the code of a doubt, or `uncertain`
+    # why to measure again: the code of a doubt, `uncertain` or `uncompared`
+    reason: str = ""
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -51,7 +51,17 @@ def _find_reason(verdict: Verdict) -> str:
             return code
     if not verdict.figure.known:
         return "uncertain"
+    if _lacks_comparison(verdict):
+        return "uncompared"
     return ""
+
+
+def _lacks_comparison(verdict: Verdict) -> bool:
+    """True if time ran out before uneven shares could be compared with equal ones or one device."""
+    if verdict.chosen.kind != "other_shares":
+        return False
+    compared = [one for one in verdict.rivals if one.gain is not None]
+    return not compared and any(one.reason == "no_time" for one in verdict.left_out)
 
 
 def find_single(verdict: Verdict) -> Rival | None:

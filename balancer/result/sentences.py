@@ -147,6 +147,11 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
             f"one layout was {percent(value)} faster in one measurement than in another. Repeat "
             f"the command while less else runs; the layout below is the best so far"
         )
+    if reason == "uncompared":
+        return (
+            "the budget was over before these shares were compared with equal ones or with one "
+            "device. Give it more time; the layout below is the best so far"
+        )
     return (
         f"the samples/s are only known to {write_error(verdict.figure)}. Measure longer, while "
         f"less else runs; the layout below is the best so far"
@@ -427,7 +432,10 @@ def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
         return
     head = f"The plan reaches {percent(loss.part)} of the sum of all devices alone"
     lost = milliseconds(loss.lost_seconds)
-    if loss.cause == "exchange" and loss.exchange_seconds is not None:
+    slowed = [one.device for one in verdict.doubts if one.code == "throttled" and one.device]
+    if slowed:
+        yield f"{head}: {join_words(slowed)} was held back while the devices trained together."
+    elif loss.cause == "exchange" and loss.exchange_seconds is not None:
         cost = milliseconds(loss.exchange_seconds)
         yield f"{head}: synchronizing the devices costs {cost} a step."
     elif loss.cause == "longest_part" and loss.longest_seconds is not None:
@@ -834,7 +842,7 @@ def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budg
     value = doubt.value
     part = percent(doubt.taken)
     taken = f" ({part} of the cores' time in these)" if doubt.taken >= 0.005 else ""
-    heat = "heat, power or other work; let it cool" if on_gpus else "other work"
+    heat = "heat, power or other work" if on_gpus else "other work"
     slower = "slower" if value > 0 else "faster"
     text = {
         "not_finite": (
@@ -846,8 +854,8 @@ def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budg
             f"and measure again."
         ),
         "throttled": (
-            f"Some steps were held back (by {percent(value)}), perhaps by {heat}; look at evener "
-            f"monitor, and measure again."
+            f"Some steps were held back (by {percent(value)}), perhaps by {heat}. The figures and "
+            f"shares hold while that lasts; if it passes, measure again. evener monitor shows it."
         ),
         "capped": (
             f"A device ran at its power limit for {percent(value)} of the time: the figure holds "
@@ -859,8 +867,8 @@ def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budg
         ),
         "changed": (
             f"The same layout was {percent(value)} faster in one measurement than in another, "
-            f"perhaps because of {heat}: gains may be off by as much, whatever their ±; measure "
-            f"again."
+            f"perhaps because of {heat}: gains may be off by as much, whatever their ±; let it "
+            f"rest, and measure again."
         ),
         "noisy": (
             f"The samples/s are only known to within ± {percent(abs(value), 1)}; measure again "
@@ -974,9 +982,18 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
             f"the run had ended, and nothing was measured; for more: evener balance --resume {run} "
             f"--budget +5m"
         )
-    elif finished.found is not None and not finished.found.figure.known:
+    elif _needs_time(finished):
         steps.append(f"to measure longer: evener balance --resume {run} --budget +5m")
     return tuple(steps)
+
+
+def _needs_time(finished: Finished) -> bool:
+    """True if more time is what the verdict lacks."""
+    found = finished.found
+    if found is None:
+        return False
+    uncompared = found.advice is not None and found.advice.reason == "uncompared"
+    return uncompared or not found.figure.known
 
 
 def recommends_plan(finished: Finished) -> bool:

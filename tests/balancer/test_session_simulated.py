@@ -26,6 +26,7 @@ from evener.balancer.intake import take_in_comparison
 from evener.balancer.journal import ObservationEntry, Record
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
+from evener.balancer.result.sentences import write_next_steps, write_verdict
 from evener.balancer.run import Run, begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
@@ -117,6 +118,29 @@ def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
         one.name for one in plan.evidence
     }
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
+
+
+def test_shares_that_nothing_was_compared_with_are_not_recommended() -> None:
+    """A budget of 3 s leaves no time for equal shares or one device; one of 30 s does."""
+    hasty = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=3.0)))
+    assert hasty.found is not None
+    assert hasty.found.advice is not None
+    assert (hasty.found.advice.action, hasty.found.advice.reason) == ("measure_again", "uncompared")
+    assert any("--resume" in step for step in write_next_steps("run", hasty, "", measured=True))
+    calm = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=30.0)))
+    assert calm.found is not None
+    assert calm.found.advice is not None
+    assert calm.found.advice.action == "plan"
+
+
+def test_a_device_that_is_held_back_explains_what_is_missing_of_the_sum() -> None:
+    """And the warning says for how long the shares hold, beside advice to train by them."""
+    machine = Path(__file__).parent / "search/machines/throttled_in_splits.toml"
+    found = ended(drive(Request(devices=f"sim:{machine}", budget_seconds=60.0))).found
+    assert found is not None
+    (held,) = [one.device for one in found.doubts if one.code == "throttled"]
+    words = write_verdict(found)
+    assert any("sum of all devices" in line and held in line for line in words.remarks)
 
 
 @pytest.mark.parametrize("batch", [1400, 4096])

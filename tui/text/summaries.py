@@ -71,6 +71,14 @@ _RAISED = re.compile(r".*?, (?P<phase>[a-z ]+): .*?:\d+: (?P<kind>\w+)(?::|$)", 
 _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
+def list_doubts(seen: Timed) -> list[str]:
+    """The doubts about a measurement; a single step says nothing about how much steps vary."""
+    codes = [warning.code for warning in seen.warnings]
+    if "too_short" in codes:
+        codes = [code for code in codes if code != "noisy"]
+    return [DOUBTS[code] for code in codes]
+
+
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
     """The line to print for an event, if it deserves one."""
     if isinstance(event, Started):
@@ -132,7 +140,7 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "Â
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
-        doubts = "".join(f", {DOUBTS[warning.code]}" for warning in seen.warnings)
+        doubts = "".join(f", {words}" for words in list_doubts(seen))
         figure = f"{rate(seen.samples_per_second)} samples/s"
         if seen.tokens and not seen.probe.layout.length:
             figure = (

@@ -13,7 +13,7 @@ from evener.balancer.types import Observation, OutOfMemory, Stage, Timed
 from evener.printable import plain
 
 from ..text.stages import STAGE_WORDS
-from ..text.summaries import DOUBTS, share_words
+from ..text.summaries import list_doubts, share_words
 from .cells import Line, Mark, Span, Tone, cut, line, text_lines
 from .search_story import name_layout
 from .table import Column, Grid
@@ -71,7 +71,7 @@ def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, flo
     """
     if not isinstance(seen, Timed):
         return ""
-    doubts = ", ".join(DOUBTS[warning.code] for warning in seen.warnings)
+    doubts = ", ".join(list_doubts(seen))
     if doubts:
         return doubts
     layout, speed = seen.probe.layout, seen.samples_per_second
@@ -208,5 +208,5 @@ def _timed_facts(seen: Timed) -> Sequence[tuple[str, str]]:
         ("step", f"{step_time(seen.step_seconds)}, from {seen.steps} steps"),
         ("first step", f"{step_time(seen.first_step_seconds)}: tracing and compiling"),
         ("it took", duration(seen.elapsed_seconds)),
-        *((Mark.ALARM, DOUBTS[warning.code]) for warning in seen.warnings),
+        *((Mark.ALARM, words) for words in list_doubts(seen)),
     )
