@@ -86,7 +86,7 @@ def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:
     finished, _ = searched(tmp_path, f"at_seconds = {split}\nslowed = 0.3")
     (said,) = [warning for warning in finished.plan.warnings if "held back" in warning]
     assert said.startswith("SIM:1: ")
-    assert said.endswith("measure again.")
+    assert "measure again" in said
     assert finished.found is not None
     assert ("throttled", "SIM:1") in [(one.code, one.device) for one in finished.found.doubts]
 
