@@ -256,10 +256,19 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
         return _write_tie(rival, over)
     in_turn = f" ({ALTERNATELY})" if rival.paired else ""
     error = _write_gain_error(verdict, rival)
+    if error and rival.difference is not None and _half(rival.difference) >= abs(rival.gain):
+        return _write_rough_gain(rival.difference, over)
     size_of_gain = percent(abs(rival.gain), 0 if abs(rival.gain) >= 0.01 else 1)
     if rival.gain < 0:
         return f"{size_of_gain}{error} slower than {over}{in_turn}"
     return f"+{size_of_gain}{error} over {over}{in_turn}"
+
+
+def _write_rough_gain(difference: RateGap, over: str) -> str:
+    """A gain that is less certain than it is large: the least that it is, if that is a gain."""
+    if difference.low >= 0.01:
+        return f"at least {percent(difference.low, 0)} over {over}"
+    return f"whether it is faster than {over} isn't certain"
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:

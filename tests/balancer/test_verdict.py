@@ -53,7 +53,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.balancer.verdict import Verdict
+from evener.balancer.verdict import Figure, RateGap, Rival, Verdict
 from evener.devices.types import Device
 from evener.plan.file import Plan
 from evener.plan.layout import Share
@@ -434,6 +434,29 @@ def test_where_other_work_disturbed_everything_the_answer_is_to_measure_again() 
     assert calm.advice is not None
     assert calm.advice.action == "plan"
     assert write_end(calm, Stop.SETTLED.value) == Stop.SETTLED.value
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(0.3, "at least 25 % over"), (0.7, "isn't certain"), (0.002, "+100 % over even")],
+)
+def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
+    error: float, words: str
+) -> None:
+    """Samples/s of the even split within this part; the plan's are known well."""
+    even = Rival(
+        "equal_shares",
+        "even split",
+        ("GPU:0", "GPU:1"),
+        (128, 128),
+        256,
+        figure=Figure(500.0, 500 * (1 - error), 500 * (1 + error)),
+        gain=1.0,
+        difference=RateGap(1.0, 0.25 if error == 0.3 else -0.2, 1.0 + 4 * error),
+    )
+    found = judged(result(SPLIT, 1000))
+    written = write_verdict(msgspec.structs.replace(found, rivals=(even,)))
+    assert words in written.gains
 
 
 def test_no_step_leads_to_a_plan_that_is_advised_against() -> None:
