@@ -108,8 +108,8 @@ def main() -> int:
     false = sum(each.is_beyond(MOST) for each in equal)
     seen = sum(each.is_beyond(MOST) for each in slower)
     for name, each in (("equal", equal), ("slower", slower)):
-        told = ", ".join(f"{100 * one.slowdown:+.1f}" for one in each)
-        print(f"{name}: slowdowns in % {told}")
+        slowdowns = ", ".join(f"{100 * one.slowdown:+.1f}" for one in each)
+        print(f"{name}: slowdowns in % {slowdowns}")
     held = sum(each.low <= SLOWER <= each.high for each in slower)
     print(f"false alarms {false} of {len(equal)}; found {seen} of {len(slower)}; 10 % is in the")
     print(f"interval of {held} of {len(slower)}")

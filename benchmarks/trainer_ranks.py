@@ -27,7 +27,7 @@ from evener.devices.terms import parse_limit
 from evener.huggingface import with_plan
 from evener.plan.file import Plan, load_plan
 from evener.torch import Split
-from evener.torch.ranks.ranks import settle, visible_gpus
+from evener.torch.ranks.ranks import claim_device, visible_gpus
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.user_model import build
 
@@ -219,7 +219,7 @@ def hold(plan: Plan, options: argparse.Namespace) -> None:
     """To what the plan measured with: a slice's cores, a GPU's memory limit."""
     share = plan.layout.active[options.place]
     if not torch.cuda.is_available():
-        settle(torch.device("cpu"), share)
+        claim_device(torch.device("cpu"), share)
         return
     device = int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(device)

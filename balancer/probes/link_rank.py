@@ -1,5 +1,5 @@
-"""One rank of a measurement of links: it joins the others, then sums tensors with those it is told
-to, and checks what arrives.
+"""One rank of a measurement of links: it joins the others, runs all-reduces with the ranks that
+a command names, and checks the results.
 
 Run as a program. Commands and answers are JSON lines on standard input and output; whatever a
 library prints goes to standard error. It ends with its input.

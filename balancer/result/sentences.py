@@ -472,7 +472,9 @@ def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
                 f"{rate(one.samples_per_second)} samples/s, {_write_less(one.loss)}."
             )
     untried = [one.name for one in verdict.left_out if one.reason == "not_tried"]
-    if untried:
+    if untried and verdict.stopped in ("interrupted", "cut_off"):
+        yield f"No split with {join_words(untried)} was measured before the search was stopped."
+    elif untried:
         are, it = ("is", "it") if len(untried) == 1 else ("are", "them")
         yield (
             f"{join_words(untried)} {are} left out: by the curves measured alone, {it} would gain "

@@ -1,5 +1,5 @@
-"""Two runs compared: whether the second is slower than the first, by how much, and in which part of
-a step. Pure.
+"""A comparison of two runs: the slowdown of the second with an interval, and the part of a step in
+which it is. Pure.
 
 A training's journal has windows of steps. What takes longer for a while, such as a busy machine,
 lasts over several windows, so they aren't independent: they are joined into blocks, and the

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .files import LiveDevice, LiveRecord, read_trainings
 from .reporter import INTERVAL_SECONDS, Reporter, newest_reporter
@@ -78,7 +78,7 @@ def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
         "between_ms": 1000 * max(each.between_s for each in ranks),
         "out_of_memory_passes": sum(each.retreats for each in ranks),
     }
-    found = {name: figure for name, figure in joined.items() if figure}
+    found = _drop_zeros(joined)
     placed = [(number, device) for each in ranks for number, device in _number_devices(each)]
     rows = sum(device.batch for _, device in placed)
     for number, device in placed:
@@ -88,10 +88,15 @@ def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
             "samples_per_second": device.samples_per_second,
             "own_work_ms": 1000 * device.own_work_s,
         }
-        found |= {f"rank{number}/{name}": figure for name, figure in own.items() if figure}
+        found |= {f"rank{number}/{name}": figure for name, figure in _drop_zeros(own).items()}
         if device.own_work_s:
             found[f"rank{number}/waiting_ms"] = 1000 * device.waiting_s
     return {f"{PREFIX}{name}": float(figure) for name, figure in found.items()}
+
+
+def _drop_zeros(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures that are known: what isn't measured is 0."""
+    return {name: figure for name, figure in figures.items() if figure}
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:

@@ -512,35 +512,32 @@ class Program:
         if guard is not None:
             guard.close()
         numbers, uses = (None, ()) if guard is None else (guard.numbers, guard.uses)
-        if self.training is None:
-            self._compare_numbers(numbers)
         if self.training is not None:
             if guard is not None:
                 self._note_fault(guard)
             fault = guard.fault if guard and guard.measured else ""
             return RankView(fault, loop.dealer.digest, self._rates, numbers, uses)
-        fault = next(
-            (words for each in self.models if each.training and (words := views.find_fault(each))),
-            "",
-        )
-        fault = fault or loop.dealer.fault or self._fault or self.exchanges.fault
-        if guard is not None:
-            fault = fault or guard.fault or ("" if guard.exchanges else views.LOCAL)
-        if loop.sampler is None:
-            fault = fault or views.NO_SAMPLER
-        elif loop.sampler.global_batch == dist.get_world_size():
-            fault = fault or views.SINGLE
-        warning = (
-            ""
-            if fault
-            else views.OTHER_ROWS
-            if loop.varies()
-            else views.PADDED
-            if guard and guard.padded
-            else ""
-        )
+        self._compare_numbers(numbers)
+        fault = self._find_fault(loop, guard)
+        warning = ""
+        if not fault and loop.varies():
+            warning = views.OTHER_ROWS
+        elif not fault and guard is not None and guard.padded:
+            warning = views.PADDED
         exchanges = self.exchanges.origins.seen
         return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning, exchanges)
+
+    def _find_fault(self, loop: Any, guard: Guard | None) -> str:
+        """Why this rank's shares have to stay even; empty where nothing stands against others."""
+        faults = [views.find_fault(each) for each in self.models if each.training]
+        faults += [loop.dealer.fault, self._fault, self.exchanges.fault]
+        if guard is not None:
+            faults += [guard.fault, "" if guard.exchanges else views.LOCAL]
+        if loop.sampler is None:
+            faults.append(views.NO_SAMPLER)
+        elif loop.sampler.global_batch == dist.get_world_size():
+            faults.append(views.SINGLE)
+        return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
         """Compare the numbers in the loss with those of the step before, after which the program

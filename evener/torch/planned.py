@@ -27,7 +27,7 @@ from ..training.loss_check import LossMeaning
 from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_devices
 from .ranks.others import explain_at_exit, watch_others
 from .ranks.own_work import KEPT_STEPS, StepReporter, make_timer
-from .ranks.ranks import RankShares, join, settle
+from .ranks.ranks import RankShares, claim_device, join
 from .ranks.waits import time_waits
 from .rows.loader import LoaderStates
 from .rows.sampler import LengthSampler, UnevenBatchSampler
@@ -73,7 +73,7 @@ class PlannedTraining:
     ) -> None:
         self.rank, self.world, self.device = found.rank, found.world, found.device
         self.plan, self.strict = found.plan, strict
-        settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
+        claim_device(self.device, found.share, found.plan.layout.processes if found.plan else 1)
         if self.world > 1:
             join(self.device, backend)
         self.noise: RankNoise | None = None

@@ -122,9 +122,9 @@ def is_cpu(share: Share) -> bool:
     return share.device.startswith("cpu-")
 
 
-def settle(device: Any, share: Share | None, trainings: int = 1) -> None:
-    """Make the device this process's own as a probe does: the current GPU, or the slice's cores
-    with a thread each.
+def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
+    """Set up this process for its device, as a probe does: make a GPU the current one, or run on a
+    CPU slice's cores with one thread each.
 
     evener launch has started the process on its cores already. Several `trainings` of a pack share
     the cores.
@@ -132,9 +132,8 @@ def settle(device: Any, share: Share | None, trainings: int = 1) -> None:
     if device.type == "cuda":
         abort_on_device_error()
         torch.cuda.set_device(device)
-        if (
-            torch.get_num_threads() == 1 or trainings > 1
-        ):  # 1: torchrun's choice; a GPU's rows are fetched by the cores
+        # 1 is torchrun's choice; cores fetch the rows of a GPU
+        if torch.get_num_threads() == 1 or trainings > 1:
             torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1) * trainings))
     elif (
         share is not None
