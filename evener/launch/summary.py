@@ -22,13 +22,13 @@ from evener.balancer.number_format import (
     write_share,
 )
 
-from ..live.files import LiveRecord, ShareChange, parse_record
+from ..live.files import LiveDevice, LiveRecord, ShareChange, parse_record
 from ..live.journal import TRAINING_JOURNAL
 from ..live.measured import measure_rank, recent_sums
 from ..printable import plain
 from ..system.files import runs_folder, write_atomically
 from ..training.limits import LimitKind, TrainingLimit
-from ..training.step_limits import judge_training
+from ..training.step_limits import MeasuredRank, judge_training
 from ..training.step_sums import RankStep
 
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in a training's run
@@ -127,23 +127,14 @@ def summarize_training(
     placed = [(record, live) for record in records for live in record.devices]
     names = [_name(record, live.id, labels) for record, live in placed]
     measured = [
-        measure_rank(
-            record,
-            live,
-            name,
-            record.whole if record.whole.steps else recent_sums(record, live),
-            live.micro,
-            record.starved_so_far,
-        )
-        for (record, live), name in zip(placed, names, strict=True)
+        _measure(record, live, name) for (record, live), name in zip(placed, names, strict=True)
     ]
     missing = max(0, max(record.world for record in records) - len(records))
     judged = judge_training(measured, whole=not missing, takers=takers)
     steps = judged.steps or (None,) * len(placed)
     counted = max(records, key=lambda each: each.counted_steps)
-    speed = sum(
-        each.counted_samples / each.counted_seconds for each in records if each.counted_seconds
-    )
+    timed = [each for each in records if each.counted_seconds]
+    speed = sum(each.counted_samples / each.counted_seconds for each in timed)
     plan = max(each.plan_samples_per_second for each in records) or plan_samples_per_second
     return TrainingSummary(
         run=run,
@@ -165,6 +156,14 @@ def summarize_training(
         missing_ranks=missing,
         changes=max((each.changes for each in records), key=len),
     )
+
+
+def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
+    """A rank's parts of a step over the whole training, or of its last steps where it keeps no
+    sums.
+    """
+    sums = record.whole if record.whole.steps else recent_sums(record, live)
+    return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
 
 
 def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:

@@ -120,13 +120,7 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
         return function(*arguments, **keywords)
     keywords.pop("generator", None)  # the user's own stays where it is
     names = [each.name for each in function._schema.arguments]
-    # fused attention and recurrent layers take the rate as an argument
-    for place, own in enumerate(names):
-        if own in ("dropout", "dropout_p"):
-            if place < len(arguments):
-                arguments[place] = 0.0
-            elif own in keywords:
-                keywords[own] = 0.0
+    _turn_dropout_off(names, arguments, keywords)
     seed_torch(seed)
     if name == "randperm":
         return torch.arange(*arguments, **keywords)
@@ -152,6 +146,17 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
     if name.endswith("_like"):
         return _one_row(function, arguments, keywords).expand_as(arguments[0]).clone()
     return function(*arguments, **keywords)
+
+
+def _turn_dropout_off(names: list[str], arguments: list[Any], keywords: dict[str, Any]) -> None:
+    """Set the rate to 0 that fused attention and recurrent layers take as an argument."""
+    for place, name in enumerate(names):
+        if name not in ("dropout", "dropout_p"):
+            continue
+        if place < len(arguments):
+            arguments[place] = 0.0
+        elif name in keywords:
+            keywords[name] = 0.0
 
 
 def _needs_generator(function: Any) -> bool:
