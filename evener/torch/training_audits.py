@@ -93,6 +93,7 @@ class RankVerdict(msgspec.Struct):
     certain: bool = True  # of a difference: it can't come from a number that counts rows
     rows: int = 0  # a digest of the rows that were computed
     sketch: Sketch | None = None  # of the reference
+    noises: dict[str, float] | None = None  # what rounding makes of it, where that was measured
     numbers: list[Number] | None = None  # that a loop's loss is computed with
     even: bool = False  # shares have to go even
 
@@ -106,6 +107,7 @@ class TrainingAudits:
         self._batch: Any = None  # that was counted last
         self._due = False
         self._changed = False  # a loss is made of other operations than those before
+        self._measures = False  # ranks' gradients differ, by rounding or by more
         self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
         self._parted: Any = None  # the batch whose parts were taken last
         self._number = next(_NUMBERS)  # the same on every rank
@@ -145,7 +147,8 @@ class TrainingAudits:
         if batch is not self._batch or batch is None:
             self._batch = batch
             self._hear()
-            self._due = self.judge.begin(self._trained()) or self._changed
+            due = self.judge.begin(self._trained()) or self._changed or self._measures
+            self._due = due and not self.judge.over
             self._changed = False
         return self._due
 
@@ -433,7 +436,10 @@ class TrainingAudits:
         groups = [group for each in optimizers for group in each.param_groups]
         others = [each for group in groups for each in group["params"]]
         around = [self._training.weights.checking, self._resting, *options.pop("around", ())]
-        return Bench(every, name_tensors(every, others), around=around, **options)
+        measures = self._measures
+        return Bench(
+            every, name_tensors(every, others), around=around, measures=measures, **options
+        )
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
         """Some of these rows of a data set, on this rank's device; None where there are too few."""
@@ -496,6 +502,7 @@ class TrainingAudits:
         `survives`: where both ways agree, a pass that runs out of memory may be computed again in
         smaller ones.
         """
+        self._measures = False
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
         if not (found.certain and found.closed):
@@ -570,6 +577,7 @@ class TrainingAudits:
         if not found.finite:
             return RankVerdict()
         made = RankVerdict(sketch=found.sketch, rows=found.rows, fine=found.difference is None)
+        made.noises = None if found.noises is None else dict(found.noises)
         if found.difference is not None:
             reference = IN_EQUAL_PARTS if self.follows_launcher else AT_ONCE
             made.message = describe(
@@ -584,8 +592,12 @@ class TrainingAudits:
         if len({each.rows for each in every}) > 1:
             return None
         sketches = [each.sketch for each in every if each.sketch is not None]
-        difference = compare_ranks(sketches)
+        noises = [each.noises for each in every if each.sketch and each.noises is not None]
+        difference = compare_ranks(sketches, noises)
         if difference is None:
+            return None
+        if len(noises) < len(sketches):
+            self._measures = True  # with the batch that is at hand, on every rank
             return None
         message = describe(difference, "state", (), step)
         return RankVerdict(message, self.remedies["state"], difference.relative)

@@ -24,7 +24,9 @@ A framework's part (`evener/torch/audit` for PyTorch) uses it like this:
    a key of `CAUSES`; `find_cause` has the order of the questions.
 5. `audits.decide(difference)` says what follows, on every rank the same where all ranks have been
    told the largest difference of all; `describe` makes the sentences.
-6. `find_unequal` compares, between ranks, what each has summed up of its buffers and of the numbers
+6. `compare_ranks` compares the references of ranks that have computed the same rows: where they
+   differ, each measures its rounding by repeats in the next step, and the comparison is made again.
+   `find_unequal` compares, between ranks, what each has summed up of its buffers and of the numbers
    that enter its loss.
 """
 
@@ -52,7 +54,6 @@ MIXED = "float64 by float32"  # models of float64 often compute norms and softma
 # 1.2e-3.
 FLOORS = {"float64": 1e-10, MIXED: 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 SAFETY = 10.0  # a difference counts where it is as many times the largest one by rounding
-RANK_SAFETY = 10.0  # as many times a floor may ranks' gradients of the same rows differ
 SMALL = 1e-4  # of the largest gradient's size: tensors with less than that are judged by it
 SEEN_LOSS = 1e-6  # of the loss: the least by which two losses differ visibly
 
@@ -99,27 +100,36 @@ class GradientDifference(msgspec.Struct, frozen=True):
 
 
 def compare(
-    reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = (), safety: float = 1.0
+    reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
     """The difference that is farthest above what rounding allows; None where none is above it.
 
-    Without `repeats` rounding is taken to be the floor of the tensor's type, times `safety`; with
-    them it is what they show as well, times SAFETY. None also where the reference itself isn't
-    finite.
+    Without `repeats` rounding is taken to be the floor of the tensor's type; with them it is what
+    they show as well, times SAFETY. None also where the reference itself isn't finite.
+    """
+    return _compare(reference, trained, find_noises(reference, repeats))
+
+
+def _compare(
+    reference: Sketch, trained: Sketch, noises: Mapping[str, float]
+) -> GradientDifference | None:
+    worst = find_largest(reference, trained, noises)
+    return worst if worst is not None and worst.relative > worst.allowed else None
+
+
+def find_largest(
+    reference: Sketch, trained: Sketch, noises: Mapping[str, float]
+) -> GradientDifference | None:
+    """The difference that is the largest part of what rounding allows, or times as much; `noises`
+    are those of `find_noises`. None where the reference isn't finite, or has no gradient.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
     if not math.isfinite(largest):
         return None
-    worst = None
-    noises = _find_noises(reference, repeats, largest)
-    for name in names:
-        found = _compare_tensor(name, reference, trained, largest, noises, safety)
-        if found is None:
-            continue
-        if worst is None or found.relative / found.allowed > worst.relative / worst.allowed:
-            worst = found
-    return worst
+    every = [_compare_tensor(name, reference, trained, largest, noises) for name in names]
+    found = [each for each in every if each is not None]
+    return max(found, key=lambda each: each.relative / each.allowed, default=None)
 
 
 def _compare_tensor(
@@ -128,8 +138,8 @@ def _compare_tensor(
     trained: Sketch,
     largest: float,
     noises: Mapping[str, float],
-    safety: float,
 ) -> GradientDifference | None:
+    """The difference of one tensor; None for one whose gradient is 0 both ways."""
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -137,9 +147,7 @@ def _compare_tensor(
     relative = _distance(reference, trained, name) / scale
     if not math.isfinite(relative):
         relative = math.inf
-    allowed = max(safety * floor(_kind(name, reference, trained)), SAFETY * noises.get(name, 0.0))
-    if relative <= allowed:
-        return None
+    allowed = max(floor(_kind(name, reference, trained)), SAFETY * noises.get(name, 0.0))
     return GradientDifference(name, relative, allowed, *sizes, (reference.loss, trained.loss))
 
 
@@ -148,18 +156,20 @@ def floor(kind: str) -> float:
     return FLOORS.get(kind.removeprefix("complex"), FLOORS["float32"])
 
 
-def _find_noises(reference: Sketch, repeats: Sequence[Sketch], largest: float) -> dict[str, float]:
-    """The relative differences by rounding alone, by tensor.
+def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
+    """The relative differences by rounding alone, by tensor, as repeats of the reference show them.
 
     A tensor's own are few random figures, which may be small by chance: none is taken to be less
     than the median of all tensors.
     """
+    if not repeats:
+        return {}
+    largest = max(map(reference.size, reference.sums), default=0.0)
     own = {}
     for name in reference.sums:
         scale = _scale(name, reference, reference, largest)
         if scale > 0.0:
-            distances = [_distance(reference, each, name) / scale for each in repeats]
-            own[name] = max(distances, default=0.0)
+            own[name] = max(_distance(reference, each, name) / scale for each in repeats)
     usual = median(own.values()) if own else 0.0
     return {name: max(noise, usual) for name, noise in own.items()}
 
@@ -191,13 +201,21 @@ def _size(sums: Sequence[float]) -> float:
     return math.sqrt(sum(each * each for each in sums) / len(sums))
 
 
-def compare_ranks(every: Sequence[Sketch]) -> GradientDifference | None:
+def compare_ranks(
+    every: Sequence[Sketch], noises: Sequence[Mapping[str, float]] = ()
+) -> GradientDifference | None:
     """The largest difference between the gradients that ranks have computed from the same rows.
 
     It is the weights that are alike on all ranks, so it comes from something else that the loss
-    uses. Ranks may be devices of several kinds, which round differently.
+    uses. Ranks may be devices of several kinds, which round differently: without `noises` a
+    difference is a reason to measure them on each rank (`find_noises`), and with them it counts
+    where it is more than rounding on any makes of it.
     """
-    differences = [compare(every[0], each, safety=RANK_SAFETY) for each in every[1:]]
+    rounding: dict[str, float] = {}
+    for own in noises:
+        for name, noise in own.items():
+            rounding[name] = max(noise, rounding.get(name, 0.0))
+    differences = [_compare(every[0], each, rounding) for each in every[1:]]
     found = [each for each in differences if each is not None]
     return max(found, key=lambda each: each.relative, default=None)
 

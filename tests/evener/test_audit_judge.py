@@ -18,8 +18,10 @@ from evener.training.audit import (
     GradientDifference,
     Sketch,
     compare,
+    compare_ranks,
     describe,
     find_cause,
+    find_noises,
     find_unequal,
 )
 
@@ -76,6 +78,33 @@ def test_a_wrong_gradient_is_found_and_named(seed: int, wrong: str, error: float
     assert found is not None
     assert found.name == wrong
     assert found.relative > found.allowed
+
+
+@given(seed=st.integers(0, 10**6), exponents=st.tuples(st.floats(-8, -2), st.floats(-8, -2)))
+def test_ranks_that_round_unlike_each_other_are_alike(
+    seed: int, exponents: tuple[float, float]
+) -> None:
+    gradients = Gradients(seed)
+    sketches, noises = [], []
+    for exponent in exponents:
+        own = [gradients.sketch(10.0**exponent) for _ in range(REPEATS + 1)]
+        sketches.append(own[0])
+        noises.append(find_noises(own[0], own[1:]))
+    assert compare_ranks(sketches, noises) is None
+
+
+@given(seed=st.integers(0, 10**6))
+def test_ranks_that_compute_another_gradient_are_told_from_rounding(seed: int) -> None:
+    gradients = Gradients(seed)
+    gradients.true["embed"] *= gradients.largest / numpy.linalg.norm(gradients.true["embed"])
+    own = [gradients.sketch(1e-5) for _ in range(REPEATS + 1)]
+    other = gradients.sketch(1e-5, "embed", 1.05)
+    noises = find_noises(own[0], own[1:])
+    for every in ([own[0], other], [other, own[0]]):
+        assert compare_ranks(every) is not None  # which is a reason to measure
+        found = compare_ranks(every, [noises, noises])
+        assert found is not None
+        assert found.name == "embed"
 
 
 def test_a_tensor_that_one_way_gives_no_gradient_is_a_difference() -> None:

@@ -125,6 +125,38 @@ def test_a_wrong_weight_is_far_more_than_rounding(name: str) -> None:
         assert compare(reference, wrong, repeats) is not None
 
 
+@pytest.mark.parametrize("way", ["older", "newer"])
+def test_a_program_that_asks_for_coarse_products_is_computed_in_full_precision(way: str) -> None:
+    """PyTorch has two ways to ask for them, and raises an error where both are mixed."""
+    products = torch.backends.mkldnn.matmul
+    before = torch.get_float32_matmul_precision()
+    if way == "newer" and getattr(torch.backends.cuda.matmul, "fp32_precision", None) is None:
+        pytest.skip("this PyTorch has one way alone")
+    try:
+        if way == "older":
+            torch.set_float32_matmul_precision("medium")
+        else:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            products.fp32_precision = "bf16"
+        model, batch = MODELS["wide"](), make_batch(8)
+        asked = getattr(products, "fp32_precision", None), torch.backends.cudnn.allow_tf32
+        with Bench([model], name_tensors([model])).open():
+            assert getattr(products, "fp32_precision", "ieee") == "ieee"
+            assert not torch.backends.cudnn.allow_tf32
+            loss_of(model, batch)
+        assert asked == (
+            getattr(products, "fp32_precision", None),
+            torch.backends.cudnn.allow_tf32,
+        )
+        if way == "older":
+            assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        if way == "newer":
+            torch.backends.cuda.matmul.fp32_precision = "none"
+            products.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
+
+
 def _largest(reference: Sketch, others: Sequence[Sketch], name: str) -> float:
     return max(_distance(reference, each, name) for each in others)
 

@@ -46,6 +46,12 @@ def test_an_exact_trainer_learns_the_same_with_audits(trainers: Ended) -> None:
         assert rank["exact"]["own"] == 18  # each step's, once
 
 
+def test_ranks_may_round_unlike_each_other(trainers: Ended) -> None:
+    for rank in trainers:
+        assert rank["unlike ranks"]["said"] == ""
+        assert rank["unlike ranks"]["warned"] == []
+
+
 def test_an_exact_module_learns_the_same_with_audits(modules: Ended) -> None:
     for rank in modules:
         assert_untouched(rank["exact"], rank["exact, unaudited"])

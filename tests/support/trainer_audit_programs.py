@@ -87,6 +87,20 @@ class OwnBaseline(Robust):
         return loss
 
 
+class Unlike(Robust):
+    """Ranks round in other ways, as devices of two kinds do, and the loss makes much of it."""
+
+    sharpness = 1e8
+    terms = torch.linspace(-1.0, 1.3, 32, dtype=torch.float64)
+
+    def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        order = slice(None) if self.args.process_index == 0 else torch.arange(31, -1, -1)
+        terms = self.terms[order]
+        added = (predicted.reshape(-1, 1) * terms.sin()) @ terms
+        waves = torch.sin(self.sharpness * added) / self.sharpness
+        return F.huber_loss(predicted.reshape(-1) + waves, targets.reshape(-1))
+
+
 class Mixing:
     """Collates rows, and mixes each with the one before once a callback says so."""
 
@@ -115,6 +129,7 @@ HUGGINGFACE: dict[str, type[Trainer]] = {
     "late moments": LateMoments,
     "own baseline": OwnBaseline,
     "mixed rows": Robust,
+    "unlike ranks": Unlike,
 }
 
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...training.audit import Sketch
 from .closures import kept_closure
+from .precision import full_precision
 from .randomness import SEED, EvenRandomness, seed_all, seed_torch
 from .sketch import SIGNS, GradientSums
 from .state import kept_attributes, kept_state
@@ -41,6 +42,7 @@ class Bench:
     have `apart`, such as its data, and `function` is code of the program's own that is called.
     `around` are contexts in which nothing of a step happens, such as the exchange of gradients.
     `losses_only`: gradients can't be taken, as they are sharded; a sketch is of the loss then.
+    `measures`: an audit says what rounding makes of the gradient, in any case.
     `changed` are the names of buffers that a pass changes, `draws` the random numbers that depend
     on how many are drawn at once.
     """
@@ -54,6 +56,7 @@ class Bench:
         function: Callable[..., Any] | None = None,
         around: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
         losses_only: bool = False,
+        measures: bool = False,
     ) -> None:
         self._models = list(models)
         self._modules = [
@@ -65,6 +68,7 @@ class Bench:
         self._function = function
         self._around = around
         self.losses_only = losses_only
+        self.measures = measures
         self.changed: set[str] = set()
         self.draws = 0
         self._adds: Callable[..., None] | None = None  # within a piece
@@ -82,7 +86,7 @@ class Bench:
             for each in self._around:
                 stack.enter_context(each())
             stack.enter_context(kept_state([*self._models, *self._holders], self._apart))
-            stack.enter_context(_full_precision())
+            stack.enter_context(full_precision())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for model in self._models:
@@ -136,27 +140,6 @@ class Bench:
     def _note_changes(self, before: Mapping[str, tuple[int, int]]) -> None:
         now = self._list_buffers()
         self.changed |= {name for name, state in now.items() if before.get(name) != state}
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """No autocast, no TF32."""
-    autocast = torch.amp.autocast_mode.autocast
-    entered = autocast.__enter__, autocast.__exit__
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        try:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-            autocast.__enter__ = lambda self: self
-            autocast.__exit__ = lambda *_: None
-            yield
-        finally:
-            autocast.__enter__, autocast.__exit__ = entered
-            torch.backends.cuda.matmul.allow_tf32 = matmul
-            torch.backends.cudnn.allow_tf32 = cudnn
 
 
 @contextmanager

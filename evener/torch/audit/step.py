@@ -15,6 +15,7 @@ from ...training.audit import (
     Sketch,
     compare,
     find_cause,
+    find_noises,
     floor,
 )
 from .compute import Bench, Piece
@@ -52,7 +53,8 @@ class Audited(msgspec.Struct, frozen=True):
 
     `repeatable` is false where the same rows, computed the same way, gave another gradient, and
     `finite` where the reference isn't a number: nothing can be said then. `sketch` is that of the
-    reference, and `changed` the buffers that a pass changes.
+    reference, `noises` what rounding makes of it where the bench measures that, and `changed` the
+    buffers that a pass changes.
     """
 
     difference: GradientDifference | None
@@ -63,6 +65,7 @@ class Audited(msgspec.Struct, frozen=True):
     finite: bool
     sketch: Sketch
     changed: tuple[str, ...]
+    noises: Mapping[str, float] | None = None
 
 
 def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
@@ -87,12 +90,15 @@ def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
         reference = bench.sketch(ways.reference)
         trained = bench.sketch(ways.trained)
         found = partial(_result, bench, ways, reference)
-        if compare(reference, trained) is None:
+        first = compare(reference, trained)
+        if first is None and not bench.measures:
             return found(None)
         again = bench.sketch(ways.reference)
         if compare(reference, again) is not None:
             return found(None, repeatable=False)
         repeats = [bench.sketch(ways.reference, number + 1) for number in range(REPEATS)]
+        if bench.measures:
+            found = partial(found, noises=find_noises(reference, repeats))
         difference = compare(reference, trained, repeats)
         if difference is None:
             return found(None)
@@ -138,11 +144,12 @@ def _result(
     difference: GradientDifference | None,
     cause: str = "",
     repeatable: bool = True,
+    noises: Mapping[str, float] | None = None,
 ) -> Audited:
     changed = tuple(sorted(bench.changed))
     finite = all(math.isfinite(reference.size(name)) for name in reference.sums)
     return Audited(
-        difference, cause, ways.digest, ways.sizes, repeatable, finite, reference, changed
+        difference, cause, ways.digest, ways.sizes, repeatable, finite, reference, changed, noises
     )
 
 
