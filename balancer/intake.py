@@ -311,34 +311,46 @@ def take_in_comparison(
     tried = _choose("--try", knobs, tuple(KNOBS))
     resolved = take_in(request)
     placements = _find_placements(resolved)
-    reasons = {family: _why_impossible(resolved, family, placements) for family in families}
-    possible = [family for family in families if not reasons[family]]
-    notes: list[str] = []
-    if layouts is not None:
-        notes += [f"Left out: {reason}." for reason in reasons.values() if reason]
+    possible, impossible = _sort_families(resolved, families, placements)
+    notes = impossible if layouts is not None else []
     if not possible:
         raise RequestError(
             notes[0] if notes else "No layout can be compared here.",
             "Choose other layouts or devices.",
         )
-    has_packs = any(family.traits.side_by_side for family in possible)
+    traits = [family.traits for family in possible]
+    has_packs = any(each.side_by_side for each in traits)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         notes.append("An MPS daemon runs: processes share GPUs through it.")
     able, why = _find_knobs(resolved, tried)
-    notes += why
-    has_placements = any(family.traits.placed for family in possible)
-    has_shards = any(family.traits.sharded for family in possible)
+    has_placements = any(each.placed for each in traits)
+    has_shards = any(each.sharded for each in traits)
     wanted = LayoutOptions(
         families=tuple(family.name for family in possible),
         placements=placements if has_placements else (),
         pack_modes=_pack_modes(resolved),
         knobs=able,
-        left_out=tuple(notes),
+        left_out=(*notes, *why),
         shards=has_shards and layouts is not None,
     )
     return msgspec.structs.replace(
         resolved, request=msgspec.structs.replace(request, compare=wanted)
     )
+
+
+def _sort_families(
+    resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
+) -> tuple[list[Family], list[str]]:
+    """The families that can be compared here, and a sentence on each that can't."""
+    possible = []
+    notes = []
+    for family in families:
+        reason = _why_impossible(resolved, family, placements)
+        if reason:
+            notes.append(f"Left out: {reason}.")
+        else:
+            possible.append(family)
+    return possible, notes
 
 
 def take_in_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
@@ -392,9 +404,8 @@ def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[s
 def _find_placements(resolved: Job) -> tuple[Placement, ...]:
     if resolved.machine is not None:
         return tuple(Placement(one.name, one.devices) for one in resolved.machine.placements)
-    entry = registry.find(
-        resolved.workload, resolved.framework if resolved.framework != "none" else ""
-    )
+    framework = "" if resolved.framework == "none" else resolved.framework
+    entry = registry.find(resolved.workload, framework)
     return tuple(
         Placement(name, entry.placement_devices) for name in entry.placements if name != SINGLE
     )

@@ -298,7 +298,9 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
     alone = _keep_first(resolved)
     with _lent_prober(alone) as prober:
         timed = _step(alone, prober, report, stop, find_largest_model(resolved))
-    return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, timed)
+    if len(timed) < BATCHES and stop.is_set():
+        return None
+    return _foresee(resolved, timed)
 
 
 def _keep_first(job: Job) -> Job:
@@ -324,50 +326,79 @@ def _step(
     """The first batches of a search on one device, as many as ran until `stop`; where none fits,
     the error names the `largest` model.
     """
-    search, timed = make_search(alone), list[Timed]()
+    budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
-    over = threading.Event()
 
     def watch(progress: ProbeProgress) -> None:
         running[progress.probe] = progress
         report(progress)
 
-    def end() -> None:
-        over.set()
-        stop.set()
-
-    budget = alone.request.budget_seconds
-    alarm = threading.Timer(threading.TIMEOUT_MAX if budget is None else budget, end)
-    alarm.daemon = True
-    alarm.start()
-    try:
-        while len(timed) < BATCHES and not stop.is_set() and (probes := search.ask()):
-            running.clear()
-            short = tuple(msgspec.structs.replace(probe, seconds=PROBE_SECONDS) for probe in probes)
-            for seen in prober.measure(short, watch, stop):
-                if isinstance(seen, Failed):
-                    why = seen.detail.rstrip(".")
-                    raise NoLayoutError(f"The workload fails: {why}.", "Fix that and try again.")
-                search.tell(seen)
-                timed += [seen] if isinstance(seen, Timed) else []
-    finally:
-        alarm.cancel()
-    if over.is_set() and not timed:
+    with _stopped_after(budget, stop) as over:
+        timed = _measure_batches(alone, prober, watch, stop)
+    if timed:
+        return timed
+    if over.is_set():
         late = find_unfinished(alone.workload, alone.devices, tuple(running.values()))
         what = " ".join(map(write_unfinished, late))
         raise NoLayoutError(
             what or f"No step ended within {budget:g} s.", "Give a longer --budget."
         )
-    if not timed and not stop.is_set():
-        none = f"Not even one sample fits on {alone.devices[0].label}."
-        if largest is None:
-            raise NoLayoutError(none, "Free some of its memory.")
-        raise NoLayoutError(
-            f"{none} {largest.write()}.",
-            "Free some of its memory, or run evener balance, which also tries the model in shards "
-            "over all of the devices.",
-        )
+    if not stop.is_set():
+        raise _refuse_memory(alone.devices[0], largest)
+    return []
+
+
+@contextmanager
+def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
+    """Set `stop` after so many seconds, if any, unless the block ends before; the event that is
+    given is set then too.
+    """
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        stop.set()
+
+    alarm = threading.Timer(threading.TIMEOUT_MAX if seconds is None else seconds, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield over
+    finally:
+        alarm.cancel()
+
+
+def _measure_batches(
+    alone: Job, prober: Prober, watch: Report, stop: threading.Event
+) -> list[Timed]:
+    """The first batches of the search that ran; NoLayoutError if the workload fails."""
+    search = make_search(alone)
+    timed: list[Timed] = []
+    while len(timed) < BATCHES and not stop.is_set():
+        probes = search.ask()
+        if not probes:
+            break
+        short = tuple(msgspec.structs.replace(probe, seconds=PROBE_SECONDS) for probe in probes)
+        for seen in prober.measure(short, watch, stop):
+            if isinstance(seen, Failed):
+                why = seen.detail.rstrip(".")
+                raise NoLayoutError(f"The workload fails: {why}.", "Fix that and try again.")
+            search.tell(seen)
+            if isinstance(seen, Timed):
+                timed.append(seen)
     return timed
+
+
+def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
+    """An error for a device on which no batch fits; it names the largest model, if known."""
+    none = f"Not even one sample fits on {device.label}."
+    if largest is None:
+        return NoLayoutError(none, "Free some of its memory.")
+    return NoLayoutError(
+        f"{none} {largest.write()}.",
+        "Free some of its memory, or run evener balance, which also tries the model in shards "
+        "over all of the devices.",
+    )
 
 
 def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:

@@ -246,13 +246,23 @@ def _place(
         rate = training.samples_per_second / max(1, len(seen))
         parts = [LiveDevice(each.id, each.index, 0, rate) for each in seen]
         return msgspec.structs.replace(training, devices=tuple(parts))
-    bare = sorted({live.index for live in training.devices if not live.id and live.index >= 0})
+    unnamed = [live.index for live in training.devices if not live.id]
+    bare = sorted({index for index in unnamed if index >= 0})
     if not bare:
         return training
-    if len(bare) == len(seen):
-        by_index = dict(zip(bare, sorted(seen, key=lambda device: device.index), strict=True))
-    else:
-        accelerators = [device for device in devices if find_backend(device.kind).own_memory]
-        by_index = {device.index: device for device in accelerators}
+    by_index = _number_devices(bare, seen, devices)
     named = [_name(live, by_index) for live in training.devices]
     return msgspec.structs.replace(training, devices=tuple(named))
+
+
+def _number_devices(
+    bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
+) -> dict[int, Device]:
+    """The device that each of a framework's own indices means: those `seen`, if they are as many,
+    else as the driver counts them.
+    """
+    if len(bare) == len(seen):
+        in_order = sorted(seen, key=lambda device: device.index)
+        return dict(zip(bare, in_order, strict=True))
+    accelerators = [device for device in devices if find_backend(device.kind).own_memory]
+    return {device.index: device for device in accelerators}

@@ -92,9 +92,11 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
     body, limit = _split_limit(text)
     if not body:
         raise RequestError(f"One part of {spec!r} is empty.", REMEDY)
-    if found := _LIMIT_WITHOUT_AT.fullmatch(body):
+    found = _LIMIT_WITHOUT_AT.fullmatch(body)
+    if found:
         raise RequestError(f"{body!r} has a limit without an @.", f"Write {found[1]}@{found[2]}.")
-    if there := _WHERE.fullmatch(body):
+    there = _WHERE.fullmatch(body)
+    if there:
         inner = _parse_device((there[2] or "auto").strip(), limit, None)
         if inner.kind == "sim":
             raise RequestError(
@@ -106,8 +108,10 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
 
 def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
     found = _TERM.fullmatch(body)
-    kind = found[1].lower() if found else ""
-    if found is None or kind not in ("auto", *BACKENDS):
+    if found is None:
+        return _parse_pick(body, limit, before)
+    kind = found[1].lower()
+    if kind not in ("auto", *BACKENDS):
         return _parse_pick(body, limit, before)
     slices = found[2]
     colon = found[3]
@@ -123,9 +127,10 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
     """A device without its kind: an id, or a pick that goes on with the term before it."""
-    for backend in all_backends() if "-" in body else ():
-        if body.lower().startswith(backend.id_prefixes):
-            return Term(backend.kind, body, limit, host=before.host if before else None)
+    if "-" in body:
+        for backend in all_backends():
+            if body.lower().startswith(backend.id_prefixes):
+                return Term(backend.kind, body, limit, host=before.host if before else None)
     if before is not None and before.pick:
         return Term(before.kind, body, limit, before.slices, before.host)
     raise RequestError(f"{body!r} is not a device.", REMEDY)

@@ -145,29 +145,41 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
     notes: list[str] = []
-    hosts_by_note: dict[str, list[str]] = {}
     for agent, answer in answers.items():
-        own = [device for device in answer.found.devices if device.kind == kind]
+        own = [
+            msgspec.structs.replace(device, host=agent.host)
+            for device in answer.found.devices
+            if device.kind == kind
+        ]
         _check_named(agent, terms, len(own), answer)
         if not own:
             notes.append(f"{agent.host} is left out: {answer.fault or 'it has no GPU.'}")
             continue
-        devices += [msgspec.structs.replace(device, host=agent.host) for device in own]
+        devices += own
         if answer.taken:
             notes.append(
                 f"{agent.host}: {', '.join(answer.taken)} left out, as other jobs of the "
                 f"cluster hold them."
             )
-        for note in answer.found.notes:
-            hosts_by_note.setdefault(note, []).append(agent.host)
     if not devices:
         raise DeviceError(
             f"No host of the Ray cluster has a device that can be used. {' '.join(notes)}"
         )
-    notes += [f"{', '.join(hosts)}: {note}" for note, hosts in hosts_by_note.items()]
-    notes += explain_versions({agent.host: answer.versions for agent, answer in answers.items()})
-    drivers = [answer.found.driver for answer in answers.values() if answer.found.driver]
-    return Discovery(tuple(devices), tuple(notes), driver=", ".join(dict.fromkeys(drivers)))
+    by_host = {agent.host: answer for agent, answer in answers.items()}
+    used = dict.fromkeys(device.host for device in devices)
+    notes += _join_notes({host: by_host[host].found for host in used})
+    notes += explain_versions({host: answer.versions for host, answer in by_host.items()})
+    drivers = {answer.found.driver: None for answer in answers.values()}  # in order, once each
+    return Discovery(tuple(devices), tuple(notes), driver=", ".join(filter(None, drivers)))
+
+
+def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
+    """What was noted on hosts, by the host's name: the same note once, with all that have it."""
+    hosts_by_note: dict[str, list[str]] = {}
+    for host, discovery in found.items():
+        for note in discovery.notes:
+            hosts_by_note.setdefault(note, []).append(host)
+    return [f"{', '.join(hosts)}: {note}" for note, hosts in hosts_by_note.items()]
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
@@ -179,16 +191,18 @@ def _choose_kind(answers: Iterable[HostDevices]) -> str:
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
     """DeviceError if a host that was named, or a device on it, can't be had."""
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
-    if named and own < max(1, sum(bool(term.pick) for term in named)):
-        held = (
-            f"other jobs of the cluster hold {', '.join(answer.taken)}."
-            if answer.taken
-            else "it has no GPU."
-        )
-        raise DeviceError(
-            f"{agent.host}: {answer.fault or held}",
-            "Choose other --devices, or wait for those jobs.",
-        )
+    if not named:
+        return
+    picked = sum(bool(term.pick) for term in named)
+    if own >= max(1, picked):
+        return
+    if answer.fault:
+        why = answer.fault
+    elif answer.taken:
+        why = f"other jobs of the cluster hold {', '.join(answer.taken)}."
+    else:
+        why = "it has no GPU."
+    raise DeviceError(f"{agent.host}: {why}", "Choose other --devices, or wait for those jobs.")
 
 
 @cache

@@ -176,16 +176,25 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
     The others can't go on without a host that is lost, and needn't end by themselves. DeviceError
     if Ray's head is.
     """
-    deadline, code, answered = float("inf"), 0, time.monotonic()
-    while not caught and any(part.code is None for part in parts) and time.monotonic() < deadline:
-        if any(part.lost for part in parts):
+    deadline = float("inf")
+    answered = time.monotonic()
+    code = 0  # of the first part that failed
+    while not caught and time.monotonic() < deadline:
+        if all(part.code is not None for part in parts) or any(part.lost for part in parts):
             break
-        code = code or next((part.code for part in parts if part.code), 0)
-        if code and deadline == float("inf"):
-            deadline = time.monotonic() + OTHERS_SECONDS
+        if not code:
+            code = _find_failure(parts)
+            if code:
+                deadline = time.monotonic() + OTHERS_SECONDS
         time.sleep(POLL_SECONDS)
         answered = _look_at_head(answered)
-    return code or next((part.code for part in parts if part.code), 0)
+    return code or _find_failure(parts)
+
+
+def _find_failure(parts: Sequence[HostPart]) -> int:
+    """The exit code of the first part that has failed; 0 while none has."""
+    codes = (part.code for part in parts)
+    return next((code for code in codes if code), 0)
 
 
 def _look_at_head(answered: float) -> float:

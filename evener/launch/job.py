@@ -65,9 +65,8 @@ class HostJob(msgspec.Struct, frozen=True):
     folder: Path = Path()  # for files of this launch; it ends with it
     records: Path | None = None  # in it, for the last record of each process
     reason: str = ""  # of this start, if it isn't the first
-    output: tuple[
-        tuple[str, str], ...
-    ] = ()  # the files that each process has for standard output and error
+    # the files that each process has for standard output and error
+    output: tuple[tuple[str, str], ...] = ()
     use_file: str = ""  # to which processes write that read the plan; empty: nobody looks
     executable: str = ""  # that takes the command as its arguments, where it isn't for Python
 
@@ -186,37 +185,57 @@ def make_job(
         )
     plan = load_plan(path)
     check_plan(plan, ["-m", executable] if executable else command)
-    active = plan.layout.active
     here = _choose_host(plan, host)
-    own = tuple(share for share in active if share.host == here)
+    own = tuple(share for share in plan.layout.active if share.host == here)
     devices = _find_devices(own)
     framework = "torch" if executable else _choose_framework(plan, command[0])
-    one_process = framework != "torch" and plan.layout.engine != "multiworker"
-    if one_process and len(own) < len(active):
-        raise PlanError(
-            f"The plan's engine is {plan.layout.engine}, one process, but its devices are on "
-            f"several hosts.",
-            "Make it with evener balance --engine multiworker.",
-        )
-    place = _parse_meeting(meeting) if meeting else (active[0].host, RENDEZVOUS_PORT)
-    if place[0] and not resolve(place[0]):
-        raise DeviceError(
-            f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT."
-        )
+    one_process = _is_one_process(plan, framework, own)
+    replaced = os.environ.get(REPLACED_PLAN)
     return HostJob(
         plan=plan,
         framework=framework,
         path=path.absolute(),
         command=tuple(command),
         host=here,
-        meeting=place,
+        meeting=_choose_meeting(plan, meeting),
         own=own,
         processes=arrange(devices, one_process),
         wait_seconds=wait_seconds,
-        replaced=Path(os.environ[REPLACED_PLAN]) if os.environ.get(REPLACED_PLAN) else None,
+        replaced=Path(replaced) if replaced else None,
         executable=executable,
         use_file=make_memory_file() if check_use else "",
     )
+
+
+def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
+    """True if one process trains on all devices of this host; PlanError if the plan has others
+    elsewhere.
+    """
+    if framework == "torch" or plan.layout.engine == "multiworker":
+        return False
+    if len(own) < len(plan.layout.active):
+        raise PlanError(
+            f"The plan's engine is {plan.layout.engine}, one process, but its devices are on "
+            f"several hosts.",
+            "Make it with evener balance --engine multiworker.",
+        )
+    return True
+
+
+def _choose_meeting(plan: Plan, meeting: str | None) -> tuple[str, int]:
+    """The host and the port at which the hosts meet: those asked for, or the plan's first host's.
+
+    DeviceError if that host isn't known here.
+    """
+    if meeting:
+        host, port = _parse_meeting(meeting)
+    else:
+        host, port = plan.layout.active[0].host, RENDEZVOUS_PORT
+    if host and not resolve(host):
+        raise DeviceError(
+            f"The host {host} can't be found.", "Give its address: --rendezvous ADDRESS:PORT."
+        )
+    return host, port
 
 
 def arrange(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
+from typing import Any
 
 import msgspec
 
@@ -35,12 +36,10 @@ class Ending(msgspec.Struct, frozen=True):
     """The end of all processes of one start; without a signal and failures, all ended well."""
 
     signal: int = 0  # that asked the launcher to end
-    failures: dict[
-        int, int
-    ] = {}  # rank -> exit code of those that failed by themselves; below 0 the signal
-    left: tuple[
-        int, ...
-    ] = ()  # ranks that ended well before the others: in mid-epoch that is why those failed
+    # rank -> exit code of those that failed by themselves; below 0 the signal
+    failures: dict[int, int] = {}
+    # ranks that ended well before the others: in mid-epoch that is why those failed
+    left: tuple[int, ...] = ()
 
     @property
     def is_loss(self) -> bool:
@@ -278,18 +277,39 @@ def _is_in_foreground() -> bool:
 FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
 
 
+def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
+    """The variables of the agent, and so of its processes."""
+    more = {}
+    if job.attempt:
+        more["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
+    if len(job.hosts) == 1:
+        more[MEETING] = _describe_meeting(address)
+    return job.environment([more] * len(job.processes))
+
+
+def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
+    """The ranks that failed by themselves, from what the agent reports of each: `exitcode` and
+    `timestamp`.
+    """
+    first = min(failure.timestamp for failure in failures.values())
+    ended = {}
+    for rank, failure in failures.items():
+        if failure.timestamp < first + FORCE_SECONDS:
+            ended[rank] = failure.exitcode
+    if len(job.hosts) > 1:
+        return Ending(failures=ended)  # ranks of other hosts aren't seen here
+    left = tuple(rank for rank in range(len(job.processes)) if rank not in failures)
+    return Ending(failures=ended, left=left)
+
+
 def run_agent(job: HostJob, max_restarts: int) -> Ending:
     """Start the processes and wait for their end; on several hosts the agents start them again by
     themselves.
     """
-    more = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
     address = _find_address()
-    if len(job.hosts) == 1:
-        more[MEETING] = _describe_meeting(address)
-    environment = job.environment([more] * len(job.processes))
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "FATAL"
-    )  # it has pages about a host that isn't there
+    environment = _describe_agent(job, address)
+    # it has pages about a host that isn't there
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -318,16 +338,7 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
         try:
             elastic_launch(config, sys.executable)("-m", "evener.training.start_rank", *job.command)
         except ChildFailedError as error:
-            first = min(failure.timestamp for failure in error.failures.values())
-            ended = {
-                rank: each.exitcode
-                for rank, each in error.failures.items()
-                if each.timestamp < first + FORCE_SECONDS
-            }
-            own = range(len(job.processes)) if len(job.hosts) == 1 else ()
-            return Ending(
-                failures=ended, left=tuple(rank for rank in own if rank not in error.failures)
-            )
+            return _read_failures(job, error.failures)
         except SignalException as error:
             return Ending(error.sigval)
         except RendezvousError:

@@ -277,23 +277,20 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
     """The shares at the end as a plan beside the training's journal; None without a training by
     shares.
     """
-    if (
-        not notes
-        or not notes[0].run
-        or notes[0].last is None
-        or len(notes) < len(notes[0].last.shares)
-    ):
+    if not notes or not notes[0].run or notes[0].last is None:
         return None
-    shares = {note.device: notes[0].last.shares[note.rank] for note in notes}
-    if len(shares) < len(notes) or not shares.keys() <= {
-        each.device for each in plan.layout.active
-    }:
+    last = notes[0].last.shares
+    if len(notes) < len(last):
+        return None
+    shares = {note.device: last[note.rank] for note in notes}
+    planned = {each.device for each in plan.layout.active}
+    if len(shares) < len(notes) or not shares.keys() <= planned:
         return None  # several processes of the program's own had one device
     active = [share for share in plan.layout.active if share.device in shares]
     made = make_plan(command.identity, active, [shares[share.device] for share in active])
     path = runs_folder() / notes[0].run / PLAN_FILE
     made.save(path)
-    origin = SharesOrigin(notes[0].model, sum(notes[0].last.shares))
+    origin = SharesOrigin(notes[0].model, sum(last))
     saved = SavedShares(_digest_command(command, made), origin)
     write_atomically(path.with_name(SAVED_FILE), msgspec.json.encode(saved))
     return path
@@ -303,24 +300,28 @@ def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
     """A table of each device's share and own work, first and last, then samples/s and what else
     happened.
     """
-    known = [note for note in notes if note.first is not None and note.last is not None]
-    first = [note.first for note in known if note.first is not None]
-    last = [note.last for note in known if note.last is not None]
-    if not known or known[0].rank:
+    known = [
+        (note, note.first, note.last)
+        for note in notes
+        if note.first is not None and note.last is not None
+    ]
+    if not known or known[0][0].rank:
         return []
     labels = {share.device: f"{share.name} ({share.device})" for share in plan.layout.active}
     rows = [("device", "share", "own work", "share at the end", "own work at the end")]
-    for note, *figures in zip(known, first, last, strict=True):
-        cells = [_cells(each.shares[note.rank], each.own_work_s) for each in figures]
-        rows.append((labels.get(note.device, note.device), *cells[0], *cells[1]))
-    lines = align(rows, 1)
-    lines.append(_describe_rates(first, last, known[0].changes))
+    for note, first, last in known:
+        label = labels.get(note.device, note.device)
+        rows.append((label, *_cells(note.rank, first), *_cells(note.rank, last)))
+    firsts = [first for _, first, _ in known]
+    lasts = [last for _, _, last in known]
+    lines = [*align(rows, 1), _describe_rates(firsts, lasts, known[0][0].changes)]
     retreats = sum(note.retreats for note in notes)
     if retreats:
         lines.append(
             f"passes that ran out of memory and were computed again in smaller ones: {retreats}"
         )
-    return [line for line in (*lines, notes[0].noise) if line]
+    lines.append(notes[0].noise)
+    return [line for line in lines if line]
 
 
 def _describe_rates(first: Sequence[StepFigures], last: Sequence[StepFigures], changes: int) -> str:
@@ -352,5 +353,7 @@ def _describe_rates(first: Sequence[StepFigures], last: Sequence[StepFigures], c
     return f"{after} samples/s at the end, {before} at first ({was}): {gain}"
 
 
-def _cells(share: int, own_work_s: float) -> tuple[str, str]:
-    return str(share), milliseconds(own_work_s) if own_work_s else "?"
+def _cells(rank: int, figures: StepFigures) -> tuple[str, str]:
+    """A rank's share and its own work, as a row of the table shows them."""
+    own_work = milliseconds(figures.own_work_s) if figures.own_work_s else "?"
+    return str(figures.shares[rank]), own_work

@@ -44,17 +44,13 @@ def run_job(first: HostJob, max_restarts: int) -> int:
     restarts = 0 if by_agents else max_restarts
     for attempt in count(1):
         ended = _start(job, max_restarts if by_agents else 0)
-        if ended.signal or not ended.failures:
-            return 128 + ended.signal if ended.signal else 0
-        if attempt > restarts or not (ended.is_loss or several):
-            if job.executable and not job.has_several:
-                code = ended.failures.get(0, 1)
-                alone = Ending(failures={0: code}).words
-                say(f"the program {alone.removeprefix('rank 0 ')}")
-                return code if code > 0 else 128 - code
-            others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
-            say(f"{ended.words}{others}")
-            return 1
+        if ended.signal:
+            return 128 + ended.signal
+        if not ended.failures:
+            return 0
+        may_be_loss = ended.is_loss or several
+        if attempt > restarts or not may_be_loss:
+            return _say_failure(job, ended)
         say(f"{ended.words}; trying the devices")
         with caught_signals() as caught:
             broken = find_broken(list(chain.from_iterable(first.processes)), job.framework, caught)
@@ -65,6 +61,18 @@ def run_job(first: HostJob, max_restarts: int) -> int:
         _say_changes(before.plan, job.plan)
         say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
+
+
+def _say_failure(job: HostJob, ended: Ending) -> int:
+    """Say how the training has failed; the exit code."""
+    if job.executable and not job.has_several:
+        code = ended.failures.get(0, 1)
+        alone = Ending(failures={0: code}).words
+        say(f"the program {alone.removeprefix('rank 0 ')}")
+        return code if code > 0 else 128 - code
+    others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
+    say(f"{ended.words}{others}")
+    return 1
 
 
 def _start(job: HostJob, restarts_of_agents: int) -> Ending:

@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from .files import LiveDevice, LiveRecord, read_trainings
 from .reporter import INTERVAL_SECONDS, Reporter, newest_reporter
@@ -64,34 +65,45 @@ def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
 def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
     """The figures of a training whose ranks report these records."""
     ranks = sorted(ranks, key=lambda each: each.rank)
+    found = _join_training(ranks)
+    placed = list(chain.from_iterable(_number_devices(each) for each in ranks))
+    rows = sum(device.batch for _, device in placed)
+    for number, device in placed:
+        for name, figure in _describe_device(device, rows).items():
+            found[f"rank{number}/{name}"] = figure
+    return {f"{PREFIX}{name}": float(figure) for name, figure in found.items()}
+
+
+def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
+    """What counts for the whole training: sums over its ranks, and the slowest one's times."""
     speed = sum(each.samples_per_second for each in ranks)
     plan = max(each.plan_samples_per_second for each in ranks)
-    step_s = max(each.step_s for each in ranks)
     seen = len({each.rank for each in ranks})
     is_whole = seen >= max(each.world for each in ranks)
     joined = {
         "samples_per_second": speed,
         "tokens_per_second": sum(each.tokens_per_second for each in ranks),
         "of_plan": speed / plan if plan and is_whole else 0.0,
-        "step_ms": 1000 * step_s,
+        "step_ms": 1000 * max(each.step_s for each in ranks),
         "input_ms": 1000 * max(each.input_s for each in ranks),
         "between_ms": 1000 * max(each.between_s for each in ranks),
         "out_of_memory_passes": sum(each.retreats for each in ranks),
     }
-    found = _drop_zeros(joined)
-    placed = [(number, device) for each in ranks for number, device in _number_devices(each)]
-    rows = sum(device.batch for _, device in placed)
-    for number, device in placed:
-        own = {
-            "rows": device.batch,
-            "share": device.batch / rows if rows else 0.0,
-            "samples_per_second": device.samples_per_second,
-            "own_work_ms": 1000 * device.own_work_s,
-        }
-        found |= {f"rank{number}/{name}": figure for name, figure in _drop_zeros(own).items()}
-        if device.own_work_s:
-            found[f"rank{number}/waiting_ms"] = 1000 * device.waiting_s
-    return {f"{PREFIX}{name}": float(figure) for name, figure in found.items()}
+    return _drop_zeros(joined)
+
+
+def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
+    """A device's figures, in a step of so many rows."""
+    own = {
+        "rows": device.batch,
+        "share": device.batch / rows if rows else 0.0,
+        "samples_per_second": device.samples_per_second,
+        "own_work_ms": 1000 * device.own_work_s,
+    }
+    found = _drop_zeros(own)
+    if device.own_work_s:
+        found["waiting_ms"] = 1000 * device.waiting_s
+    return found
 
 
 def _drop_zeros(figures: Mapping[str, float]) -> dict[str, float]:

@@ -5,7 +5,6 @@ figures agree.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
@@ -234,22 +233,31 @@ def check_layout(layout: PlanLayout, where: str) -> None:
             f"{where}.engine is {layout.engine}.",
             f"Write one of {', '.join(ENGINES)}, or leave it out.",
         )
-    for key in ("index", "device"):
-        named = Counter((share.host, getattr(share, key)) for share in layout.share)
-        if twice := [str(value) for (_, value), times in named.items() if times > 1]:
-            raise PlanError(
-                f"{where}.share has the {key} {twice[0]} twice.", "Each device has one share."
-            )
+    _check_named_once(layout, where)
     total = sum(layout.batches)
     if total != layout.global_batch:
         raise PlanError(
             f"{where}.global_batch is {layout.global_batch}, but the shares sum to {total}.",
             "Correct the one that is wrong.",
         )
-    (_check_ratios_of_cost if layout.by_cost else _check_ratios_of_rows)(layout, where)
+    check_ratios = _check_ratios_of_cost if layout.by_cost else _check_ratios_of_rows
+    check_ratios(layout, where)
     for position, share in enumerate(layout.share):
         _check_share(share, f"{where}.share[{position}]")
     _check_states(layout, where)
+
+
+def _check_named_once(layout: PlanLayout, where: str) -> None:
+    """PlanError if two shares name the same device of a host."""
+    for key in ("index", "device"):
+        seen = set()
+        for share in layout.share:
+            name = share.host, getattr(share, key)
+            if name in seen:
+                raise PlanError(
+                    f"{where}.share has the {key} {name[1]} twice.", "Each device has one share."
+                )
+            seen.add(name)
 
 
 def _check_states(layout: PlanLayout, where: str) -> None:

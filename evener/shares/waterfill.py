@@ -76,13 +76,30 @@ def split_fixed(
     if natural is None:
         return None
     least, shares = natural
-    if len(shares) < fewest:
-        # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
-        forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
-        if forced is None:
-            return None
-        _, shares = forced
-        return _allocation(devices, shares, _slowest(devices, shares) + costs[fewest])
+    if len(shares) >= fewest:
+        return _try_fewer(devices, costs, batch, quantum, fewest, least, shares)
+    # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
+    forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
+    if forced is None:
+        return None
+    _, shares = forced
+    return _allocation(devices, shares, _slowest(devices, shares) + costs[fewest])
+
+
+def _try_fewer(
+    devices: Sequence[DeviceCurve],
+    costs: Costs,
+    batch: int,
+    quantum: int,
+    fewest: int,
+    least: float,
+    shares: dict[int, int],
+) -> Allocation:
+    """The faster of these shares, which end by `least` without the exchange, and of what fewer
+    devices do, down to `fewest`.
+
+    Numbers of devices are halved in ranges, and a range that can't be faster is left out.
+    """
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
     while ranges:
@@ -95,12 +112,12 @@ def split_fixed(
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
         found = _fixed_count(devices, middle, batch, quantum, least, 0)
-        if found is None:
+        if found is None or len(found[1]) < fewest:
             continue
-        _, shares = found
-        seconds = _slowest(devices, shares) + costs[len(shares)]
-        if len(shares) >= fewest and seconds < best.seconds:
-            best = _allocation(devices, shares, seconds)
+        _, fewer = found
+        seconds = _slowest(devices, fewer) + costs[len(fewer)]
+        if seconds < best.seconds:
+            best = _allocation(devices, fewer, seconds)
     return best
 
 
@@ -148,7 +165,8 @@ def smallest_reaching(
     allowed = [one for one in found if limit is None or one.global_batch <= limit]
     if all(one.global_batch < COARSE * quantum * len(one.shares) for one in allowed):
         best = split_free(devices, costs, quantum, limit, fewest)  # may lie near a finish time
-        allowed += [best] if best and best.samples_per_second >= rate else []
+        if best and best.samples_per_second >= rate:
+            allowed.append(best)
     return min(allowed, key=lambda one: (one.global_batch, one.seconds), default=None)
 
 
@@ -269,9 +287,8 @@ def _settled(
         missing -= quantum
         if shares[i] + quantum <= most[i]:
             heapq.heappush(queue, (devices[i].curve.seconds(shares[i] + quantum), i))
-    while (
-        missing < 0
-    ):  # raising idle devices to one quantum overshot the batch: take it from the slowest
+    # raising idle devices to one quantum overshot the batch: take it from the slowest
+    while missing < 0:
         i = max(
             (i for i in chosen if shares[i] > quantum),
             key=lambda i: (devices[i].curve.seconds(shares[i]), i),
@@ -307,14 +324,16 @@ def _best_count(
     """
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
-    best, rate = 0, 0.0
+    best = 0
+    best_rate = 0.0
     for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
-        if (
-            k >= fewest
-            and (limit is None or total <= limit)
-            and total > rate * (seconds + costs[k])
-        ):
-            best, rate = k, total / (seconds + costs[k])
+        if k < fewest:
+            continue
+        if limit is not None and total > limit:
+            break  # more devices only take more
+        if total > best_rate * (seconds + costs[k]):
+            best = k
+            best_rate = total / (seconds + costs[k])
     if not best:
         return None
     shares = {i: sizes[i] for i in order[:best]}
@@ -338,11 +357,8 @@ def _nearby(
         times = {
             x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.limit
         }
-        allocations = [
-            found
-            for seconds in times
-            if (found := _best_count(devices, costs, seconds, quantum, limit, fewest))
-        ]
+        tried = (_best_count(devices, costs, time, quantum, limit, fewest) for time in times)
+        allocations = [found for found in tried if found is not None]
         better = max(
             allocations, key=lambda found: (found.samples_per_second, -found.seconds), default=best
         )
@@ -369,10 +385,11 @@ def _find_crossings(
     """Each number of devices, `fewest` or more, that reaches `rate` at some finish time."""
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
-        for k, samples in enumerate(
-            accumulate(sorted(_most(devices, late, quantum), reverse=True)), 1
-        ):
-            if k >= fewest and k not in found and samples >= rate * (late + costs[k]):
+        largest_first = sorted(_most(devices, late, quantum), reverse=True)
+        for k, samples in enumerate(accumulate(largest_first), 1):
+            if k < fewest or k in found:
+                continue
+            if samples >= rate * (late + costs[k]):
                 found[k] = _Crossing(samples, early, late, k)
     return list(found.values())
 
@@ -390,8 +407,6 @@ def _just_reaching(
             early = middle
     sizes = _most(devices, late, quantum)
     shares = {i: sizes[i] for i in _top(sizes, k)}
-    return (
-        _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
-        if shares
-        else None
-    )
+    if not shares:
+        return None
+    return _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -160,7 +161,7 @@ def _say_summary(
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:
         end = "interrupted"
-    devices = [device for process in job.processes for device in process]
+    devices = chain.from_iterable(job.processes)
     labels = {share.device: device.label for share, device in zip(job.own, devices, strict=True)}
     planned = job.plan.throughput.samples_per_second
     records = read_records(guard.folder / RECORDS_FOLDER)
@@ -182,27 +183,26 @@ def _name(job: HostJob) -> str:
 
 def _list_shares(job: HostJob) -> str:
     """5 rows on CPU:0, 2 × 410 on GPU:1."""
-    devices = (device for process in job.processes for device in process)
-    words = (
-        f"{write_share(share.batch, share.micro)} row{'s' * (share.batch > 1)}" for share in job.own
-    )
-    return ", ".join(
-        f"{rows} on {device.label}" for rows, device in zip(words, devices, strict=True)
-    )
+    listed = []
+    for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
+        unit = "row" if share.batch == 1 else "rows"
+        listed.append(f"{write_share(share.batch, share.micro)} {unit} on {device.label}")
+    return ", ".join(listed)
 
 
 def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
     """Print what to run on each other host."""
-    restarts = ["--max-restarts", str(max_restarts)] if max_restarts else []
+    options = ["--max-restarts", str(max_restarts)] if max_restarts else []
+    if not job.use_file:
+        options.append(OPTION)
+    script, *words = job.command
+    if script != "-m":
+        script = str(Path(script).absolute())
+    meeting = "{}:{}".format(*job.meeting)
     for other in job.hosts:
         if other != job.host:
-            place = ["--host", other, "--rendezvous", "{}:{}".format(*job.meeting)]
-            script, *words = job.command
-            script = script if script == "-m" else str(Path(script).absolute())
-            check = [] if job.use_file else [OPTION]
-            line = shlex.join(
-                ["evener", "launch", *restarts, *check, *place, str(job.path), script, *words]
-            )
+            place = ["--host", other, "--rendezvous", meeting]
+            line = shlex.join(["evener", "launch", *options, *place, str(job.path), script, *words])
             say(f"on {plain(other)} run: {plain(line)}")
 
 
@@ -249,7 +249,8 @@ def run(
     Its global batch, the order of rows and what it learns stay the same; docs/run.md says which
     programs work.
     """
-    read = read_command(command or [])
+    words = command or []
+    read = read_command(words)
     if balance and plan is not None:
         raise RequestError("--balance measures a plan, and --plan gives one.", "Give one of them.")
     with start_guard("evener-run-") as guard:
@@ -258,28 +259,35 @@ def run(
         chosen = choose_plan(plan, devices, read)
         if noise:
             _check_several(chosen.plan)
-        path = guard.folder / "plan.toml"
-        chosen.plan.save(path)
         notes = guard.folder / "notes"
         notes.mkdir()
-        settings = ProgramSettings(
-            str(notes), read.name, strict, not chosen.given, noise, chosen.origin
+        rebalance = not chosen.given
+        set_environment(
+            ProgramSettings(str(notes), read.name, strict, rebalance, noise, chosen.origin)
         )
-        set_environment(settings)
+        path = guard.folder / "plan.toml"
+        chosen.plan.save(path)
         job = make_job(path, read.words, None, None, executable=read.executable)
-        labels = ", ".join(device.label for process in job.processes for device in process)
-        alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
         before = look_at_processes()
-        code = _train(job, guard, read.name, f"starts on {labels}{alone}", max_restarts)
+        code = _train(job, guard, read.name, _write_start(job), max_restarts)
         left = read_notes(notes)
         say(*summarize(chosen.plan, left))
         _say_summary(job, guard, before, code, as_json)
-        keeps = not (code or alone or (chosen.given and not balance))
-        saved = save_plan(chosen.plan, read, left) if keeps else None
+        has_new_shares = len(job.processes) > 1 and (balance or not chosen.given)
+        saved = None
+        if has_new_shares and not code:
+            saved = save_plan(chosen.plan, read, left)
     if saved is not None:
-        again = shlex.join(["evener", "run", "--plan", str(saved), "--", *(command or [])])
+        again = shlex.join(["evener", "run", "--plan", str(saved), "--", *words])
         say(f"these shares again: {again}")
     return code
+
+
+def _write_start(job: HostJob) -> str:
+    """Where a program starts: on GPU:0, GPU:1."""
+    labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
+    alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
+    return f"starts on {labels}{alone}"
 
 
 def _check_several(plan: Plan) -> None:

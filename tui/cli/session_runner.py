@@ -74,23 +74,18 @@ def run_session(
     lost = "the plan is not written; " if export else ""
     at_once = f"ended at once; {lost}to go on: evener balance --resume {session.run_id}"
     with stopped_by_signals(session.stop, words, at_once, progress.say) as caught:
-        unwritten: UnwrittenError | None = None
         try:
-            finished = _show_progress(session, progress, as_json)
-        except UnwrittenError as fault:
-            if progress.state.finished is None:
-                raise
-            unwritten, finished = fault, progress.state.finished
+            finished, unwritten = _run_to_its_end(session, progress, as_json)
         except NoLayoutError as fault:
             if not caught:
                 raise
             report_fault(fault, as_json)
             return caught[0]
-        finally:
-            session.close()
+        path = ""
         if export is not None:
+            path = str(export)
             finished.plan.save(export)
-        labels, path = progress.state.devices, "" if export is None else str(export)
+        labels = progress.state.devices
         measured = progress.state.replayed < finished.plan.search.probes
         steps = write_next_steps(session.run_id, finished, path, measured)
         try:
@@ -107,6 +102,20 @@ def run_session(
     if not finished.interrupted:
         return 0
     return caught[0] if caught else 130
+
+
+def _run_to_its_end(
+    session: Session, progress: _Progress, as_json: bool
+) -> tuple[Finished, UnwrittenError | None]:
+    """The result, and why the journal couldn't be written where there is a result all the same."""
+    try:
+        return _show_progress(session, progress, as_json), None
+    except UnwrittenError as fault:
+        if progress.state.finished is None:
+            raise
+        return progress.state.finished, fault
+    finally:
+        session.close()
 
 
 def result_json(

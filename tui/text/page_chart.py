@@ -66,11 +66,7 @@ class _Axes:
 
 def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> str:
     """The picture; a dotted line is where a device ran out of memory."""
-    points = [point for curve in curves for point in curve.points]
-    walls = [curve.wall_batch for curve in curves if curve.wall_batch is not None]
-    batches = [*(batch for batch, _ in points), *walls, *(batch for batch, _, _ in frontier)]
-    speeds = [speed for _, speed in points] + [max(speed, worth) for _, speed, worth in frontier]
-    axes = _Axes(batches, speeds)
+    axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]
     for number, curve in reversed(list(enumerate(curves))):  # the first device on top
         parts += _draw_curve(axes, curve, SERIES[number % len(SERIES)], number)
@@ -83,6 +79,21 @@ def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> 
     return (
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {WIDE} {HIGH}">{"".join(parts)}</svg>'
     )
+
+
+def _find_axes(curves: Sequence[SoloCurve], frontier: Sequence[Point]) -> _Axes:
+    """Axes on which all points and the batches that ran out of memory have their place."""
+    batches: list[float] = []
+    speeds: list[float] = []
+    for curve in curves:
+        batches += [batch for batch, _ in curve.points]
+        speeds += [speed for _, speed in curve.points]
+        if curve.wall_batch is not None:
+            batches.append(curve.wall_batch)
+    for batch, speed, worth in frontier:
+        batches.append(batch)
+        speeds.append(max(speed, worth))
+    return _Axes(batches, speeds)
 
 
 def _draw_ticks(axes: _Axes) -> Iterable[str]:

@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from evener.balancer.events import Event, Observed, Started
 from evener.balancer.intake import SIMULATED
@@ -21,7 +22,7 @@ from evener.balancer.number_format import (
     write_share,
 )
 from evener.balancer.result.rivals import is_rough, write_gain
-from evener.balancer.result.sentences import write_end, write_verdict
+from evener.balancer.result.sentences import Written, write_end, write_verdict
 from evener.balancer.search.ranking import overlap
 from evener.balancer.session_state import (
     RivalRate,
@@ -233,23 +234,21 @@ def verdict_lines(
     """The verdict's advice and headline, the next steps, doubts about the measurements, the
     verdict's other lines, why the search ended, then the plan's other warnings.
     """
-    first, *remarks = verdict.split("\n")
-    head, doubts = [first], tuple[str, ...]()
+    first, *others = verdict.split("\n")
+    written = Written(first, "", "", remarks=tuple(others))  # of a run that kept only the text
+    said: Sequence[str] = ()
     if found is not None:
         written = write_verdict(found)
-        head, remarks = [written.advice, written.headline], list(written.remarks)
-        doubts = written.doubts
-    said = (*doubts, SIMULATED) if found is not None and found.simulated else doubts
-    others = [warning for warning in plan.warnings if warning not in said]
-    texts = [
-        *(plain(line, 2000) for line in head if line),
-        *(plain(step, 2000) for step in steps),
-        *(f"warning: {plain(doubt)}" for doubt in doubts),
-        *(plain(remark, 2000) for remark in remarks),
-        *([write_search(plan.search, found)] if plan.search.probes else []),
-        *(f"warning: {plain(warning)}" for warning in others),
-    ]
-    return [line for text in texts for line in folded(text, width, "  ")]
+        said = (*written.doubts, SIMULATED) if found.simulated else written.doubts
+    head = [line for line in (written.advice, written.headline) if line]
+    texts = [plain(line, 2000) for line in (*head, *steps)]
+    texts += [f"warning: {plain(doubt)}" for doubt in written.doubts]
+    texts += [plain(remark, 2000) for remark in written.remarks]
+    if plan.search.probes:
+        texts.append(write_search(plan.search, found))
+    left = [warning for warning in plan.warnings if warning not in said]
+    texts += [f"warning: {plain(warning)}" for warning in left]
+    return list(chain.from_iterable(folded(text, width, "  ") for text in texts))
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
@@ -453,19 +452,21 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
-    about = ", ".join(
-        filter(None, (start.workload, start.framework, began))
-    )  # a script may have no name
+    # a script may have no name
+    about = ", ".join(filter(None, (start.workload, start.framework, began)))
+    failure = f": {training.failure}" if training.failure else ""
     yield plain(f"training {training.run}: {about}", 1000)
-    yield plain(
-        f"{training.state}, {duration(training.seconds)}"
-        + (f": {training.failure}" * bool(training.failure)),
-        1000,
-    )
+    yield plain(f"{training.state}, {duration(training.seconds)}{failure}", 1000)
     yield from _noise_words(training)
     summary = load_summary(training.run)
     if summary is not None:
-        yield from (plain(line, 1000) for line in describe_summary(summary))
+        for line in describe_summary(summary):
+            yield plain(line, 1000)
+    yield from _report_entries(training)
+
+
+def _report_entries(training: TrainingRecord) -> Iterator[str]:
+    """A line for each start, change, and speed that differs from the one before."""
     said = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
@@ -481,14 +482,15 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
                     yield f"  {_clock(entry.at)}  step {count_words(entry.step)}: {speed}"
                     said = steps
             case ChangeEntry(change=change):
-                shares = " → ".join(
-                    "+".join(map(str, each)) for each in (change.before, change.after)
-                )
-                yield plain(f"  {_clock(change.at)}  {change.reason}: {shares}", 1000)
+                before = "+".join(map(str, change.before))
+                after = "+".join(map(str, change.after))
+                moved = f"{change.reason}: {before} → {after}"
+                yield plain(f"  {_clock(change.at)}  {moved}", 1000)
             case RetreatEntry(line=line):
                 yield plain(f"  {_clock(entry.at)}  {line}", 1000)
-            case EndEntry(failure=failure):
-                yield plain(f"  {_clock(entry.at)}  ended" + f": {failure}" * bool(failure), 1000)
+            case EndEntry(failure=why):
+                ended = f"ended: {why}" if why else "ended"
+                yield plain(f"  {_clock(entry.at)}  {ended}", 1000)
 
 
 def _noise_words(training: TrainingRecord) -> Iterator[str]:
