@@ -38,7 +38,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from benchmarks.gpu_exchange import Neighbour
 from benchmarks.gpu_steps import WORDS, Decoder
 from evener.torch import Split
-from evener.training.retreat import PassLimit
+from evener.training.passes import PassLimit
 
 GPU = torch.cuda.is_available()
 WAYS = ("step", "transformers", "lightning")
@@ -245,8 +245,8 @@ class Watch:
         self.starting += time.perf_counter() - at
         self.ends.append(time.perf_counter() - self.starting)
 
-    def shrink(self, limit: PassLimit, rows: int, least: int) -> int:
-        smaller = SHRINK(limit, rows, least)
+    def halve(self, limit: PassLimit, rows: int, *more: int) -> int:
+        smaller = HALVE(limit, rows, *more)
         self.passes.append(f"{limit.step}: {rows} -> {smaller}")
         return smaller
 
@@ -256,7 +256,7 @@ class Watch:
             self._neighbour = None
 
 
-SHRINK = PassLimit.shrink
+HALVE = PassLimit.halve
 
 
 def train(way: str, case: Case) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def train(way: str, case: Case) -> dict[str, Any]:
         with (
             tempfile.TemporaryDirectory() as folder,
             patch.object(
-                PassLimit, "shrink", lambda limit, rows, least: watch.shrink(limit, rows, least)
+                PassLimit, "halve", lambda limit, rows, *more: watch.halve(limit, rows, *more)
             ),
         ):
             TRAIN[way](case, model, folder)

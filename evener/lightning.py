@@ -22,8 +22,8 @@ from .shares.whole_rows import even, gradient_weight
 from .torch.planned import PlannedTraining
 from .torch.rows.loader import StepLoader, StepSampler
 from .torch.rows.sampler import UnevenBatchSampler
-from .torch.step.batch import OfPart, Part, make_parts, weigh_by_count
 from .torch.step.checks import check_memory
+from .torch.step.part import OfPart, Part, make_parts, weigh_by_count
 from .torch.step.wrapped import check_normalization
 from .torch.sums.collectives import own_collectives
 from .torch.sums.exchange import Exchange
@@ -396,7 +396,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         _, *others = self._arguments
         batch = part.batch if self._passes == 1 else super().batch_to_device(part.batch)
         rows = part.rows if self._count is None else part.weight * self._rows
-        self._planned.weights.in_pass = self._passes > 1 or part.rows < part.planned
+        self._planned.weights.in_pass = self._passes > 1 or part.rows < part.turn.planned
         try:
             with self._figures.counting(part, rows):
                 result = super().training_step(batch, *others)

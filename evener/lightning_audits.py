@@ -18,7 +18,7 @@ from .errors import RequestError
 from .lightning_passes import compute_part, silent
 from .torch.audit.compute import Bench
 from .torch.audit.step import Audited, audit
-from .torch.step.batch import Part
+from .torch.step.part import Part
 from .torch.step.wrapped import is_sharded
 
 MOST_BYTES = 1 << 30  # of weights that are copied, as training_step may move them itself

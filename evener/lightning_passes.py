@@ -22,8 +22,8 @@ from torchmetrics import Metric
 from .errors import RequestError
 from .torch.audit.state import keep_attributes
 from .torch.ranks.own_work import StepTimer
-from .torch.step.batch import OfPart, Part
 from .torch.step.checks import check_part_loss, check_rows
+from .torch.step.part import OfPart, Part
 from .torch.step.weights import BatchWeights, WholeBatchLoss
 
 # the same code under two names; a program that has loaded pytorch_lightning alone trains by that
@@ -146,7 +146,6 @@ class PassFigures:
         self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._part: Part | None = None  # whose forward pass runs
         self._calls = 0  # for figures of all ranks, in this forward pass
-        self._left = 0  # rows of the pass that aren't computed yet
         self._earlier: dict[
             Any, Sums
         ] = {}  # of passes before, by the call's number or the figure's name
@@ -159,12 +158,11 @@ class PassFigures:
 
     def begin(self) -> None:
         """A batch begins."""
-        self._left, self._earlier, self._pieces, self._met = 0, {}, {}, {}
+        self._earlier, self._pieces, self._met = {}, {}, {}
 
     def end(self, part: Part) -> None:
         """The backward pass of the part has ended."""
-        self._left -= part.rows
-        if self._left <= 0:
+        if part.turn.ends:
             self._earlier |= self._met
             self._pieces, self._met = {}, {}
 
@@ -206,7 +204,6 @@ class PassFigures:
         before = module._current_fx_name, logged.batch_size
         module._current_fx_name, logged.batch_size = "training_step", rows
         self._part, self._calls = part, 0
-        self._left = self._left if self._left > 0 else part.planned
         steps = {name: figure._forward_cache for name, figure in logged.items()}
         put_back = () if part.weight else (keep_attributes(*self._metrics), self._keep_logged())
         try:
@@ -270,7 +267,7 @@ class PassFigures:
         assert self._part is not None
         if key not in self._met:
             own = _add(op, self._pieces.get(key), own)
-            if self._part.rows < self._left:
+            if not self._part.turn.ends:
                 self._pieces[key] = own
                 return _figure(_add(op, self._earlier.get(key), own))
             with self._timer.meeting():

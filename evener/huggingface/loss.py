@@ -2,17 +2,14 @@
 step.
 
 Many models of transformers take `num_items_in_batch` and compute a mean of their own all the same,
-so that what they accept says nothing about their loss. By its meaning a pass is weighted, also in
-the smaller passes in which its rows are computed again when memory runs out.
+so that what they accept says nothing about their loss. `passes.py` weighs passes by its meaning.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -20,13 +17,9 @@ import msgspec
 import torch
 
 from ..errors import RequestError
-from ..torch.audit.state import keep_attributes
 from ..torch.loss.check import REMEDY, CheckBatch, LossCheck, find_together
 from ..torch.loss.measure import LossMeasure
-from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import RankShares
-from ..torch.step.batch import Part
-from ..torch.sums.exchange import Exchange
 from .gathering import Gathering, processes
 
 IGNORED = -100
@@ -285,149 +278,3 @@ def _mask_row(batch: Any) -> Any:
         labels[(0, *place)] = IGNORED
     same["labels"] = labels
     return same
-
-
-def weigh_passes(
-    loss: TrainerLoss,
-    passes: list[Any],
-    sizes: list[tuple[int, ...]],
-    totals: list[int],
-    items: Any,
-    gathering: Gathering,
-    device: torch.device,
-) -> tuple[list[float], Any, bool]:
-    """The weight of each pass, the items of all ranks, and whether any rank has labels that are
-    ignored.
-
-    `sizes` are this rank's rows in the passes of each global batch, `totals` those of all ranks.
-    """
-    rows = [own for step in sizes for own in step]
-    if loss.mean_over == ROWS:
-        weights = [own / total for step, total in zip(sizes, totals, strict=True) for own in step]
-    else:
-        weights = [float(own > 0) for own in rows]
-    by_labels = loss.mean_over not in (ITEMS, ROWS)
-    if not by_labels and loss.certain:  # nothing on the host waits for the device
-        if items is not None:
-            items = gathering.add_up(torch.as_tensor(items, device=device).reshape(1))[0]
-        return weights, items, False
-    counts = [
-        loss.count(each) * (own > 0) if by_labels else 0.0
-        for each, own in zip(passes, rows, strict=True)
-    ]
-    firsts = [sum(map(len, sizes[:step])) for step in range(len(sizes) + 1)]
-    steps = [sum(counts[first:stop]) for first, stop in pairwise(firsts)]
-    ignored = not loss.certain and any(map(has_ignored, passes))
-    own = torch.tensor(
-        [float(items or 0.0), float(ignored), *steps], dtype=torch.float64, device=device
-    )
-    total, seen, *each = gathering.add_up(own).tolist()
-    if by_labels:
-        spread = [sum_ for sum_, step in zip(each, sizes, strict=True) for _ in step]
-        weights = [count / (sum_ or 1.0) for count, sum_ in zip(counts, spread, strict=True)]
-    return (
-        weights,
-        None
-        if items is None
-        else torch.tensor(total, device=device).to(torch.as_tensor(items).dtype),
-        bool(seen),
-    )
-
-
-def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
-    """The loss times its factor; 0 for one that doesn't count, even where it is NaN."""
-    if factor == 0.0 and not torch.isfinite(loss):
-        return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
-    return loss if factor == 1.0 else loss * factor
-
-
-def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't
-    counted.
-    """
-    name = getattr(trainer.model, "main_input_name", "input_ids")
-    if name not in inputs:
-        return 0
-    if trainer.args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in inputs:
-        return int(inputs["attention_mask"].sum())
-    return int(inputs[name].numel())
-
-
-class Survival:
-    """Computes the passes of `trainer`, a failed one in pieces."""
-
-    def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
-        self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
-        self._gathering = gathering
-        self._model: Any = None  # of the newest pass
-        self._exchanges: list[
-            Exchange
-        ] = []  # of its gradients; none where they are summed by others
-        self._backward = trainer.accelerator.backward
-        trainer.accelerator.backward = self.backward
-
-    def compute(
-        self,
-        model: Any,
-        parts: list[Part],
-        loss: Callable[[], TrainerLoss],
-        train: Callable[[Part, bool], Any],
-    ) -> torch.Tensor:
-        """The sum of what `train` returns for the passes of a batch, or their pieces.
-
-        It hears whether a part is the batch's last. Figures that are noted meanwhile count once.
-        """
-        if model is not self._model:
-            self._model, self._exchanges = model, self._weights.take_on(model)
-            self._weights.look_for_tensors()
-        total, wholes, left = (
-            torch.zeros((), device=self._trainer.args.device),
-            deque(parts),
-            parts[0].rows,
-        )
-        self._gathering.begin()
-        for part in self._passes.take(parts, [self], self._exchanges):
-            whole, ends = wholes[0], part.rows == left
-            attributes, gathered = self._keep(), self._gathering.keep()
-            with part:
-                try:
-                    part.weight = whole.weight * loss().part_of(
-                        whole.batch, whole.rows, part.batch, part.rows
-                    )
-                    with self._gathering.counting(part.rows, ends=ends):
-                        total = total + train(part, ends and whole is parts[-1])
-                    part.computed = True
-                finally:
-                    if not (part.computed and ends):
-                        attributes()
-                    if not part.computed:
-                        gathered()
-            if part.computed:
-                left -= part.rows
-            if part.computed and ends:
-                self._gathering.end_pass()
-                wholes.popleft()
-                left = wholes[0].rows if wholes else 0
-        return total
-
-    def no_sync(self) -> Any:
-        """The context of a pass whose gradients are exchanged with later ones."""
-        return self._trainer.accelerator.no_sync(self._model)
-
-    def note(self, loss: Any) -> None:
-        """The loss of a pass: a trainer that calls its backward() itself leaves gradients that
-        can't be undone.
-        """
-        if loss.requires_grad:
-            loss.register_hook(lambda _: self._passes.note_backward())
-
-    def backward(self, loss: Any, **options: Any) -> None:
-        """Gather as the accelerator does, in a pass that may fail."""
-        self._passes.open()
-        self._backward(loss, **options)
-        self._passes.close()
-
-    def _keep(self) -> Callable[[], None]:
-        """Note the trainer's state before a pass; returns the function that restores it."""
-        trainer = self._trainer
-        return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))

@@ -21,11 +21,12 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..errors import RequestError
 from ..plan.file import Share
-from ..shares.whole_rows import bounds, even
+from ..shares.whole_rows import bounds
 from ..torch.planned import PlannedTraining, raise_no_shares
 from ..torch.rows.loader import StepLoader, StepSampler, count_rows
 from ..torch.rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from ..torch.step.wrapped import has_own_work, is_sharded
+from ..training.passes import divide_rows
 from .gathering import make_whole
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
@@ -188,7 +189,8 @@ class PassSampler(StepSampler):
         rows = self.sampler
         if isinstance(rows, LengthSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)
-        return even(rows.sizes_at(step * rows.global_batch)[rows.rank], self.passes)
+        own = rows.sizes_at(step * rows.global_batch)[rows.rank]
+        return divide_rows(own, max(1, own), self.passes)
 
 
 class AheadLoader(StepLoader):

@@ -28,23 +28,20 @@ from ..torch.audit.state import kept_attributes
 from ..torch.loss.check import make_check_batch
 from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, open_plan
-from ..torch.step.batch import Part
+from ..torch.step.part import Part
 from ..torch.step.wrapped import check_normalization, has_own_work
 from .audits import TrainerAudit
 from .gathering import Gathering, processes, share_evaluation
 from .loss import (
     ITEMS,
     ROWS,
-    Survival,
     TrainerLoss,
     assume_loss,
-    count_tokens,
     find_loss,
     has_ignored,
     has_uneven_labels,
-    weigh_loss,
-    weigh_passes,
 )
+from .passes import TrainerPasses, count_tokens, weigh_loss, weigh_passes
 from .rows import (
     CHECKPOINT,
     AheadLoader,
@@ -164,7 +161,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._planned.rebalancing.passes = shares.passes
         self._gathering = Gathering(self.accelerator, self._planned.timer)
         self._planned.passes.check = self._check_parts
-        self._survival = Survival(self, self._planned, self._gathering)
+        self._passes = TrainerPasses(self, self._planned, self._gathering)
 
     # ------------------------------------------------------------------ rows
 
@@ -303,7 +300,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         for each in parts:
             self._planned.weights.note_lengths(each.batch)
         train = partial(self._train_part, model, num_items_in_batch)
-        result = self._survival.compute(model, parts, self._loss_found, train)
+        result = self._passes.compute(model, parts, self._loss_found, train)
         if self.args.include_num_input_tokens_seen not in ("no", False):
             self._tokens += sum(count_tokens(self, each.batch) for each in parts if each.rows)
         while self._logged:
@@ -360,7 +357,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             loss = loss * self.excess
         else:
             loss = weigh_loss(loss, self._factor, model)
-            self._survival.note(loss)
+            self._passes.note(loss)
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

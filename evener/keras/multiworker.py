@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from ..errors import DeviceError, RequestError
 from ..shares.divisions import Cut
-from ..training.retreat import PassLimit, Retreat, say
+from ..training.passes import PassLimit
+from ..training.retreat import Retreat, say
 from .callbacks import group_callbacks, save_whole
 from .compatibility import (
     COUNTS,

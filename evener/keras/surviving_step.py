@@ -15,7 +15,8 @@ import keras
 import tensorflow as tf
 
 from ..errors import DeviceError
-from ..training.retreat import PassLimit, Retreat, says_out_of_memory
+from ..training.passes import PassLimit
+from ..training.retreat import Retreat, says_out_of_memory
 from .attributes import PlainVariables
 from .compatibility import list_normalizations, plain_variables
 from .keras_step import OwnRows, Tensors, count_rows, open_rows
@@ -73,16 +74,16 @@ class SurvivingStep:
         most = (cut.micros or cut.weights)[rank]
         if limit is None:
             return self._compute(data, tf.constant(-(-size // most), tf.int64))
-        limit.begin()
+        limit.begin_batch()
         while True:
-            passes = max(1, min(-(-size // min(most, limit.most or most)), size // self._least))
+            passes = limit.count(size, most, self._least)
             try:
                 result = self._compute(data, tf.constant(passes, tf.int64))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
             else:
-                limit.settle()
+                limit.complete()
                 return result
             self._retreat(limit, -(-size // passes), before)
 
@@ -90,8 +91,8 @@ class SurvivingStep:
         began = time.monotonic()
         for state, value in zip(self._states, before, strict=True):
             state.assign(value)
-        limit.fail(rows, self._least, describe_memory(self._engine.group.device))
-        smaller = limit.shrink(rows, self._least)
+        limit.count_failure(rows, self._least, describe_memory(self._engine.group.device))
+        smaller = limit.halve(rows, self._least)
         self._said(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace(self, spec: Any, data: Tensors) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .rows.loader import Loader
     from .split import Split
-    from .step.batch import Part
+    from .step.part import Part
 
 __all__ = ["Loader", "Part", "Split"]
 

@@ -31,9 +31,9 @@ from .ranks.ranks import RankShares, claim_device, join
 from .ranks.waits import time_waits
 from .rows.loader import LoaderStates
 from .rows.sampler import LengthSampler, UnevenBatchSampler
-from .step.batch import OfPart, Part, make_parts, weigh_by_count
 from .step.checks import check_part_loss, check_rows
 from .step.memory import MemoryGauge
+from .step.part import OfPart, Part, make_parts, weigh_by_count
 from .step.retry import Passes
 from .step.weights import BatchWeights, Weigh
 from .step.wrapped import (

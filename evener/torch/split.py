@@ -29,7 +29,8 @@ from .ranks.others import leave_group
 from .ranks.ranks import find_shares
 from .rows.loader import Loader, check_options, count_rows
 from .rows.sampler import Order, RowOrder, UnevenBatchSampler
-from .step.batch import OfPart, Steps
+from .step.batch import Steps
+from .step.part import OfPart
 from .sums.collectives import gather_rows
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]

@@ -48,7 +48,7 @@ from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
 from .rows.structure import each_tensor, tensors_in
 from .step.backward import listen
-from .step.batch import OfPart, Part, make_parts
+from .step.part import OfPart, Part, make_parts
 from .step.retry import drop_frames, free_memory, is_out_of_memory
 from .step.weights import WholeBatchLoss
 from .step.wrapped import is_sharded

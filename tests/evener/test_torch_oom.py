@@ -21,7 +21,7 @@ from evener.torch.rows.structure import each_tensor
 from evener.torch.step import retry
 from evener.torch.step.checks import check_memory
 from evener.torch.step.retry import is_out_of_memory
-from evener.training import retreat
+from evener.training.passes import MOST_FAILURES
 from tests.support import torch_meeting_programs as meetings
 from tests.support import torch_oom_programs as programs
 
@@ -118,7 +118,7 @@ def take_steps(split: Split, most: int, steps: int) -> list[list[int]]:
 def test_smaller_passes_are_kept_and_larger_ones_tried_again(
     split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retreat, "CLEAN_STEPS", 2)
+    monkeypatch.setattr("evener.training.passes.CLEAN_STEPS", 2)
     first, *kept = take_steps(split, 3, 6)
     assert first == [8, 4, 2, 2, 2, 2]
     assert kept[:2] == [[2, 2, 2, 2]] * 2
@@ -148,7 +148,7 @@ def test_a_row_that_never_fits_ends_in_a_sentence(
         take_steps(split, 0, 1)
     said = capsys.readouterr().err.splitlines()
     assert "ran out of memory at step 1: passes of 8 -> 4 rows" in said[0]
-    assert len(said) == 3 + retreat.MOST_FAILURES - 1
+    assert len(said) == 3 + MOST_FAILURES - 1
 
 
 def test_other_errors_and_loops_without_a_context_end_as_they_did(split: Split) -> None:

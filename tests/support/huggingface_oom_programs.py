@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from evener.errors import DeviceError
 from evener.huggingface import with_plan
-from evener.training import retreat
+from evener.training import passes as pass_limits
 from tests.support.huggingface_programs import (
     ADAM,
     GLOBAL_BATCH,
@@ -110,7 +110,7 @@ def train(
     program: Program, shares: list[int], micros: list[int], folder: Path, rank: int
 ) -> dict[str, Any]:
     """One rank, by the adapter, with bombs."""
-    retreat.CLEAN_STEPS = 1
+    pass_limits.CLEAN_STEPS = 1
     parts = make_parts(program)
     passes = {-(-share // micro) for share, micro in zip(shares, micros, strict=True)}
     kind = with_plan(counting(choose_class(program), len(passes) == 1), make_plan(shares, micros))

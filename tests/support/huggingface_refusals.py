@@ -17,7 +17,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.gathering import Gathering
-from evener.huggingface.loss import ITEMS, TrainerLoss, weigh_passes
+from evener.huggingface.loss import ITEMS, TrainerLoss
+from evener.huggingface.passes import weigh_passes
 from evener.huggingface.rows import check_setup, find_lengths
 from evener.huggingface.shards import check_shards
 from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan

@@ -23,7 +23,7 @@ from keras import layers, optimizers
 from evener.errors import EvenerError
 from evener.keras import Split, make_logical_cpus
 from evener.keras.equal_draws import rows_alike
-from evener.training import retreat
+from evener.training import passes as pass_limits
 from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import (
     difference,
@@ -292,11 +292,11 @@ def grown(split: Split) -> dict[str, Any]:
     """The rows of passes of which three fit, where twice the rows are tried again after two steps;
     then none fits.
     """
-    retreat.CLEAN_STEPS, before = 2, retreat.CLEAN_STEPS
+    pass_limits.CLEAN_STEPS, before = 2, pass_limits.CLEAN_STEPS
     try:
         model, fuse = fit_most(split, 3)
     finally:
-        retreat.CLEAN_STEPS = before
+        pass_limits.CLEAN_STEPS = before
     _, rows = model.fitted
     fuse.most, steps = 0, int(model.optimizer.iterations)
     never = sentence(lambda: fit(model, fuse))

@@ -23,7 +23,7 @@ from evener.errors import EvenerError
 from evener.torch import Split
 from evener.torch.step import retry
 from evener.torch.step.retry import Passes
-from evener.training import retreat
+from evener.training import passes as pass_limits
 from tests.support import torch_oom_programs as bombed
 from tests.support.huggingface_programs import SEED, Texts, make_plan, pad_texts
 from tests.support.last_words import last_words
@@ -258,13 +258,13 @@ def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every program as one rank."""
     torch.set_num_threads(1)
-    retreat.CLEAN_STEPS = 1
+    pass_limits.CLEAN_STEPS = 1
     names = ALONE if len(shares) == 1 else AT_ONCE if shares == micros else IN_PASSES
     found = {
         name: fit(CASES[name], Split(make_plan(shares, micros)), str(folder / name), rank)
         for name in names
     }
-    retreat.CLEAN_STEPS = 0
+    pass_limits.CLEAN_STEPS = 0
     if shares == micros:
         larger = [4 * each for each in shares]
         found["same passes"] = {

@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from evener.plan.file import make_layout
 from evener.torch import Split
 from evener.torch.step.retry import Passes
-from evener.training import retreat
+from evener.training import passes as pass_limits
 from tests.support.torch_ranks import example_plan
 
 WIDTH, CLASSES, LAYERS = 6, 3, 4
@@ -139,7 +139,7 @@ def seed(case: Case, rank: int, step: int) -> None:
 
 def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
     """One rank: its weights, buffers and losses, and the rows of each pass that was kept."""
-    retreat.CLEAN_STEPS = 0  # a larger pass is tried again in each step
+    pass_limits.CLEAN_STEPS = 0  # a larger pass is tried again in each step
     split, fuse = make_split(case, shares), Fuse()
     net = Net(case, fuse).double()
     model = split.wrap(net, bucket_cap_mb=0.0004)

@@ -30,7 +30,7 @@ from evener.torch.ranks.ranks import fetching_threads
 from evener.torch.rows.loader import StepListener
 from evener.torch.rows.sampler import UnevenBatchSampler
 from evener.torch.rows.structure import DealtBatch
-from evener.torch.step.batch import make_parts
+from evener.torch.step.part import make_parts
 from evener.torch.step.retry import Passes
 from evener.torch.step.wrapped import Exchanged, check_normalization, model_digest, wrap_module
 from evener.torch.stores import open_file_store, open_tcp_store

@@ -1,4 +1,4 @@
-"""A rank's batch: its parts as passes compute them, and which one a forward pass computes.
+"""The batches that loaders have given, and which one a forward pass computes.
 
 A loop may take its next batch early, or draw from two loaders: a forward pass computes the batch
 whose tensors, or views of them, it gets. If it gets others, and the batches in use weigh
@@ -16,140 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import RequestError
-from ...shares.whole_rows import bounds, even, gradient_weight, split_passes
 from ..rows.loader import Epoch, StepListener
-from ..rows.structure import DealtBatch, address, cut_rows, tensors_in
+from ..rows.structure import address, tensors_in
 from ..sums.collectives import is_equal_everywhere
-
-AddUp = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Part:
-    """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank
-    only keeps step.
-
-    `weight` is what its loss counts in this rank's mean. As a context, it takes out-of-memory of
-    the block for a reason to come again in smaller parts.
-    """
-
-    def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
-        self.batch = batch
-        self.rows = rows
-        self.weight = weight
-        self.computed = False  # backward was called
-        self.count: OfPart | None = None  # of what the loss is a mean over, where that isn't rows
-        self.origin: Part | None = None  # that failed, of which it is a piece
-        self.planned = rows  # of the whole pass
-        self.passes: Any = None  # the Passes that yielded this part
-        self.after: Callable[[Any], None] | None = None  # called with a loss that went backward
-        self.error = ""  # that the block ended with
-        self._scale = scale
-
-    def __enter__(self) -> Part:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if error is None or self.passes is None:
-            return False
-        self.error = self.passes.catch(error)
-        return bool(self.error)
-
-    def backward(self, loss: Any) -> Any:
-        """The backward pass of the mean loss over these rows (or over what `count` counted),
-        weighted among the passes.
-
-        Returns the weighted loss, detached: their sum over the parts is this rank's mean loss, for
-        `split.mean`. With a GradScaler, give what `scaler.scale(loss)` returns. Several losses of
-        one pass may be given in turn.
-        """
-        self.computed = True
-        if self.passes is not None:
-            self.passes.open()
-        plain = not isinstance(self.weight, torch.Tensor)
-        weight = self.weight if plain else self.weight.to(loss.dtype)
-        self._scale(loss * weight).backward()
-        if self.passes is not None:
-            self.passes.close()
-        if self.after is not None:
-            self.after(loss)
-        if plain:
-            return loss.detach() * weight
-        return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
-
-    def check_computed(self) -> None:
-        """RequestError if its rows would be missing from the gradient."""
-        if torch.is_grad_enabled() and not self.computed:
-            raise RequestError(
-                "A pass ended without part.backward(loss), so its rows would be missing from "
-                "the gradient.",
-                "Call part.backward(loss) in place of loss.backward(), in every pass.",
-            )
-
-    def cut(self, most: int, least: int = 1) -> list[Part]:
-        """Pieces of up to `most` rows, or more where pieces would have fewer than `least`."""
-        pieces = []
-        for start, stop in bounds(
-            even(self.rows, max(1, min(-(-self.rows // most), self.rows // least)))
-        ):
-            batch, weight = (
-                cut_rows(self.batch, start, stop, self.rows),
-                self.weight * (stop - start) / self.rows,
-            )
-            piece = Part(batch, stop - start, weight, self._scale)
-            piece.count, piece.origin, piece.planned = self.count, self.origin, self.planned
-            pieces.append(piece)
-        if self.count is not None:
-            counted = torch.stack([_count(self.count, piece) for piece in pieces])
-            parts = counted / counted.sum().clamp(min=1e-300)
-            for piece, part in zip(pieces, parts, strict=True):
-                piece.weight = self.weight * part.to(self.weight.device)
-        return pieces
-
-
-OfPart = Callable[[Part], Any]  # its mean loss, or what is counted in it
-
-
-def make_parts(
-    batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0
-) -> list[Part]:
-    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as
-    they were dealt.
-
-    In as many `passes` as are given, with a first row that only keeps step where there are too few.
-    RequestError for a batch that can't be cut.
-    """
-    if isinstance(batch, DealtBatch):
-        pieces, sizes = list(batch.passes), tuple(batch.rows)
-    else:
-        sizes = (even(rows, passes) if passes > 1 else split_passes(rows, micro)) or (rows,)
-        places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
-        pieces = (
-            [cut_rows(batch, *each, max(1, rows)) for each in places] if len(sizes) > 1 else [batch]
-        )
-    return [
-        Part(each, own, own / rows if rows else 1.0, scale)
-        for each, own in zip(pieces, sizes, strict=True)
-    ]
-
-
-def weigh_by_count(
-    parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
-) -> None:
-    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every
-    rank calls it.
-
-    `add_up` sums over the ranks.
-    """
-    own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
-    total = add_up(own.sum())
-    weights = own.to(total.device) / (total * (gradient_weight(sizes, rank) or 1.0))
-    for part, weight in zip(parts, weights, strict=True):
-        part.weight, part.count = weight, count
-
-
-def _count(count: OfPart, part: Part) -> torch.Tensor:
-    counted: torch.Tensor = torch.as_tensor(count(part)).detach().to(torch.float64)
-    return counted
 
 
 class TakenBatch:

@@ -27,7 +27,8 @@ from ..loss.measure import LossMeasure
 from ..rows.structure import cut_rows, each_tensor, tensors_in
 from ..sums.collectives import average, refuse_meeting
 from ..sums.exchange import EXCHANGES, Exchange
-from .batch import BatchTracker, OfPart, Part
+from .batch import BatchTracker
+from .part import OfPart, Part
 from .retry import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
 from .weights import BatchWeights, WholeBatchLoss
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,13 +19,14 @@ from typing import Any
 import torch
 
 from ...errors import DeviceError, RequestError
-from ...training.retreat import PassLimit, Retreat, says_out_of_memory
+from ...training.passes import PassLimit, PassQueue
+from ...training.retreat import Retreat, says_out_of_memory
 from ..audit.randomness import RandomState
 from ..rows.structure import each_tensor
 from ..sums.collectives import count_foreign
 from ..sums.exchange import Exchange
-from .batch import Part
 from .loose import LOOSE
+from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -113,7 +113,7 @@ class Passes:
 
     def take(
         self,
-        parts: Iterable[Part],
+        parts: Sequence[Part],
         models: Sequence[Any],
         exchanges: Sequence[Exchange],
         begins: bool = True,
@@ -126,38 +126,31 @@ class Passes:
         device.
         """
         self._exchanges = list(exchanges)
-        queue = deque(parts)
-        if begins:
-            self.limit.begin(partial(held_by_others, self._device))
         self._given = set()
-        while queue:
-            part = queue.popleft()
-            most = self.limit.most
-            pieces = [part] if most is None or part.rows <= most else part.cut(most, self._least())
-            if len(pieces) > 1:
-                queue.extendleft(reversed(pieces))
-                continue
-            yield from self._turn(
-                part, models if queue else (), self._device if move else None, bool(queue)
-            )
-            if not part.error:
+        if begins:
+            self.limit.begin_batch(partial(held_by_others, self._device))
+        queue = PassQueue([each.rows for each in parts], self.limit)
+        turn = queue.take(self._least())
+        while turn is not None:
+            part = parts[turn.number].at(turn)
+            unsynced = () if turn.last else models
+            yield from self._turn(part, unsynced, self._device if move else None)
+            if part.error:
+                # Unless a failed pass is still being made good, gradients that were sent are whole
+                # for this part's rows alone.
+                queue.retry(all(exchange.held.final is None for exchange in self._exchanges))
+                self._retreat(part)
+                part.computed, part.error = False, ""
+            else:
                 part.check_computed()
-                self._given |= {
-                    exchange for exchange in self._exchanges if exchange.has_gradients()
-                }
-                if part.origin is None or not queue or queue[0].origin is not part.origin:
+                self._given |= {each for each in self._exchanges if each.has_gradients()}
+                if queue.complete():
                     self._settle()
-                continue
-            if not any(exchange.held.final is not None for exchange in self._exchanges):
-                # gradients that become final from now on are so for this part's rows alone
-                part.origin = part
-            self._retreat(part)
-            part.computed, part.error = False, ""
-            queue.appendleft(part)
+            turn = queue.take(self._least())
         self._exchanges = []
 
     def _turn(
-        self, part: Part, unsynced: Sequence[Any], device: torch.device | None, ends_later: bool
+        self, part: Part, unsynced: Sequence[Any], device: torch.device | None
     ) -> Iterator[Part]:
         batch, self._opened, self._ended = part.batch, False, False
         self._state = PassState(self._exchanges, self._constant)
@@ -170,7 +163,7 @@ class Passes:
             if part.error:
                 return
             with ExitStack() as stack:
-                if ends_later:
+                if not part.turn.last:
                     stack.enter_context(LOOSE.no_sync())
                 for model in unsynced:
                     if hasattr(model, "no_sync"):
@@ -213,7 +206,6 @@ class Passes:
         )
 
     def _settle(self) -> None:
-        self.limit.settle()
         for exchange in self._exchanges:
             exchange.held.settle()
         if self._state is not None and self.limit.step == 1:
@@ -243,12 +235,12 @@ class Passes:
         free_memory(self._device)
         SHORT.add(self._device)
         held = describe_memory(self._device)
-        self.limit.fail(part.rows, self._least(), held)
+        self.limit.count_failure(part.rows, self._least(), held)
         if self.meets:
             raise self._meeting(f"ran out of memory in a pass of {part.rows} rows ({held})")
         self._check_sum(part)
         others = held_by_others(self._device)
-        smaller = self.limit.shrink(part.rows, self._least(), others)
+        smaller = self.limit.halve(part.rows, self._least(), others)
         seconds = time.monotonic() - began
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
@@ -259,9 +251,10 @@ class Passes:
         if count_foreign() == self._before:
             return
         self.meets = True
-        if part.rows < part.planned and not part.error:
+        if part.rows < part.turn.planned and not part.error:
             raise self._meeting(
-                f"takes {part.rows} rows at once of a pass of {part.planned}, as memory was short"
+                f"takes {part.rows} rows at once of a pass of {part.turn.planned}, as memory was "
+                f"short"
             )
 
     def _meeting(self, seen: str) -> DeviceError:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import RequestError
 from ...shares.whole_rows import count_passes, gradient_weight
+from ...training.passes import count_equal_passes
 from ..ranks.own_work import StepTimer
 from ..ranks.ranks import RankShares
 from ..rows.loader import Epoch
@@ -282,7 +283,7 @@ class BatchWeights(BatchTracker):
                 "unequal numbers of passes.",
                 "Leave lengths out.",
             )
-        return max(self._count_passes(batch))
+        return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
         """RequestError while parts are computed: the ranks have different numbers of passes, and

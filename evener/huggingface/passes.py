@@ -1,0 +1,169 @@
+"""The passes of a Trainer: what the loss of each weighs, and a pass computed again when memory runs
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..torch.audit.state import keep_attributes
+from ..torch.planned import PlannedTraining
+from ..torch.step.part import Part
+from ..torch.sums.exchange import Exchange
+from ..training.passes import weigh_passes as weigh_by_rows
+from .gathering import Gathering
+from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
+
+
+class PassWeights(NamedTuple):
+    """What the passes of an optimizer step weigh, over its global batches one after the other."""
+
+    weights: list[float]  # of each pass, in the mean over its global batch
+    items: Any  # num_items_in_batch of all ranks, or None
+    ignores: bool  # some rank has labels that are ignored; False where nobody has to know
+
+
+def weigh_passes(
+    loss: TrainerLoss,
+    passes: list[Any],
+    sizes: list[tuple[int, ...]],
+    totals: list[int],
+    items: Any,
+    gathering: Gathering,
+    device: torch.device,
+) -> PassWeights:
+    """Weigh the passes of an optimizer step by what the loss is a mean over.
+
+    `sizes` are this rank's rows in the passes of each global batch, `totals` those of all ranks.
+    """
+    weights: list[float] = []
+    for step, total in zip(sizes, totals, strict=True):
+        weights += weigh_by_rows(step, total)
+    if loss.mean_over != ROWS:
+        weights = [float(weight > 0) for weight in weights]
+    by_labels = loss.mean_over not in (ITEMS, ROWS)
+    if not by_labels and loss.certain:  # nothing on the host waits for the device
+        if items is not None:
+            items = gathering.add_up(torch.as_tensor(items, device=device).reshape(1))[0]
+        return PassWeights(weights, items, False)
+    counts = _count_labels(loss, passes, sizes) if by_labels else [[0.0] for _ in sizes]
+    ignores = not loss.certain and any(map(has_ignored, passes))
+    own = [float(items or 0.0), float(ignores), *map(sum, counts)]
+    summed = gathering.add_up(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
+    all_items, ignores_anywhere, *of_batches = summed
+    if by_labels:
+        pairs = zip(counts, of_batches, strict=True)
+        weights = [count / (total or 1.0) for step, total in pairs for count in step]
+    if items is not None:
+        items = torch.tensor(all_items, device=device).to(torch.as_tensor(items).dtype)
+    return PassWeights(weights, items, bool(ignores_anywhere))
+
+
+def _count_labels(
+    loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
+) -> list[list[float]]:
+    """The labels that count of each pass, by global batch; none of a pass that only keeps step."""
+    counts = []
+    first = 0
+    for step in sizes:
+        pairs = zip(passes[first : first + len(step)], step, strict=True)
+        counts.append([loss.count(batch) if rows else 0.0 for batch, rows in pairs])
+        first += len(step)
+    return counts
+
+
+def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
+    """The loss times its factor; 0 for one that doesn't count, even where it is NaN."""
+    if factor == 0.0 and not torch.isfinite(loss):
+        return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
+    return loss if factor == 1.0 else loss * factor
+
+
+def count_tokens(trainer: Any, inputs: Any) -> int:
+    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't
+    counted.
+    """
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    if name not in inputs:
+        return 0
+    if trainer.args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in inputs:
+        return int(inputs["attention_mask"].sum())
+    return int(inputs[name].numel())
+
+
+class TrainerPasses:
+    """Computes the passes of a Trainer's batches, and one that ran out of memory in smaller
+    ones.
+    """
+
+    def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
+        self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
+        self._gathering = gathering
+        self._model: Any = None  # of the newest pass
+        self._exchanges: list[
+            Exchange
+        ] = []  # of its gradients; none where they are summed by others
+        self._backward = trainer.accelerator.backward
+        trainer.accelerator.backward = self.backward
+
+    def compute(
+        self,
+        model: Any,
+        parts: list[Part],
+        loss: Callable[[], TrainerLoss],
+        train: Callable[[Part, bool], Any],
+    ) -> torch.Tensor:
+        """The sum of what `train` returns for the passes of a batch, or their pieces.
+
+        It hears whether a part is the batch's last. Figures that are noted meanwhile count once.
+        """
+        if model is not self._model:
+            self._model, self._exchanges = model, self._weights.take_on(model)
+            self._weights.look_for_tensors()
+        total = torch.zeros((), device=self._trainer.args.device)
+        planned = [part.weight for part in parts]
+        self._gathering.begin()
+        for part in self._passes.take(parts, [self], self._exchanges):
+            turn = part.turn
+            attributes, gathered = self._keep(), self._gathering.keep()
+            with part:
+                try:
+                    whole = parts[turn.number]
+                    share = loss().part_of(whole.batch, whole.rows, part.batch, part.rows)
+                    part.weight = planned[turn.number] * share
+                    with self._gathering.counting(part.rows, ends=turn.ends):
+                        total = total + train(part, turn.last)
+                    part.computed = True
+                finally:
+                    if not (part.computed and turn.ends):
+                        attributes()
+                    if not part.computed:
+                        gathered()
+            if part.computed and turn.ends:
+                self._gathering.end_pass()
+        return total
+
+    def no_sync(self) -> Any:
+        """The context of a pass whose gradients are exchanged with later ones."""
+        return self._trainer.accelerator.no_sync(self._model)
+
+    def note(self, loss: Any) -> None:
+        """The loss of a pass: a trainer that calls its backward() itself leaves gradients that
+        can't be undone.
+        """
+        if loss.requires_grad:
+            loss.register_hook(lambda _: self._passes.note_backward())
+
+    def backward(self, loss: Any, **options: Any) -> None:
+        """Gather as the accelerator does, in a pass that may fail."""
+        self._passes.open()
+        self._backward(loss, **options)
+        self._passes.close()
+
+    def _keep(self) -> Callable[[], None]:
+        """Note the trainer's state before a pass; returns the function that restores it."""
+        trainer = self._trainer
+        return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))

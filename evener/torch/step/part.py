@@ -1,0 +1,140 @@
+"""The rows of one pass of a rank's batch, as a loop or a trainer computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import RequestError
+from ...shares.whole_rows import bounds, gradient_weight
+from ...training.passes import Pass, divide_rows, weigh_passes
+from ..rows.structure import DealtBatch, cut_rows
+
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Part:
+    """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank
+    only keeps step.
+
+    `weight` is what its loss counts in this rank's mean. As a context, it takes out-of-memory of
+    the block for a reason to come again in smaller parts.
+    """
+
+    def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
+        self.batch = batch
+        self.rows = rows
+        self.weight = weight
+        self.turn = Pass(0, 0, rows, rows, True, True)  # its place among the batch's passes
+        self.computed = False  # backward was called
+        self.count: OfPart | None = None  # of what the loss is a mean over, where that isn't rows
+        self.counted: torch.Tensor | None = None  # in these rows
+        self.passes: Any = None  # the Passes that yielded this part
+        self.after: Callable[[Any], None] | None = None  # called with a loss that went backward
+        self.error = ""  # that the block ended with
+        self._scale = scale
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None or self.passes is None:
+            return False
+        self.error = self.passes.catch(error)
+        return bool(self.error)
+
+    def backward(self, loss: Any) -> Any:
+        """The backward pass of the mean loss over these rows (or over what `count` counted),
+        weighted among the passes.
+
+        Returns the weighted loss, detached: their sum over the parts is this rank's mean loss, for
+        `split.mean`. With a GradScaler, give what `scaler.scale(loss)` returns. Several losses of
+        one pass may be given in turn.
+        """
+        self.computed = True
+        if self.passes is not None:
+            self.passes.open()
+        plain = not isinstance(self.weight, torch.Tensor)
+        weight = self.weight if plain else self.weight.to(loss.dtype)
+        self._scale(loss * weight).backward()
+        if self.passes is not None:
+            self.passes.close()
+        if self.after is not None:
+            self.after(loss)
+        if plain:
+            return loss.detach() * weight
+        return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
+
+    def check_computed(self) -> None:
+        """RequestError if its rows would be missing from the gradient."""
+        if torch.is_grad_enabled() and not self.computed:
+            raise RequestError(
+                "A pass ended without part.backward(loss), so its rows would be missing from "
+                "the gradient.",
+                "Call part.backward(loss) in place of loss.backward(), in every pass.",
+            )
+
+    def at(self, turn: Pass) -> Part:
+        """The part for a turn of this pass: itself, or a piece of its rows."""
+        if turn.rows == self.rows:
+            self.turn = turn
+            return self
+        rows = cut_rows(self.batch, turn.start, turn.stop, self.rows)
+        piece = Part(rows, turn.rows, self.weight * turn.part, self._scale)
+        piece.turn, piece.count = turn, self.count
+        if self.count is not None and self.counted is not None:
+            piece.counted = _count(self.count, piece)
+            share = piece.counted / self.counted.clamp(min=1e-300)
+            piece.weight = self.weight * share.to(self.weight.device)
+        return piece
+
+
+OfPart = Callable[[Part], Any]  # its mean loss, or what is counted in it
+
+
+def make_parts(
+    batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0
+) -> list[Part]:
+    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as
+    they were dealt.
+
+    In as many `passes` as are given, with a first row that only keeps step where there are too few.
+    RequestError for a batch that can't be cut.
+    """
+    if isinstance(batch, DealtBatch):
+        pieces, sizes = list(batch.passes), tuple(batch.rows)
+    else:
+        sizes = divide_rows(rows, micro, passes)
+        pieces = [batch] if len(sizes) == 1 else _cut_passes(batch, rows, sizes)
+    return [
+        Part(each, own, weight, scale)
+        for each, own, weight in zip(pieces, sizes, weigh_passes(sizes, rows), strict=True)
+    ]
+
+
+def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
+    """The rows of each pass; of one without rows the first row, which doesn't count."""
+    places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
+    return [cut_rows(batch, start, stop, max(1, rows)) for start, stop in places]
+
+
+def weigh_by_count(
+    parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
+) -> None:
+    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every
+    rank calls it.
+
+    `add_up` sums over the ranks.
+    """
+    own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
+    total = add_up(own.sum())
+    weights = own.to(total.device) / (total * (gradient_weight(sizes, rank) or 1.0))
+    for part, weight, counted in zip(parts, weights, own, strict=True):
+        part.weight, part.count, part.counted = weight, count, counted
+
+
+def _count(count: OfPart, part: Part) -> torch.Tensor:
+    counted: torch.Tensor = torch.as_tensor(count(part)).detach().to(torch.float64)
+    return counted

@@ -1,0 +1,220 @@
+"""The passes of a rank's batch: how many rows each has, what each weighs, and what follows when one
+runs out of memory. Pure, and the same for every trainer and framework.
+
+A pass is one forward and backward pass. A rank whose rows don't fit into memory at once computes
+them in several, and the sum of their gradients, each times its weight, is the gradient of the
+rank's mean. A pass that runs out of memory is computed again in smaller ones, of the same rows:
+
+    sizes = divide_rows(rows, most)            # by the plan
+    queue = PassQueue(sizes, limit)
+    while (turn := queue.take()) is not None:
+        ...                                    # compute turn.rows rows of pass turn.number
+        queue.complete()                       # or limit.halve(turn.rows) and queue.retry()
+
+What a framework has to undo before the second try is its own affair. The trainers are loops of
+one's own (`evener/torch/step`), transformers' Trainer, Lightning and Keras.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..errors import DeviceError
+from ..shares.whole_rows import bounds, count_passes, even, split_passes
+
+CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
+LOOK_STEPS = 10  # between looks whether other processes have given memory back
+MOST_FAILURES = 20  # of a pass that can't be smaller, in a row
+
+
+def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
+    """The rows of each pass of a rank's `rows`, spread evenly over as few passes as hold `most`.
+
+    With `passes`, over that many, of which some may have no row: ranks that meet in every pass
+    take equally many. A rank without rows has one pass, in which it only keeps step.
+    """
+    if passes:
+        return even(rows, passes)
+    return split_passes(rows, most) or (0,)
+
+
+def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
+    """The passes in which `rows` are computed where memory holds `most` at once: one or more.
+
+    None has fewer than `least` rows, even if that makes them larger than `most`.
+    """
+    return max(1, min(count_passes(rows, most), rows // least))
+
+
+def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
+    """The passes that every rank takes where ranks meet in each: the most that one needs."""
+    return max(1, *map(count_passes, rows, most))
+
+
+def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
+    """The weight of each pass's mean loss in the mean over `total` rows, by default over those of
+    these passes; they have 1 each where none has a row.
+    """
+    rows = sum(sizes) if total is None else total
+    return tuple(own / rows if rows else 1.0 for own in sizes)
+
+
+class Pass(NamedTuple):
+    """A pass of the plan, or a piece of one that ran out of memory."""
+
+    number: int  # of the plan's pass in the batch, from 0
+    start: int  # its first row in that pass
+    rows: int  # that count; 0 where the rank only keeps step
+    planned: int  # rows of the plan's pass
+    ends: bool  # no piece of the plan's pass is left after it
+    last: bool  # nothing of the batch is left after it
+
+    @property
+    def stop(self) -> int:
+        """The row after its last one, in the plan's pass."""
+        return self.start + self.rows
+
+    @property
+    def part(self) -> float:
+        """Its part of the rows of the plan's pass, by which a mean over rows is weighted."""
+        return self.rows / self.planned if self.planned else 1.0
+
+
+class PassLimit:
+    """The rows that a rank's passes may have: fewer after one that ran out of memory, more again
+    after steps in which none did.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.step = 0  # batches so far
+        self.most: int | None = None  # rows of a pass; None: as the plan says
+        self._clean_steps = 0  # since a pass ran out of memory
+        self._failures = 0  # of passes that can't be smaller, in a row
+        self._others_bytes = 0  # that other processes held when memory ran out last
+
+    def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
+        """A batch begins; `others_bytes` says what other processes hold of the device: 0 where that
+        isn't known.
+        """
+        self.step += 1
+        self._clean_steps += 1
+        if self.most is None:
+            return
+        looks = self._others_bytes >= 2**30 and self._clean_steps % LOOK_STEPS == 0
+        if looks and others_bytes() < self._others_bytes / 2:
+            self.most = None
+        elif self._clean_steps > CLEAN_STEPS:
+            self.most = 2 * self.most
+            self._clean_steps = 0
+
+    def count(self, rows: int, most: int, least: int = 1) -> int:
+        """The passes that `rows` take now, where the plan has `most` in one; `least` as in
+        `count_smaller_passes`.
+        """
+        held = most if self.most is None else min(most, self.most)
+        return count_smaller_passes(rows, held, least)
+
+    def complete(self) -> None:
+        """The rows of a pass are computed."""
+        self._failures = 0
+
+    def count_failure(self, rows: int, least: int, held: str) -> None:
+        """Count a pass of these rows that ran out of memory; DeviceError, with what memory `held`,
+        where a pass that can't be smaller has failed too often.
+        """
+        if rows < 2 * least:
+            self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            raise DeviceError(
+                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a "
+                f"pass of {rows} rows that can't be smaller: {held}.",
+                (
+                    "Take a smaller model, shorter rows or activation checkpointing, or leave the "
+                    "device out of the plan."
+                ),
+            )
+
+    def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
+        """The rows of a pass that may fit where one of `rows` didn't, while other processes hold
+        this much: half, but not fewer than `least`. Passes have no more from now on.
+        """
+        self.most = max(least, rows // 2)
+        self._clean_steps = 0
+        self._others_bytes = others_bytes
+        return self.most
+
+
+class _Range(NamedTuple):
+    """Rows of a planned pass that are still to be computed."""
+
+    number: int
+    start: int
+    stop: int
+    # The rows of the pass that failed with some of its sums sent, of which these are a part.
+    failed: tuple[int, int, int] | None = None
+
+
+class PassQueue:
+    """The passes of one batch, in the order in which they are computed; those above `limit` in
+    pieces.
+
+    `take` gives the next one, and `complete` or `retry` follows.
+    """
+
+    def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
+        self._sizes = tuple(sizes)
+        self._limit = limit
+        self._left = deque(_Range(number, 0, size) for number, size in enumerate(sizes))
+        self._taken: _Range | None = None
+
+    def take(self, least: int = 1) -> Pass | None:
+        """The next pass, of at least `least` rows where it is a piece; None when the batch is
+        computed.
+        """
+        if not self._left:
+            return None
+        self._cut_first(least)
+        taken = self._taken = self._left.popleft()
+        ends = not self._left or self._left[0].number != taken.number
+        rows = taken.stop - taken.start
+        planned = self._sizes[taken.number]
+        return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
+
+    def _cut_first(self, least: int) -> None:
+        """Cut the first range into pieces that the limit allows."""
+        first = self._left[0]
+        rows = first.stop - first.start
+        most = self._limit.most
+        if most is None or rows <= most:
+            return
+        self._left.popleft()
+        pieces = bounds(even(rows, count_smaller_passes(rows, most, least)))
+        for start, stop in reversed(pieces):
+            cut = first._replace(start=first.start + start, stop=first.start + stop)
+            self._left.appendleft(cut)
+
+    def complete(self) -> bool:
+        """The pass that was taken last is computed; True if all rows are that were computed again
+        with it.
+        """
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        if taken.failed is not None and self._left and self._left[0].failed == taken.failed:
+            return False
+        self._limit.complete()
+        return True
+
+    def retry(self, is_whole: bool = True) -> None:
+        """Have the rows of the pass that was taken last come again.
+
+        `is_whole`: no earlier failure is still being made good, so that what this pass has sent is
+        of its own rows.
+        """
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        if is_whole:
+            taken = taken._replace(failed=taken[:3])
+        self._left.appendleft(taken)
