@@ -203,6 +203,11 @@ class PartSeconds(msgspec.Struct, frozen=True):
     # neither the CPU, nor rows, nor other devices were at work; None where that can't be known
     idle_seconds: Amount | None = None
     taken_by: str = ""  # the programs that had the cores meanwhile
+    # seconds of full work that a lower clock lost, by heat and by a power limit or brake
+    heat_seconds: Amount = 0.0
+    power_seconds: Amount = 0.0
+    neighbour: Annotated[float, Meta(ge=0, le=1)] = 0.0  # part of the time that others' kernels ran
+    neighbours: str = ""  # whose
 
 
 class KeptBatch(msgspec.Struct, frozen=True):

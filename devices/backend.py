@@ -128,9 +128,12 @@ class Vitals(msgspec.Struct, frozen=True):
 
     at_seconds: float = 0.0  # monotonic
     held_seconds: float | None = None  # by heat, a power brake or a fault: the longest of these
+    braked_seconds: float | None = None  # by a power brake alone
     capped_seconds: float | None = None  # by its power limit
-    used_bytes: int | None = None  # by everybody; read only in full readings, as are the next two
+    clock_part: float | None = None  # of the highest clock of its multiprocessors, now
+    used_bytes: int | None = None  # by everybody; read only in full readings, as are the next three
     processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports
+    busy: Mapping[int, float] = {}  # pid -> part of the time in which its kernels ran; as above
     busy_percent: float | None = None  # of the last moments in which anybody's kernel ran
     # by the driver's energy counter, else power summed up over the readings
     joules: float | None = None

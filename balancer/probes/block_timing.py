@@ -357,6 +357,8 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
         starved_seconds=sum(part.starved_seconds for part in parts) / steps,
         idle_seconds=mean([part.idle_seconds for part in parts]),
         taken_by=most.taken_by,
+        heat_seconds=sum(part.heat_seconds for part in parts) / steps,
+        power_seconds=sum(part.power_seconds for part in parts) / steps,
     )
 
 

@@ -32,7 +32,7 @@ from evener.workloads.registry import find_imports
 from .children import Child, Inbox, RunningChild
 from .failures import StoppedError
 from .fork_server import ServerProcess
-from .interference import InterferenceMonitor
+from .interference import InterferenceMonitor, Neighbours
 from .launch_plan import LOOPBACK, find_free_ports
 from .protocol import Build, ChildError, Command, Exited, HostLost, Message, Stack
 from .script_copy import ScriptCopy, WrittenScript, copy_workload
@@ -123,6 +123,11 @@ class LocalHost:
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
+
+    def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
+        """Processes other than children that compute on each device, where the driver tells."""
+        own = {child.pid for child in self._running if child.alive}
+        return self.monitor.find_neighbours(positions, own)
 
     def close(self) -> None:
         """Kill every child at once; safe to call twice."""
@@ -399,6 +404,13 @@ class Hosts:
         found: dict[int, int] = {}
         for host in self._among(positions):
             found |= host.ask("measure_short", tuple(positions), set(clean))
+        return found
+
+    def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
+        """Processes other than children that compute on each device, where the driver tells."""
+        found: dict[int, Neighbours] = {}
+        for host in self._with_drivers(positions):
+            found |= host.ask("find_neighbours", tuple(positions))
         return found
 
     def available_memory_bytes(self) -> int:

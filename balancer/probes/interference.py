@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import psutil
@@ -22,7 +22,9 @@ from evener.devices.cpu import available_memory_bytes
 from evener.devices.discover import SETTLE_READS, SETTLE_SECONDS
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
+from evener.system.taken_cores import name_process
 
+from ..types import PartSeconds
 from .block_timing import Block
 from .failures import GroupError, RankFailure, StoppedError
 
@@ -37,6 +39,13 @@ SPREAD_SMALL = 0.1  # which is at most this part of a small GPU
 # reported
 STEP = 0.01
 CLOSE_SECONDS = 0.2  # for all watches together
+
+
+class Neighbours(NamedTuple):
+    """Other processes on a device: the part of the time in which their kernels ran, and names."""
+
+    part: float
+    names: str
 
 
 class InterferenceMonitor:
@@ -92,6 +101,21 @@ class InterferenceMonitor:
             if short is None:
                 continue
             found[position] = self._round(position, short) if short else 0
+        return found
+
+    def find_neighbours(
+        self, positions: Iterable[int], own: Collection[int]
+    ) -> dict[int, Neighbours]:
+        """The processes beside the session's own children, with the pids `own`, that compute on
+        each device; positions where the driver doesn't name the children are left out.
+        """
+        found = {}
+        for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
+            if not vitals.busy.keys() & own:
+                continue  # they may have other numbers there than here
+            others = {pid: part for pid, part in vitals.busy.items() if pid not in own and part}
+            names = sorted({name_process(pid) for pid in others})
+            found[position] = Neighbours(min(1.0, sum(others.values())), ", ".join(names))
         return found
 
     def _round(self, position: int, short: int) -> int:
@@ -187,6 +211,12 @@ class DriverReader(Protocol):
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]: ...
 
 
+class DeviceWatch(DriverReader, Protocol):
+    """A source of vitals that also knows the processes which share a device."""
+
+    def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
+
+
 class ProbeInterference:
     """The limits that held one probe's devices back in each block, and the power that these and
     idle devices drew.
@@ -217,11 +247,18 @@ class ProbeInterference:
             _share_of_time(before.get(i), now, "capped_seconds") for i, now in self._before.items()
         ]
         slowed, position = max(held, default=(0.0, -1))
+        parts = block.parts
+        if len(parts) == len(self._positions):  # each rank has one device
+            parts = tuple(
+                _add_lost(part, block.wall_seconds, before.get(i), self._before.get(i))
+                for i, part in zip(self._positions, parts, strict=True)
+            )
         return msgspec.structs.replace(
             block,
             slowed=slowed,
             capped=max(capped, default=0.0),
             slowest=position if slowed else -1,
+            parts=parts,
         )
 
     def mean_watts(self) -> dict[int, float]:
@@ -240,6 +277,23 @@ class ProbeInterference:
                     last.at_seconds - first.at_seconds
                 )
         return found
+
+
+def _add_lost(
+    part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
+) -> PartSeconds:
+    """The parts of a rank's block of `wall_seconds`, with the work that its device lost to lower
+    clocks: their distance from the highest one, while heat or power was the reason for it.
+    """
+    if now is None or now.clock_part is None:
+        return part
+    braked = _share_of_time(before, now, "braked_seconds")
+    heat = _share_of_time(before, now, "held_seconds") - braked
+    power = max(braked, _share_of_time(before, now, "capped_seconds"))
+    lost = (1 - now.clock_part) * wall_seconds
+    heat_seconds = max(0.0, heat) * lost
+    power_seconds = min(power, 1 - max(0.0, heat)) * lost
+    return msgspec.structs.replace(part, heat_seconds=heat_seconds, power_seconds=power_seconds)
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:

@@ -23,7 +23,7 @@ from ..types import KeptBatch, Layout, PartSeconds, Probe, Timed, Warned
 from .block_timing import Block, BlockTimer, StepTiming, has_grown
 from .children import ChildGroup
 from .failures import GroupError, RankFailure, StoppedError
-from .interference import DriverReader, ProbeInterference
+from .interference import DeviceWatch, ProbeInterference
 from .launch_plan import RankMap
 from .protocol import (
     BatchKept,
@@ -122,7 +122,7 @@ class Measurement:
         group: ChildGroup,
         timeouts: Timeouts,
         progress: ProgressReporter,
-        monitor: DriverReader,
+        monitor: DeviceWatch,
         row_tokens: float = 0.0,
         idle: Mapping[int, Vitals] | None = None,
         *,
@@ -272,7 +272,21 @@ class Measurement:
         timing = timer.result()
         if timing is None:
             raise GroupError(RankFailure(0, "protocol", "no block was timed"))
-        return timing
+        return self._add_neighbours(timing)
+
+    def _add_neighbours(self, timing: StepTiming) -> StepTiming:
+        """The timing, with the other processes that compute on each rank's device."""
+        positions = self._ranks.unique_positions
+        if len(timing.parts) != len(positions):
+            return timing
+        seen = self._monitor.find_neighbours(positions)
+        parts = tuple(
+            msgspec.structs.replace(part, neighbour=seen[i].part, neighbours=seen[i].names)
+            if i in seen
+            else part
+            for i, part in zip(positions, timing.parts, strict=True)
+        )
+        return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[Warned, ...]:
         """A warning for the rank whose loss was NaN or infinite first."""

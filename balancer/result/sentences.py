@@ -316,6 +316,8 @@ def _write_why_equal(gap: RateGap) -> str:
 def _say_limits(verdict: Verdict) -> Iterator[str]:
     """What the training's time goes to, the largest first, with what takes it away."""
     for limit in verdict.limits:
+        if limit.taken_away:  # the plan's gain says it
+            continue
         took = f"{milliseconds(limit.milliseconds / 1e3)} of a step, {percent(limit.share)}"
         by = f" Cause: {limit.by}." if limit.by else ""
         yield (

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+import msgspec
+
 from evener.devices.types import Device
 from evener.training.limits import LimitKind, StepPart, TrainingLimit, find_limits
 
 from ..search.report import SearchReport
-from ..types import KeptBatch, Layout, Observation, PartSeconds, Timed
+from ..types import Layout, Observation, PartSeconds, Timed
 
 TWICE = 0.5  # of a part that doesn't grow with the batch: what twice the batch spares of it
 STARVED_ERROR = 0.3  # relative: cores that are taken now may be free in the next minute
 FIXED_ERROR = 0.5  # relative: of a line through two points
+SLOWED_ERROR = 0.5  # relative: not all kernels go by the clock, or give way to others evenly
 LONGEST = 0.9  # of the longest own work: the others wait for such a device
 LARGER_BATCH = "A larger batch: twice as many samples a step halve its part."
 TRY_WORKERS = (
@@ -48,8 +51,9 @@ def find_training_limits(
         *_find_update(measured),
         *_find_idle(measured),
         *_find_memory(measured, seen, devices),
+        *_find_slowed(measured, devices),
     )
-    return find_limits(step_s, parts)
+    return (*find_limits(step_s, parts), *_find_equal_split(report))
 
 
 def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
@@ -101,6 +105,27 @@ class _Measured:
         ]
         return fmean(known) * self.step_s if known else 0.0
 
+    def lost_s(self, position: int, kind: LimitKind) -> float:
+        """The seconds of a device's own work in a step that heat, power or a neighbour took."""
+        own_s = self.own_s(position) or self.step_s
+        if kind is LimitKind.NEIGHBOUR:
+            parts = [part.neighbour for _, part in self.parts_of(position)]
+            return own_s * fmean(parts) if parts else 0.0
+        name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
+        return own_s * (self.share(position, name) or 0.0)
+
+    def list_last(self) -> list[int]:
+        """The devices that the others wait for, by their own work."""
+        longest = max((self.own_s(i) for i in self.layout.active), default=0.0)
+        return [i for i in self.layout.active if self.own_s(i) >= LONGEST * longest]
+
+    def launching_s(self) -> float:
+        """The seconds of a step in which a GPU waits for its host to start kernels."""
+        if self.closer is None or self.closer.enqueued_seconds is None:
+            return 0.0
+        step = self.closer.kept or self.closer
+        return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
+
     def scale(self, seconds: float) -> float:
         """Seconds of the closer look, as the step's figure has them."""
         assert self.closer is not None
@@ -148,10 +173,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
     closer = measured.closer
     if closer is None or closer.enqueued_seconds is None:
         return
-    step = closer.kept or KeptBatch(closer.step_seconds, closer.low_seconds, closer.high_seconds)
+    step = closer.kept or closer
     yield StepPart(
         kind=LimitKind.HOST_LAUNCHES,
-        seconds=measured.scale(max(0.0, step.step_seconds - closer.enqueued_seconds)),
+        seconds=measured.launching_s(),
         error_s=measured.scale((step.high_seconds - step.low_seconds) / 2),
     )
 
@@ -199,11 +224,10 @@ def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | Non
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """The optimizer's own step, without its part of the time in which a host is starved."""
+    """The optimizer's own step, without its part of the time in which a GPU waits for kernels."""
     update = measured.largest_s("update_seconds")
     if update is not None:
-        starved = (measured.largest_s("starved_seconds") or 0.0) / measured.step_s
-        seconds = update * max(0.0, 1 - starved)
+        seconds = update * max(0.0, 1 - measured.launching_s() / measured.step_s)
         yield StepPart(
             kind=LimitKind.OPTIMIZER,
             seconds=seconds,
@@ -222,10 +246,9 @@ def _find_memory(
     It counts on a device that the others wait for.
     """
     layout = measured.layout
-    longest = max((measured.own_s(i) for i in layout.active), default=0.0)
-    for position in layout.active:
+    for position in measured.list_last():
         passes = layout.passes(position)
-        if passes < 2 or measured.own_s(position) < LONGEST * longest:
+        if passes < 2:
             continue
         fixed = _estimate_fixed(seen, position)
         seconds = (passes - 1) * fixed
@@ -254,6 +277,46 @@ def _estimate_fixed(seen: Sequence[Observation], position: int) -> float:
     few, many = sorted(fastest)[-2:]
     slope = max(0.0, (fastest[many] - fastest[few]) / (many - few))
     return max(0.0, fastest[many] - slope * many)
+
+
+def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
+    """Work that a device which the others wait for lost to heat, power or a neighbour."""
+    for kind in (LimitKind.HEAT, LimitKind.POWER, LimitKind.NEIGHBOUR):
+        lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
+        most = max(lost, key=lost.__getitem__)
+        who = devices[most].label
+        if kind is LimitKind.NEIGHBOUR:
+            names = [part.neighbours for _, part in measured.parts_of(most) if part.neighbours]
+            who = f"{names[-1]} on {who}" if names else who
+        yield StepPart(kind=kind, seconds=lost[most], error_s=SLOWED_ERROR * lost[most], by=who)
+
+
+def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
+    """Unequal devices, where the plan's shares take them away: its gain over equal shares of the
+    same devices and batch.
+    """
+    chosen = report.chosen
+    layout = chosen.layout
+    rows = [layout.shares[i] for i in layout.active]
+    if len(rows) < 2 or not layout.traits.by_shares or max(rows) - min(rows) <= 1:
+        return []
+    for one in report.results:
+        same = one.layout.active == layout.active and one.layout.global_batch == sum(rows)
+        equal = [one.layout.shares[i] for i in one.layout.active]
+        if not same or max(equal) - min(equal) > 1 or one.layout.knobs != layout.knobs:
+            continue
+        step_s, even_s = sum(rows) / chosen.throughput.value, sum(rows) / one.throughput.value
+        error_s = (sum(rows) / chosen.throughput.low - sum(rows) / chosen.throughput.high) / 2
+        part = StepPart(
+            kind=LimitKind.UNEQUAL,
+            seconds=max(0.0, even_s - step_s),
+            without_s=step_s,
+            without_error_s=error_s,
+            remedy="The plan's shares.",
+        )
+        found = find_limits(even_s, [part])
+        return [msgspec.structs.replace(each, taken_away=True) for each in found]
+    return []
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:

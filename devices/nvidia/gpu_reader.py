@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from ..backend import Vitals
 from ..snapshot_builder import OnDevice
 from ..types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
@@ -107,6 +109,8 @@ class GpuReader:
         self._held = self._capped = 0.0
         self._joules, self._watts, self._watts_at = 0.0, 0.0, 0.0
         self._full = Vitals()  # the last full reading
+        # seconds held back and capped, as last read
+        self._slowed_before: tuple[float | None, float | None] = (None, None)
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
@@ -155,11 +159,28 @@ class GpuReader:
         now = time.monotonic()
         counters = dict(self._probe_fields.read(now))
         energy = counters.pop(ENERGY)
+        brake = counters[POWER_BRAKE].current
         held, capped = self._slowed(now, counters)
+        is_slowed = (held, capped) != self._slowed_before
+        self._slowed_before = held, capped
         if full:
             self._full = self._read_full(now)
-        joules, last = self._used_joules(now, energy), self._full
-        return Vitals(now, held, capped, last.used_bytes, last.processes, last.busy_percent, joules)
+        return msgspec.structs.replace(
+            self._full,
+            at_seconds=now,
+            held_seconds=held,
+            braked_seconds=None if brake is None else brake / 1e9,
+            capped_seconds=capped,
+            clock_part=self._clock_part(now) if is_slowed else None,
+            joules=self._used_joules(now, energy),
+        )
+
+    def _clock_part(self, now: float) -> float | None:
+        """The clock as a part of the highest one; None where the driver tells one of them not."""
+        clock, highest = (
+            self._metrics[name].read_one(now).current for name in ("clock", "clock_max")
+        )
+        return min(1.0, clock / highest) if clock is not None and highest else None
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
         """Joules by the counter; a chip without one drew the mean of two readings of its power
@@ -211,14 +232,14 @@ class GpuReader:
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
-        sizes = {
-            each.pid: each.memory_bytes.current
-            for each in GpuProcesses(self.nvml, self.handle, False).read(now)
-        }
+        seen = GpuProcesses(self.nvml, self.handle, False).read(now)
+        sizes = {each.pid: each.memory_bytes.current for each in seen}
         processes = {pid: None if size is None else int(size) for pid, size in sizes.items()}
+        busy = {each.pid: (each.sm_percent.current or 0.0) / 100 for each in seen}
         return Vitals(
             used_bytes=None if used is None else int(used),
             processes=processes,
+            busy=busy,
             busy_percent=percent,
         )
 

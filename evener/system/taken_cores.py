@@ -170,7 +170,7 @@ def name_takers(
         mine = pid == after.parents.get(own_root) or _is_under(pid, own_root, after.parents)
         worker = pid != own and _is_under(pid, own, after.parents)
         if cores > 0 and (worker or not mine):
-            name = OWN_WORKERS if worker else _name_process(pid)
+            name = OWN_WORKERS if worker else name_process(pid)
             taken[name] = taken.get(name, 0.0) + cores
     first = sorted(taken.items(), key=lambda item: -item[1])[:most]
     named = [f"{name} ({cores:.1f} cores)" for name, cores in first if cores >= LEAST_CORES]
@@ -192,7 +192,7 @@ def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
     return False
 
 
-def _name_process(pid: int) -> str:
+def name_process(pid: int) -> str:
     """The program with its script or module, without folders."""
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")

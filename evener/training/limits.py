@@ -1,12 +1,13 @@
 """What limits a training: each cause with its part of a step, a remedy and the expected gain. Pure.
 
-A search and a training measure the parts of a step in their own ways, and both list them here.
-Parts may overlap (a starved host also makes input late), so gains of several limits don't add up.
+A search and a training measure the parts of a step in their own ways, and both list them here. What
+is measured may overlap: a host that is starved of cores also makes input late. Each limit gets the
+time that is its own, so that the limits of one step are never more than the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -109,8 +110,9 @@ class LimitKind(StrEnum):
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     """One limit of a training, with what would take it away and the gain expected of that.
 
-    Gains are relative to today's samples/s: 0.5 is 50 % more. `by` names what causes the limit,
-    where that is known: a rank, a program, a link.
+    No other limit of a step has its milliseconds: shares add up to 1 at the most, and the rest is
+    own work and parts under 5 %. Gains are relative to today's samples/s: 0.5 is 50 % more.
+    `by` names what causes the limit, where that is known: a rank, a program, a link.
     """
 
     kind: LimitKind
@@ -122,6 +124,8 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     gain_high: float
     by: str = ""
     measured: bool = False  # the gain is of a step that ran without the limit
+    # the plan does so already: milliseconds and share are of a step without the plan
+    taken_away: bool = False
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,14 +148,68 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
     """The limits of a step of `step_s` seconds, the largest first.
 
-    Parts of less than 5 % of the step aren't limits, nor are those without which the step was
-    measured and wasn't 5 % shorter. The order goes by the expected gain, which a
+    Parts that have less than 5 % of the step for their own aren't limits, nor are those without
+    which the step was measured and wasn't 5 % shorter. The order goes by the expected gain, which a
     measured step without the limit may put above or below the part's own size.
     """
     if step_s <= 0:
         return ()
-    limits = [_describe(step_s, part) for part in parts if _is_limit(step_s, part)]
+    own = divide_step(step_s, tuple(parts))
+    limits = [_describe(step_s, part) for part in own if _is_limit(step_s, part)]
     return tuple(sorted(limits, key=lambda limit: (-limit.gain, -limit.share, limit.kind)))
+
+
+# kinds that are measured as time in which nothing else happens
+APART = frozenset({LimitKind.EXCHANGE, LimitKind.OWN_CODE})
+SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
+
+
+def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
+    """The parts, each with the seconds that no other has; together they are the step at the most.
+
+    Threads get no core in whatever they do, so that time is taken from the other parts evenly. A
+    device that is slowed is the reason for its own unequal work. Where parts are more than the step
+    even so, the largest ones are kept whole.
+    """
+    own = _without_starved(step_s, parts)
+    own = [_without_slowed(part, own) for part in own]
+    first = (LimitKind.HOST_STARVED, *APART)
+    left_s = step_s
+    divided = []
+    for part in sorted(own, key=lambda part: (part.kind not in first, -part.seconds, part.kind)):
+        divided.append(_shorten(part, min(part.seconds, left_s)))
+        left_s -= divided[-1].seconds
+    return divided
+
+
+def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
+    """The parts without their part of the time in which threads had no core."""
+    apart_s = sum(part.seconds for part in parts if part.kind in APART)
+    starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
+    room_s = step_s - apart_s
+    if room_s <= 0 or starved_s <= 0:
+        return list(parts)
+    rest = 1 - min(1.0, starved_s / room_s)
+    whole = (LimitKind.HOST_STARVED, *APART)
+    return [part if part.kind in whole else _shorten(part, rest * part.seconds) for part in parts]
+
+
+def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
+    """Unequal work without what heat, power or a neighbour explain of it; other parts as they
+    are.
+    """
+    if part.kind is not LimitKind.UNEQUAL:
+        return part
+    slowed_s = sum(each.seconds for each in parts if each.kind in SLOWED and each.by == part.by)
+    return _shorten(part, max(0.0, part.seconds - slowed_s))
+
+
+def _shorten(part: StepPart, seconds: float) -> StepPart:
+    """The part with fewer seconds, known as well in proportion."""
+    if seconds >= part.seconds:
+        return part
+    error_s = part.error_s * seconds / part.seconds
+    return msgspec.structs.replace(part, seconds=seconds, error_s=error_s)
 
 
 def _is_limit(step_s: float, part: StepPart) -> bool:

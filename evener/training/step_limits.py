@@ -198,27 +198,29 @@ def _find_host(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """What the others wait for one rank's own work, where it is more than noise; None else."""
+    """What the slowest rank's own work takes beyond even times, where it is more than noise; None
+    else.
+    """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
         return None
     last = [place for place in list_last(steps, step_s) if place in timed] or timed
     slowest = ranks[max(last, key=lambda each: ranks[each].own_work_s)]
     known = [ranks[place] for place in timed]
-    shares = [each.share or 1 for each in known]
-    rates = [share / each.own_work_s for share, each in zip(shares, known, strict=True)]
-    together_s = sum(shares) / sum(rates) if math.fsum(rates) > 0 else 0.0
+    beyond_s = slowest.own_work_s - _even_seconds(known)
     waited_s = max(each.waiting_s for each in known) - slowest.waiting_s
     noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(each.own_spread * each.own_work_s for each in known)
-    if min(slowest.own_work_s - together_s, waited_s) < max(LEAST_SHARE * step_s, noise_s):
+    if min(beyond_s, waited_s) < max(LEAST_SHARE * step_s, noise_s):
         return None
-    return StepPart(
-        kind=LimitKind.UNEQUAL,
-        seconds=waited_s,
-        error_s=noise_s,
-        spared=(slowest.own_work_s - together_s) / waited_s,
-        by=slowest.name,
-    )
+    return StepPart(kind=LimitKind.UNEQUAL, seconds=beyond_s, error_s=noise_s, by=slowest.name)
+
+
+def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
+    """The own work of each rank if all took equally long, by the rows a second that they have."""
+    shares = [each.share or 1 for each in ranks]
+    rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
+    total = math.fsum(rates)
+    return sum(shares) / total if total > 0 else 0.0
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:

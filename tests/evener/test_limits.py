@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evener.training.limits import LEAST_SHARE, LimitKind, StepPart, TrainingLimit, find_limits
+from evener.training.limits import (
+    LEAST_SHARE,
+    LimitKind,
+    StepPart,
+    TrainingLimit,
+    divide_step,
+    find_limits,
+)
 
 STEP = st.floats(1e-4, 100.0)
 RELATIVE = st.floats(0.0, 1.0)
@@ -50,11 +57,51 @@ def _is_clear(part: StepPart) -> bool:
 @given(relative_parts())
 def test_limits_are_those_of_five_percent_the_largest_gain_first(parts: list[StepPart]) -> None:
     limits = find_limits(1.0, parts)
-    large = [part for part in parts if part.seconds >= LEAST_SHARE]
+    large = [part for part in divide_step(1.0, parts) if part.seconds >= LEAST_SHARE]
     gained = [part for part in large if part.without_s is None or 1 - part.without_s >= LEAST_SHARE]
     assert {each.kind for each in limits} == {part.kind for part in gained}
     gains = [each.gain for each in limits]
     assert gains == sorted(gains, reverse=True)
+
+
+@given(relative_parts())
+def test_no_time_of_a_step_is_two_limits(parts: list[StepPart]) -> None:
+    assert sum(each.share for each in find_limits(1.0, parts)) <= 1 + 1e-9
+    measured = {part.kind: part.seconds for part in parts}
+    for own in divide_step(1.0, parts):
+        assert 0 <= own.seconds <= measured[own.kind]
+
+
+@given(relative_parts())
+def test_parts_that_do_not_overlap_are_as_measured(parts: list[StepPart]) -> None:
+    inside = (LimitKind.HOST_STARVED, LimitKind.UNEQUAL)
+    apart = [scale(part, 1 / 6) for part in parts if part.kind not in inside]
+    assert {part.kind: part.seconds for part in divide_step(1.0, apart)} == {
+        part.kind: part.seconds for part in apart
+    }
+
+
+def test_time_without_a_core_is_taken_from_what_a_rank_does_and_not_from_its_waiting() -> None:
+    parts = [
+        StepPart(kind=LimitKind.HOST_STARVED, seconds=0.4),
+        StepPart(kind=LimitKind.INPUT, seconds=0.5),
+        StepPart(kind=LimitKind.EXCHANGE, seconds=0.2),
+    ]
+    found = {part.kind: part.seconds for part in divide_step(1.0, parts)}
+    assert found[LimitKind.HOST_STARVED] == 0.4
+    assert found[LimitKind.INPUT] == pytest.approx(0.25), "half of the 0.8 s of work and input"
+    assert found[LimitKind.EXCHANGE] == 0.2
+
+
+def test_a_device_that_is_hot_is_unequal_by_its_heat() -> None:
+    parts = [
+        StepPart(kind=LimitKind.UNEQUAL, seconds=0.3, by="GPU:1"),
+        StepPart(kind=LimitKind.HEAT, seconds=0.2, by="GPU:1"),
+        StepPart(kind=LimitKind.POWER, seconds=0.1, by="GPU:0"),
+    ]
+    found = {part.kind: part.seconds for part in divide_step(1.0, parts)}
+    assert found[LimitKind.UNEQUAL] == pytest.approx(0.1)
+    assert found[LimitKind.HEAT] == 0.2
 
 
 @given(relative_parts(), st.randoms(use_true_random=False))
@@ -85,6 +132,7 @@ def test_a_step_without_the_part_is_faster_by_the_gain(
 @given(relative_parts(), st.floats(1e-3, 1e3))
 def test_limits_are_the_same_in_any_unit_of_time(parts: list[StepPart], unit: float) -> None:
     near = [part for part in parts if _is_clear(part)]
+    assume(all(map(_is_clear, divide_step(1.0, near))))
     scaled = [scale(part, unit) for part in near]
     for one, other in zip(find_limits(1.0, near), find_limits(unit, scaled), strict=True):
         assert one.gain == pytest.approx(other.gain, rel=1e-6, abs=1e-9)

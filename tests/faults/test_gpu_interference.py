@@ -4,6 +4,7 @@ need no GPU.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -154,6 +155,56 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
     assert isinstance(seen, Timed)
     (said,) = [one for one in describe_doubts(seen.warnings, bench.devices) if one.code == "capped"]
     assert "the figure holds for this limit" in write_doubt(said, True)
+
+
+def test_work_that_lower_clocks_lost_is_told_by_its_reason(nvml: Any) -> None:
+    """Hot for about two fifths of the time at half of the clock, and at a power limit at two
+    thirds.
+    """
+    nvml.gpus[1].throttled, nvml.gpus[1].clock_mhz = {HARDWARE_HEAT: 0.4}, 990
+    nvml.gpus[0].throttled, nvml.gpus[0].clock_mhz = {POWER_CAP: 0.9}, 1320
+    with Bench(nvml) as bench:
+        capped, hot = bench.probe(solo(2, 0, 8)), bench.probe(solo(2, 1, 8))
+        both = bench.probe(layout_of((8, 8)))
+    for seen in (capped, both):
+        power, heat = lost(seen, 0)
+        assert 0.1 < power <= 1 / 3
+        assert heat == 0
+    for seen in (hot, both):
+        power, heat = lost(seen, 1)
+        assert 0.05 < heat <= 0.5
+        assert power == 0
+
+
+def lost(seen: Observation, position: int) -> tuple[float, float]:
+    """The parts of a step that power and heat took from a device's work."""
+    assert isinstance(seen, Timed), seen
+    part = seen.parts[position]
+    assert part is not None
+    return part.power_seconds / seen.step_seconds, part.heat_seconds / seen.step_seconds
+
+
+def test_a_neighbour_that_computes_is_told_from_the_session_s_own_children(nvml: Any) -> None:
+    """Where the driver doesn't name the children, its processes may be anybody's."""
+    fake_process = sys.modules[type(nvml).__module__].FakeProcess
+    with Bench(nvml) as bench:
+        assert isinstance(bench.probe(solo(2, 0, 8)), Timed)
+        neighbour = fake_process(os.getpid(), sm_percent=40)
+        nvml.gpus[0].processes = [neighbour]
+        unclear = bench.probe(solo(2, 0, 8))
+        own = [fake_process(each.pid, sm_percent=60) for each in list_probe_children()]
+        nvml.gpus[0].processes = own
+        alone = bench.probe(solo(2, 0, 8))
+        nvml.gpus[0].processes = [*own, neighbour]
+        shared = bench.probe(solo(2, 0, 8))
+    for seen in (unclear, alone):
+        assert isinstance(seen, Timed)
+        assert seen.parts[0] is not None
+        assert seen.parts[0].neighbour == 0
+    assert isinstance(shared, Timed)
+    assert shared.parts[0] is not None
+    assert shared.parts[0].neighbour == pytest.approx(0.4)
+    assert shared.parts[0].neighbours.startswith("python")
 
 
 def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:

@@ -256,22 +256,26 @@ def _describe_limit(
     """A limit as a cause, with its sentence."""
     seconds, part = limit.milliseconds / 1e3, limit.share
     named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
-    text, others = _write_limit(limit, named), False
+    waited_s = 0.0
     if named:
         waiting = [step.waiting_s for step in judged.steps]
         own = judged.steps[rows.index(named[0])].waiting_s if len(rows) == len(waiting) else 0.0
-        others = max(waiting, default=0.0) - own >= LEAST_SHARE * judged.step_s
+        waited_s = max(waiting, default=0.0) - own
+    others = bool(named) and waited_s >= LEAST_SHARE * judged.step_s
+    text = _write_limit(limit, named, waited_s)
     if limit.kind != LimitKind.UNEQUAL and others:
         text += _waiting_for_it(others)
     return Cause(limit.kind.value, f"{text}.", limit.by if named else "", seconds, part, others)
 
 
-def _write_limit(limit: TrainingLimit, named: Sequence[RankRow]) -> str:
-    """A limit as a sentence without its end."""
+def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
+    """A limit as a sentence without its end; the other ranks wait up to `waited_s` for the one
+    that is named.
+    """
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:
-        own = milliseconds(named[0].own_work_s)
-        return f"{limit.by} takes {own} for its share; others wait up to {took} for it"
+        own, waited = milliseconds(named[0].own_work_s), milliseconds(waited_s)
+        return f"{limit.by} takes {own} for its share; others wait up to {waited} for it"
     if limit.kind == LimitKind.EXCHANGE:
         return f"Exchanging gradients takes {took} that no computation overlaps"
     if limit.kind == LimitKind.HOST_STARVED:
