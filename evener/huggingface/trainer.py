@@ -41,6 +41,7 @@ from .loss import (
     has_ignored,
     has_uneven_labels,
 )
+from .notice import end_on_notice
 from .passes import TrainerPasses, count_tokens, weigh_loss, weigh_passes
 from .rows import (
     CHECKPOINT,
@@ -162,6 +163,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._gathering = Gathering(self.accelerator, self._planned.timer)
         self._planned.passes.check = self._check_parts
         self._passes = TrainerPasses(self, self._planned, self._gathering)
+        end_on_notice(self, shares.world)
 
     # ------------------------------------------------------------------ rows
 

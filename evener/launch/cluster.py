@@ -32,7 +32,7 @@ from ..plan.solver import leave_out
 from ..printable import plain, say
 from ..system.signals import caught_signals, end_with_parent
 from ..training.launched import REPLACED_PLAN
-from .job import check_plan
+from .job import GRACE_SECONDS, check_plan
 from .restarts import compare_rows
 
 POLL_SECONDS = 0.1
@@ -50,6 +50,7 @@ def launch_on_cluster(
     rendezvous: str | None,
     address: str,
     wait_seconds: float,
+    grace_seconds: float = GRACE_SECONDS,
     more: Sequence[str] = (),
 ) -> int:
     """Start the training on each host of the plan and wait for its end; the exit code. EvenerError
@@ -60,16 +61,23 @@ def launch_on_cluster(
     """
     planned = plan = load_plan(path)
     check_plan(plan, command)
+    end_seconds = grace_seconds + END_SECONDS
     agents = start_agents(find_plan_nodes(plan, address).values())
     script = copy_script(Path(command[0])) if command[0] != "-m" else None
     with caught_signals() as caught:
         for attempt in range(max_restarts + 1):
             options = ["--max-restarts", str(max_restarts - attempt), "--wait", f"{wait_seconds:g}"]
-            options += more
+            options += ["--grace", f"{grace_seconds:g}", *more]
             if rendezvous is not None and not attempt:
                 options += ["--rendezvous", rendezvous]
-            make = functools.partial(HostTraining, to_toml(plan), str(path.absolute()), script)
-            code, lost = _train(agents, make, options, command, caught)
+            make = functools.partial(
+                HostTraining,
+                to_toml(plan),
+                str(path.absolute()),
+                script,
+                end_seconds,
+            )
+            code, lost = _train(agents, make, options, command, caught, end_seconds)
             if caught:
                 return 128 + caught[0]
             if not lost or attempt == max_restarts:
@@ -111,6 +119,7 @@ def _train(
     options: Sequence[str],
     command: Sequence[str],
     caught: Sequence[int],
+    end_seconds: float,
 ) -> tuple[int, set[str]]:
     """Start once on these hosts and wait until it has ended on all; the exit code, and the hosts
     that were lost.
@@ -125,7 +134,7 @@ def _train(
         for agent in agents:
             own = ["--host", agent.host, *options]
             kept = agent.keep(make, own, tuple(command), str(Path.cwd()))
-            parts.append(HostPart(agent.host, kept))
+            parts.append(HostPart(agent.host, kept, end_seconds))
         code = wait_for_hosts(parts, caught)
     except HostLostError as gone:
         say(f"the host {gone.host} {gone.why}")
@@ -139,7 +148,8 @@ def _train(
 class HostPart:
     """A host's part of a training: a thread prints what it writes until it ends."""
 
-    def __init__(self, host: str, training: Kept) -> None:
+    def __init__(self, host: str, training: Kept, end_seconds: float) -> None:
+        self._end_seconds = end_seconds
         self.code: int | None = None
         self.lost = False
         self.host, self._training = host, training
@@ -150,7 +160,7 @@ class HostPart:
         """End it, if it still runs."""
         if not self.lost:
             with suppress(HostLostError):
-                self._training.ask("stop", seconds=END_SECONDS)
+                self._training.ask("stop", seconds=self._end_seconds + END_SECONDS)
         self._thread.join(SILENT_SECONDS)
         self._training.close()
 
@@ -212,13 +222,14 @@ def _look_at_head(answered: float) -> float:
 
 
 READ_SECONDS = 1.0
-END_SECONDS = 35.0  # after SIGTERM: a little more than launch gives its own processes
+END_SECONDS = 5.0  # that a host's launch has to end after its own processes
 
 
 class HostTraining:
     """A host's part of a training; its output is read from afar. It ends with this process.
 
-    A script that names the file `planned` trains by `plan`.
+    A script that names the file `planned` trains by `plan`. It has `end_seconds` to end after
+    SIGTERM.
     """
 
     def __init__(
@@ -226,6 +237,7 @@ class HostTraining:
         plan: bytes,
         planned: str,
         script: ScriptCopy | None,
+        end_seconds: float,
         options: Sequence[str],
         command: Sequence[str],
         folder: str,
@@ -237,6 +249,7 @@ class HostTraining:
         words = [self._written.path, *command[1:]] if self._written else list(command)
         self._command = [sys.executable, "-m", "evener", "launch", *options, str(path), *words]
         self._environment = {**os.environ, REPLACED_PLAN: planned}
+        self._end_seconds = end_seconds
         self._folder = folder if os.access(folder, os.X_OK) else None
         self._process: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
@@ -265,7 +278,7 @@ class HostTraining:
             return
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
+            process.wait(self._end_seconds)
             return
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -43,6 +43,7 @@ from ..training.start_rank import STARTS
 
 HOOKS = Path(evener.program.__file__).parent / "site"
 WAIT_SECONDS = 60.0
+GRACE_SECONDS = 30.0
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
@@ -58,6 +59,7 @@ class HostJob(msgspec.Struct, frozen=True):
     own: tuple[Share, ...]  # of this host
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
     wait_seconds: float = WAIT_SECONDS  # in which every host has to be there
+    grace_seconds: float = GRACE_SECONDS  # that processes have to end after SIGTERM
     attempt: int = 0  # starts before this one
     replaced: Path | None = None  # the file that was launched, where devices are left out since
     # the name of the training's journal; all its processes have it in their environment
@@ -170,6 +172,7 @@ def make_job(
     host: str | None,
     meeting: str | None,
     wait_seconds: float = WAIT_SECONDS,
+    grace_seconds: float = GRACE_SECONDS,
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
@@ -201,6 +204,7 @@ def make_job(
         own=own,
         processes=arrange(devices, one_process),
         wait_seconds=wait_seconds,
+        grace_seconds=grace_seconds,
         replaced=Path(replaced) if replaced else None,
         executable=executable,
         use_file=make_memory_file() if check_use else "",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -158,7 +159,6 @@ def _write(stream: int, text: bytes) -> None:
 
 
 POLL_SECONDS = 0.1
-END_SECONDS = 30.0  # that a process has to end after SIGTERM
 
 
 def run_children(job: HostJob) -> Ending:
@@ -169,7 +169,7 @@ def run_children(job: HostJob) -> Ending:
         try:
             codes = _wait(running, caught)
         finally:
-            _end(running, caught[0] if caught else signal.SIGTERM)
+            _end(running, caught[0] if caught else signal.SIGTERM, job.grace_seconds)
     if caught:
         return Ending(caught[0])
     first = job.plan.layout.active.index(job.own[0])
@@ -251,14 +251,15 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
     return {}
 
 
-def _end(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """End those that still run, by force if they don't end by themselves; Ctrl-C on a terminal they
-    get from it.
+def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
+    """Send the signal to those that still run, and kill those that are left after so long.
+
+    Ctrl-C on a terminal they get from it.
     """
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
             process.send_signal(number)
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + grace_seconds
     for process in running:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -327,6 +328,7 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
     # A store for each start: the agent's own still has the addresses of processes that were ended
     # before a restart.
     os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(job.grace_seconds))
     with restored_signals():
         config = LaunchConfig(
             nproc_per_node=len(job.processes),

@@ -25,6 +25,7 @@ from ..plan.file import Plan
 from ..shares.whole_rows import count_passes, shares_to_evaluate
 from ..training.noise_scale import NoiseScale
 from .planned import PlannedTraining, raise_no_shares
+from .ranks.notice import Notice
 from .ranks.others import leave_group
 from .ranks.ranks import find_shares
 from .rows.loader import Loader, check_options, count_rows
@@ -104,6 +105,7 @@ class Split(PlannedTraining):
         )
         self.weigh = weigh
         self._strategy: Any = None  # of Lightning, once it was asked for
+        self._notice: Notice | None = None  # made when the loop first asks
         weakref.finalize(self, self.reporter.close)  # a training that is dropped reports no more
 
     def __repr__(self) -> str:
@@ -151,6 +153,18 @@ class Split(PlannedTraining):
     def weight(self) -> float:
         """This rank's part of the current batch, 0 to 1; after a loop, of its last batch."""
         return self.weights.weight
+
+    @property
+    def ending(self) -> bool:
+        """True once this machine, or that of any rank, is about to be taken away: SIGTERM has come.
+
+        Every rank reads it after each step, and gets the same answer: then save a checkpoint and
+        leave the loop. From the first time on SIGTERM no longer ends the process by itself. It is
+        answered at the end of the step, or within a quarter of a second where steps are shorter.
+        """
+        if self._notice is None:
+            self._notice = Notice(self.world)
+        return self._notice.has_come()
 
     def loader(
         self,
@@ -367,5 +381,7 @@ class Split(PlannedTraining):
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""
         self.reporter.close()
+        if self._notice is not None:
+            self._notice.close()
         if self.world > 1:
             leave_group()

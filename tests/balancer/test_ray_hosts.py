@@ -592,7 +592,7 @@ class Training:
 
 def test_a_launch_ends_with_the_code_of_the_host_that_failed_first() -> None:
     trainings: Any = [Training(143), Training(7)]
-    parts = [HostPart("host", training) for training in trainings]
+    parts = [HostPart("host", training, 1.0) for training in trainings]
     trainings[1].end.set()
     threading.Timer(0.5, trainings[0].end.set).start()  # it was stopped for that
     assert wait_for_hosts(parts, []) == 7

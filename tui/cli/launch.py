@@ -87,6 +87,13 @@ def launch(
     wait: Annotated[
         str, typer.Option("--wait", help="How long to wait for all hosts, like 10m. PyTorch only.")
     ] = "60s",
+    grace: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            help="How long processes may go on after SIGTERM, to save a checkpoint.",
+        ),
+    ] = "30s",
     ray: Annotated[
         bool,
         typer.Option("--ray", help="Start it on all hosts of the plan, through their Ray cluster."),
@@ -107,6 +114,7 @@ def launch(
     Split() and with_plan(Trainer) in the script find the plan by themselves.
     """
     wait_seconds = parse_duration(wait, "--wait")
+    grace_seconds = parse_duration(grace, "--grace")
     if ray and host is not None:
         raise RequestError(
             "--host says which host this is, and --ray starts all of them.", "Give one of them."
@@ -116,9 +124,11 @@ def launch(
 
         more = [] if plan_check else [OPTION]
         return launch_on_cluster(
-            plan, script, max_restarts, rendezvous, ray_address, wait_seconds, more
+            plan, script, max_restarts, rendezvous, ray_address, wait_seconds, grace_seconds, more
         )
-    job = make_job(plan, script, host, rendezvous, wait_seconds, check_use=plan_check)
+    job = make_job(
+        plan, script, host, rendezvous, wait_seconds, grace_seconds, check_use=plan_check
+    )
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
     with start_guard("evener-launch-") as guard:

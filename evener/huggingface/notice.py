@@ -1,0 +1,48 @@
+"""transformers' `enable_jit_checkpoint` on several ranks: one checkpoint, at a step that they agree
+on.
+
+Its own callback saves 3 s after SIGTERM, by each rank's own clock: ranks that are in different
+steps by then wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from ..torch.ranks.notice import Notice
+
+
+def end_on_notice(trainer: Trainer, world: int) -> None:
+    """Let SIGTERM to any of the `world` ranks save a checkpoint at the end of a step and end the
+    training, where the trainer's arguments ask for that.
+    """
+    if not getattr(trainer.args, "enable_jit_checkpoint", False):
+        return
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback  # of transformers 5
+
+    own = trainer.pop_callback(JITCheckpointCallback)
+    if own is not None:
+        own.on_train_end(trainer.args, trainer.state, trainer.control)  # gives SIGTERM back
+        trainer.add_callback(_EndOnNotice(world))
+
+
+class _EndOnNotice(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._notice: Notice | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """From here on SIGTERM is a notice."""
+        self._notice = Notice(self._world)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and end, on all ranks at the same step."""
+        if self._notice is not None and self._notice.has_come():
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """SIGTERM does again what it did before."""
+        if self._notice is not None:
+            self._notice.close()
