@@ -63,7 +63,7 @@ def end_trainer(folder: Path, rank: int) -> None:
 
     from evener.huggingface import with_plan
 
-    class Notify(TrainerCallback):  # type: ignore[misc]
+    class Notify(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if rank == 1 and state.global_step == 2 and not (folder / "sent").exists():
                 (folder / "sent").touch()
