@@ -13,20 +13,30 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from evener.torch.audit import step as step_audit
 from evener.torch.audit.compute import Bench, Piece
 from evener.torch.audit.rows import FewRows, cut_few
 from evener.torch.audit.sketch import name_tensors
 from evener.torch.audit.step import Ways, audit
-from evener.training.audit import is_audited
+from evener.training.audit import (
+    GradientDifference,
+    Sketch,
+    find_largest,
+    find_noises,
+    is_audited,
+)
+
+from .exact_programs import CLASSES, EXACT_PROGRAMS, WIDTH
 
 STEPS = 2000  # of which audits take their part
 Loss = Callable[[Any], torch.Tensor]
@@ -129,88 +139,76 @@ def _time(step: Callable[[], None], device: str) -> tuple[float, int]:
     return min(seconds), torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
-def exact_programs(device: str) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module, Any], Any]]]:
-    """Models with losses that are means over rows, by name; each takes (points, classes)."""
+def count_alarms(audits: int, seconds: float, device: str, names: Sequence[str]) -> None:
+    """Print how many of so many audits, one in each step of each program, found a difference, and
+    the largest part of what rounding may make of a gradient that any was.
 
-    def classify(model: nn.Module, batch: Any) -> torch.Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    def regress(model: nn.Module, batch: Any) -> torch.Tensor:
-        return (model(batch[0]) - functional.one_hot(batch[1], 4)).square().mean()
-
-    def net(*layers: nn.Module) -> nn.Module:
-        return nn.Sequential(*layers).to(device)
-
-    image = nn.Unflatten(1, (1, 8, 8))
-    yield (
-        "dropout",
-        net(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 4)),
-        classify,
-    )
-    yield "squares", net(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)), regress
-    yield (
-        "batch normalization",
-        net(
-            image,
-            nn.Conv2d(1, 16, 3),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.LazyLinear(4),
-        ),
-        classify,
-    )
-    yield (
-        "max pooling",
-        net(
-            image,
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.LazyLinear(4),
-        ),
-        classify,
-    )
-    yield (
-        "layer normalization",
-        net(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)),
-        classify,
-    )
-    yield (
-        "deep",
-        net(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)], nn.Linear(64, 4)),
-        classify,
-    )
-    yield "compiled", net(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 4)), classify
-
-
-def count_alarms(audits: int, compiled: bool) -> None:
-    """Print how many of so many audits, one in each step of each program, found a difference."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    A program has at most these seconds.
+    """
     for amp in (False, True):
-        for name, model, loss in exact_programs(device):
-            if name == "compiled" and not compiled:
-                continue
-            points = torch.randn(64, 64, device=device)
-            classes = torch.randint(0, 4, (64,), device=device)
-            loss(model, [points[:2], classes[:2]])  # lazy layers
-            trained = torch.compile(model, dynamic=True) if name == "compiled" else model
-            optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-            alarms = 0
-            for _ in range(audits):
-                chosen = torch.randint(0, 64, (16,), device=device)
-                batch = [points[chosen], classes[chosen]]
-                with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
-                    made = loss(trained, batch)
-                made.backward()
-                few = cut_few(batch, 16)
-                assert few is not None
-                alarms += not audit_rows(model, partial(loss, trained), few)
-                optimizer.step()
-                optimizer.zero_grad()
-            figures = {"program": name, "autocast": amp, "audits": audits, "alarms": alarms}
-            print(json.dumps(figures), flush=True)
+        for name in names:
+            program = EXACT_PROGRAMS[name]
+            points = torch.randn(256, WIDTH, device=device)
+            classes = torch.randint(0, CLASSES, (256,), device=device)
+            model = program.model().to(device)
+            program.loss(model, [points[:2], classes[:2]])  # lazy layers
+            trained = torch.compile(model, dynamic=True) if program.compiled else model
+            sparse = name.startswith("sparse")
+            optimizer = (torch.optim.SGD if sparse else torch.optim.Adam)(model.parameters(), 1e-3)
+            alarms = count = 0
+            began = time.monotonic()
+            with noted_margins() as margins:
+                while count < audits and time.monotonic() < began + seconds:
+                    chosen = torch.randint(0, 256, (16,), device=device)
+                    batch = [points[chosen], classes[chosen]]
+                    with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
+                        made = program.loss(trained, batch)
+                    made.backward()
+                    few = cut_few(batch, 16)
+                    assert few is not None
+                    alarms += not audit_rows(model, partial(program.loss, trained), few)
+                    count += 1
+                    optimizer.step()
+                    optimizer.zero_grad()
+            figures = {"program": name, "autocast": amp, "audits": count, "alarms": alarms}
+            print(json.dumps(figures | margins.summarize()), flush=True)
+
+
+class Margins:
+    """The comparisons that audits made: how large a difference was, as a part of what rounding may
+    make of it.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[float] = []  # by the floors
+        self._measured: list[float] = []  # by the repeats, where the floors didn't do
+
+    def compare(
+        self, reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
+    ) -> GradientDifference | None:
+        """Compare as `evener.training.audit.compare`."""
+        worst = find_largest(reference, trained, find_noises(reference, repeats))
+        if worst is None:
+            return None
+        part = worst.relative / worst.allowed
+        (self._measured if repeats else self._first).append(part)
+        return worst if part > 1.0 else None
+
+    def summarize(self) -> dict[str, float]:
+        """The largest of both kinds, and how many were measured."""
+        return {
+            "largest by the floor": round(max(self._first, default=0.0), 3),
+            "measured": len(self._measured),
+            "largest by the measure": round(max(self._measured, default=0.0), 3),
+        }
+
+
+@contextmanager
+def noted_margins() -> Iterator[Margins]:
+    """A context in which audits note how near each was to an alarm."""
+    margins = Margins()
+    with mock.patch.object(step_audit, "compare", margins.compare):
+        yield margins
 
 
 def main() -> None:
@@ -219,6 +217,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--audits", type=int, default=0, help="of each exact program")
     parser.add_argument("--only-alarms", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60.0, help="at most, of each program")
+    parser.add_argument("--programs", nargs="*", choices=EXACT_PROGRAMS, metavar="NAME")
     options = parser.parse_args()
     torch.manual_seed(0)
     if not options.only_alarms:
@@ -228,7 +228,12 @@ def main() -> None:
         else:
             measure_cost(2048, 20, 32_000, rows=16, length=512, amp=True)
             measure_cost(768, 10, 32_000, rows=64, length=512, amp=True)
-    count_alarms(options.audits or (10 if options.tiny else 400), compiled=not options.tiny)
+    audits = options.audits or (10 if options.tiny else 400)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = options.programs or [
+        name for name, each in EXACT_PROGRAMS.items() if not (options.tiny and each.compiled)
+    ]
+    count_alarms(audits, options.seconds, device, names)
 
 
 if __name__ == "__main__":
