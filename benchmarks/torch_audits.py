@@ -1,18 +1,22 @@
 """What an audit of gradients costs, and whether it ever differs without a reason.
 
-    python -m benchmarks.torch_audits            # on a GPU, under four minutes
+    python -m benchmarks.torch_audits            # on a GPU, some minutes
     python -m benchmarks.torch_audits --tiny     # on a CPU, to try it
+    torchrun --nproc-per-node 2 -m benchmarks.torch_audits --part ranks
 
 Prints JSON lines: the peak of a training step's memory with and without an audit, for a decoder of
 a billion parameters; the seconds of both for a decoder of 100 million at 64 rows, and what audits
-then take of 2,000 steps; and how many of many audits of exact losses found a difference.
+then take of 2,000 steps; how many of many audits of exact losses found a difference, and how near
+any was to it (1: an alarm); and, by several processes, whether ranks' gradients seem to differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,15 +26,20 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
+from evener.errors import EvenerError
+from evener.torch import Split, training_audits
 from evener.torch.audit import step as step_audit
 from evener.torch.audit.compute import Bench, Piece
 from evener.torch.audit.rows import FewRows, cut_few
 from evener.torch.audit.sketch import name_tensors
 from evener.torch.audit.step import Ways, audit
 from evener.training.audit import (
+    REPEATS,
     GradientDifference,
     Sketch,
+    compare_ranks,
     find_largest,
     find_noises,
     is_audited,
@@ -39,6 +48,7 @@ from evener.training.audit import (
 from .exact_programs import CLASSES, EXACT_PROGRAMS, WIDTH
 
 STEPS = 2000  # of which audits take their part
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Loss = Callable[[Any], torch.Tensor]
 
 
@@ -67,60 +77,57 @@ def loss_of_texts(model: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def audit_rows(model: nn.Module, loss: Loss, few: FewRows) -> bool:
-    """True if one device's gradient of these rows is that of two parts."""
+def audit_rows(model: nn.Module, loss: Loss, few: FewRows, measures: bool = False) -> bool:
+    """True if one device's gradient of these rows is that of two parts; `measures` as in Bench."""
     rows = few.rows
     parts = [
         Piece(partial(loss, part), size / rows)
         for part, size in zip(few.parts, few.sizes, strict=True)
     ]
     ways = Ways([Piece(partial(loss, few.whole))], parts, sizes=few.sizes)
-    return audit(Bench([model], name_tensors([model])), ways).difference is None
+    bench = Bench([model], name_tensors([model]), measures=measures)
+    return audit(bench, ways).difference is None
 
 
-def measure_cost(width: int, layers: int, words: int, rows: int, length: int, amp: bool) -> None:
-    """Print a step's memory and time, and an audit's, whose rows are at most half of the step's."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Decoder(width, layers, words).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda")
+def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool) -> None:
+    """Print a step's memory and time, and an audit's, whose rows are at most half of the step's:
+    a usual one, and one that measures rounding too.
+    """
+    device = next(model.parameters()).device
+    optimizer = _make_optimizer(model)
     batch = [torch.randint(0, words, (rows, length + 1), device=device)]
     few = cut_few([batch[0][: max(2, rows // 2)]], max(2, rows // 2))
     assert few is not None
 
-    def compute() -> None:
-        with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
+    def step(audits: bool, measures: bool = False) -> None:
+        with torch.autocast(device.type, torch.bfloat16) if amp else nullcontext():
             loss = loss_of_texts(model, batch)
         loss.backward()
-
-    def update() -> None:
+        if audits:
+            assert audit_rows(model, partial(loss_of_texts, model), few, measures)
         optimizer.step()
         optimizer.zero_grad()
 
-    def step(audits: bool) -> None:
-        compute()
-        if audits:
-            assert audit_rows(model, partial(loss_of_texts, model), few)
-        update()
-
+    kinds = {"step": (False,), "audit": (True,), "measuring audit": (True, True)}
     found = {}
-    for audits in (False, True):
-        step(audits)
-        seconds, peak = _time(partial(step, audits), device)
-        found[audits] = seconds, peak
-    audit_seconds = max(0.0, found[True][0] - found[False][0])
+    for name, kind in kinds.items():
+        step(*kind)
+        found[name] = _time(partial(step, *kind), device.type)
+    step_seconds, step_peak = found.pop("step")
     count = sum(map(is_audited, range(1, STEPS + 1)))
-    figures = {
+    figures: dict[str, Any] = {
         "parameters": sum(map(torch.numel, model.parameters())),
         "rows": rows,
         "rows of the audit": few.rows,
-        "step ms": round(found[False][0] * 1e3, 2),
-        "audit ms": round(audit_seconds * 1e3, 2),
+        "step ms": round(step_seconds * 1e3, 2),
         f"audits in {STEPS} steps": count,
-        "part of the time": round(count * audit_seconds / (STEPS * found[False][0]), 5),
-        "peak with an audit / without": round(found[True][1] / found[False][1], 4)
-        if found[False][1]
-        else None,
     }
+    for name, (seconds, peak) in found.items():
+        more = max(0.0, seconds - step_seconds)
+        figures[f"{name} ms"] = round(more * 1e3, 2)
+        figures[f"{name}s: part of the time"] = round(count * more / (STEPS * step_seconds), 5)
+        if step_peak:
+            figures[f"{name}: peak beside a step's"] = round(peak / step_peak, 4)
     print(json.dumps(figures), flush=True)
 
 
@@ -130,13 +137,48 @@ def _time(step: Callable[[], None], device: str) -> tuple[float, int]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for _ in range(5):
+    for _ in range(3):
         began = time.perf_counter()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return min(seconds), torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), 1e-4, fused=on_gpu)
+
+
+def audit_decoder(
+    model: nn.Module, words: int, rows: int, length: int, mode: str, audits: int, seconds: float
+) -> None:
+    """Print how many audits of a decoder, one in each step, found a difference. It trains in
+    `mode`: "autocast", "float32" or "TF32"; in at most so many seconds.
+    """
+    device = next(model.parameters()).device
+    optimizer = _make_optimizer(model)
+    torch.backends.cuda.matmul.allow_tf32 = mode == "TF32"
+    alarms = count = 0
+    began = time.monotonic()
+    with noted_margins() as margins:
+        while count < audits and time.monotonic() < began + seconds:
+            batch = [torch.randint(0, words, (rows, length + 1), device=device)]
+            autocast = torch.autocast(device.type, torch.bfloat16)
+            with autocast if mode == "autocast" else nullcontext():
+                loss = loss_of_texts(model, batch)
+            loss.backward()
+            few = cut_few(batch, rows)
+            assert few is not None
+            alarms += not audit_rows(model, partial(loss_of_texts, model), few)
+            count += 1
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    size = sum(map(torch.numel, model.parameters()))
+    figures = {"decoder": size, "mode": mode, "audits": count, "alarms": alarms}
+    print(json.dumps(figures | margins.summarize()), flush=True)
 
 
 def count_alarms(audits: int, seconds: float, device: str, names: Sequence[str]) -> None:
@@ -211,29 +253,129 @@ def noted_margins() -> Iterator[Margins]:
         yield margins
 
 
+def compare_devices() -> None:
+    """Print which exact programs seem to have another gradient on a GPU than on a CPU by the
+    floors, and by what is measured on both.
+    """
+    doubts, alarms = [], []
+    for name, program in EXACT_PROGRAMS.items():
+        if program.compiled:
+            continue
+        torch.manual_seed(1)
+        batch = [torch.randn(16, WIDTH), torch.randint(0, CLASSES, (16,))]
+        first = program.model()
+        program.loss(first, batch)  # lazy layers
+        sketches, noises = [], []
+        for device in ("cpu", DEVICE):
+            model = copy.deepcopy(first).to(device)
+            way = [Piece(partial(program.loss, model, [each.to(device) for each in batch]))]
+            bench = Bench([model], name_tensors([model]))
+            with bench.open():
+                every = [bench.sketch(way, number) for number in range(REPEATS + 1)]
+            sketches.append(every[0])
+            noises.append(find_noises(every[0], every[1:]))
+        if compare_ranks(sketches):
+            doubts.append(name)
+        if compare_ranks(sketches, noises):
+            alarms.append(name)
+    figures = {"CPU beside GPU": len(EXACT_PROGRAMS) - 1, "by floors": doubts, "alarms": alarms}
+    print(json.dumps(figures), flush=True)
+
+
+def train_ranks(tiny: bool, steps: int = 40) -> None:
+    """Train a decoder by shares of 3:1 with an audit where one is due, and print what audits said
+    and how often ranks' gradients had to be measured. The last rank computes attention by other
+    kernels than the first.
+    """
+    split = Split(ratios=(3, 1), global_batch=8 if tiny else 32)
+    if split.rank:
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    words, length = (500, 16) if tiny else (32_000, 256)
+    torch.manual_seed(0)
+    model = split.wrap(
+        (Decoder(64, 2, words) if tiny else Decoder(768, 10, words)).to(split.device)
+    )
+    optimizer = _make_optimizer(model)
+    rows = torch.randint(0, words, (steps * split.ranks.global_batch, length + 1))
+    compared: list[tuple[bool, bool]] = []  # whether rounding was measured; whether ranks differ
+
+    def compare(every: Any, noises: Any = ()) -> Any:
+        found = compare_ranks(every, noises)
+        compared.append((bool(noises), found is not None))
+        return found
+
+    said = ""
+    began = time.monotonic()
+    with (
+        mock.patch.object(training_audits, "compare_ranks", compare),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        try:
+            for batch in split.loader(TensorDataset(rows)):
+                with torch.autocast(split.device.type, torch.bfloat16):
+                    split.step(batch, lambda part: loss_of_texts(model, part.batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        except EvenerError as error:
+            said = str(error)
+    figures = {
+        "rank": split.rank,
+        "seconds": round(time.monotonic() - began, 1),
+        "ranks compared": len(compared),
+        "doubts": sum(differs for measured, differs in compared if not measured),
+        "alarms": sum(differs for measured, differs in compared if measured),
+        "said": said,
+        "warned": [str(each.message)[:200] for each in caught if each.category is UserWarning],
+    }
+    print(json.dumps(figures), flush=True)
+
+
+def measure_large(tiny: bool) -> None:
+    """The decoder of a billion parameters: alarms, memory."""
+    words, rows, length = (500, 8, 32) if tiny else (32_000, 16, 256)
+    torch.manual_seed(1)
+    model = (Decoder(64, 2, words) if tiny else Decoder(2048, 20, words)).to(DEVICE)
+    for mode, audits, seconds in (("autocast", 13, 16.0), ("float32", 6, 8.0), ("TF32", 6, 8.0)):
+        audit_decoder(model, words, rows, length, mode, audits, seconds)
+    measure_cost(model, words, rows, length, amp=True)
+
+
+def measure_small(tiny: bool) -> None:
+    """The decoder of 100 million parameters: alarms, time; and a CPU beside a GPU."""
+    words, length = (500, 32) if tiny else (32_000, 256)
+    torch.manual_seed(1)
+    model = (Decoder(64, 2, words) if tiny else Decoder(768, 10, words)).to(DEVICE)
+    measure_cost(model, words, rows=64, length=length, amp=True)
+    for mode in ("autocast", "float32", "TF32"):
+        audit_decoder(model, words, 32, length, mode, 5 if tiny else 60, 3.0)
+    compare_devices()
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
+    parser.add_argument("--part", choices=("large", "small", "programs", "ranks"), default="")
     parser.add_argument("--audits", type=int, default=0, help="of each exact program")
-    parser.add_argument("--only-alarms", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="at most, of each program")
     parser.add_argument("--programs", nargs="*", choices=EXACT_PROGRAMS, metavar="NAME")
     options = parser.parse_args()
     torch.manual_seed(0)
-    if not options.only_alarms:
-        if options.tiny:
-            measure_cost(64, 2, 500, rows=16, length=32, amp=False)
-            measure_cost(128, 2, 500, rows=64, length=32, amp=False)
-        else:
-            measure_cost(2048, 20, 32_000, rows=16, length=512, amp=True)
-            measure_cost(768, 10, 32_000, rows=64, length=512, amp=True)
-    audits = options.audits or (10 if options.tiny else 400)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = options.programs or [
-        name for name, each in EXACT_PROGRAMS.items() if not (options.tiny and each.compiled)
-    ]
-    count_alarms(audits, options.seconds, device, names)
+    if options.part in ("", "large"):
+        measure_large(options.tiny)
+    if options.part in ("", "small"):
+        measure_small(options.tiny)
+    if options.part in ("", "programs"):
+        audits = options.audits or (10 if options.tiny else 400)
+        names = options.programs or [
+            name for name, each in EXACT_PROGRAMS.items() if not (options.tiny and each.compiled)
+        ]
+        count_alarms(audits, options.seconds, DEVICE, names)
+    if options.part == "ranks":
+        train_ranks(options.tiny)
 
 
 if __name__ == "__main__":
