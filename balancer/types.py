@@ -137,6 +137,7 @@ class Probe(msgspec.Struct, frozen=True):
     turn: int = 0
     whole: bool = False  # measure for all of that time, however soon the figure is sure
     steps: int = 0  # steps to measure instead of a time; `seconds` then bounds the warm-up alone
+    after: int = -1  # the turn of the last check that came before it; -1: there was none
 
 
 Doubt = Literal[  # in the order in which they are said

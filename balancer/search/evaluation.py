@@ -54,8 +54,17 @@ class Evaluation:
 
     @cached_property
     def next_probes(self) -> tuple[Probe, ...]:
-        """The probes to run now, at the same time; empty when the search is over."""
-        return next(filter(None, self._wishes()), ())
+        """The probes to run now, at the same time; empty when the search is over.
+
+        What failed by chance comes first.
+        """
+        retries = self._retries()
+        if retries:
+            return retries
+        wished = next(filter(None, self._wishes()), ())
+        # a journal is read in any order: what comes after a check says so
+        turn = self._seen.checked_turn
+        return tuple(msgspec.structs.replace(probe, after=turn) for probe in wished)
 
     def _wishes(self) -> Iterator[tuple[Probe, ...]]:
         """What each part of the search would measure now, in the order in which they are asked;
@@ -65,7 +74,6 @@ class Evaluation:
         spent. When it is over, exploration may spend the rest of the budget; so it may after a
         check, which adds to the curves.
         """
-        yield self._retries()
         if not self._seen.timed("check"):
             yield self._explore(self.budget)
         if self.sharding is not None:

@@ -40,7 +40,8 @@ class Observations:
         # the seconds of each failed try
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)
         self._settled: dict[Stage, list[Observation]] = {}
-        # by device: (turn of the race, -1 before; bytes that others held then)
+        # by device: (turn of the race or of a check before it, -1 before any; bytes that others
+        # held then)
         self._held: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
         # devices that are no longer there, with the message of their loss
         self.gone: dict[int, str] = {}
@@ -76,10 +77,11 @@ class Observations:
         may take them again.
 
         Once raced, a device has what it had in its last turn: what others held in exploration may
-        be free again.
+        be free again. What came after a check is as new as that, whatever its own turn.
         """
         probe = seen.probe
-        turn = probe.turn if probe.stage in ("race", "knobs", "check") else -1
+        raced = probe.turn if probe.stage in ("race", "knobs", "check") else -1
+        turn = max(raced, probe.after)
         both = zip(probe.layout.shares, seen.short_bytes, strict=False)
         for position, (share, held_bytes) in enumerate(both):
             if share or held_bytes:
@@ -175,6 +177,11 @@ class Observations:
         began = min(checks, default=math.inf)
         since = (one for one in seen if one.probe.turn >= began)
         return _steady(dict(enumerate(since)))
+
+    @property
+    def checked_turn(self) -> int:
+        """The turn of the last check; -1 before any."""
+        return max((one.probe.turn for one in self.in_stage("check")), default=-1)
 
     def broken(self, layout: Layout) -> Observation | None:
         """The first observation of this layout since the race began that wasn't timed, if any."""
@@ -318,6 +325,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
         layout.pass_rows,
         layout.processes,
         probe.seconds,
+        probe.after,
         layout.kind,
         layout.placement,
         layout.knobs,

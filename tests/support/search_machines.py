@@ -115,7 +115,9 @@ def noisy(
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():
         for probe in probes:
-            chance = random.Random(f"{seed}/{probe}")
+            # the noise of a measurement doesn't go by what came before it
+            drawn = probe.layout, probe.stage, probe.seconds, probe.turn
+            chance = random.Random(f"{seed}/{drawn}")
             (one,) = bench.measure([probe], max(0.1, chance.gauss(1, deviation)))
             if isinstance(one, Timed):
                 half = 2.36 * deviation * one.step_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from statistics import fmean
@@ -285,14 +286,20 @@ def test_a_winner_is_measured_until_its_figure_is_within_five_percent(
     is.
     """
     bench = Bench(((10.0, 0.1, 0, 4000), (1000.0, 10.0, 0, 4000)), 0.5)
-    for seed in range(5):
+    surer = 0
+    for seed in range(8):
         search, seen = noisy(bench, deviation, seed, global_batch=256, budget_seconds=budget)
         best = search.best()
         assert best is not None
         assert best.layout.active == (0,)
-        spent = budget is not None and sum(one.elapsed_seconds for one in seen) > 0.9 * budget
-        assert relative_half_width(best.throughput) <= ROUGH or best.turns >= MOST_TURNS or spent
         assert best.turns == 2 or deviation > 0.002
+        spent = budget is not None and sum(one.elapsed_seconds for one in seen) > 0.9 * budget
+        width = relative_half_width(best.throughput)
+        # turns may be so far apart by chance that all eight wouldn't do
+        hopeless = width > ROUGH * math.sqrt(MOST_TURNS / best.turns)
+        assert width <= ROUGH or best.turns >= MOST_TURNS or spent or hopeless
+        surer += width <= ROUGH
+    assert surer >= 4
 
 
 def test_a_figure_that_eight_turns_would_leave_rough_is_checked_once() -> None:

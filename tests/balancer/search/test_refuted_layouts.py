@@ -7,11 +7,15 @@ from __future__ import annotations
 import random
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Stage, Timed, layout_of
+from tests.support import machine_families_hard as hard
+from tests.support import search_trials as trials
 from tests.support.search_machines import Bench, benches
 
 MOST_ASKS = 80
@@ -112,3 +116,40 @@ def test_a_device_that_has_gone_takes_its_layouts_with_it() -> None:
     after = search.best()
     assert after is not None
     assert after.layout.active == (0,)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "mode", "stage"),
+    [("memory_held", 905_007, "fixed", "split"), ("memory_held_gone", 905_032, "free", "race")],
+)
+def test_memory_that_others_take_after_a_check_refutes_the_plan(
+    family: str, seed: int, mode: str, stage: Stage
+) -> None:
+    """What runs after a check is newer than the turns before it, in which all memory was free,
+    though it is the first turn of its layout.
+    """
+    (case,) = [one for one in hard.cases(family, seed) if one.mode == mode]
+    found = trials.run(case.machine, case.ask, case.seed)
+    full = [one.probe for one in found.seen if isinstance(one, OutOfMemory)]
+    assert any(probe.stage == stage and probe.turn < probe.after for probe in full)
+    assert found.rate > 0, "the plan doesn't fit"
+    assert found.regret <= 0.02
+
+
+def test_memory_that_was_taken_before_the_race_refutes_nothing_later() -> None:
+    """It was free in the check; what is seen after that counts again."""
+    bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
+    seen = Observations(bench.problem())
+    split = layout_of((100, 100))
+    full = OutOfMemory(Probe(split, "split", 1.0), (0,), "full", 1.0, (4_000, 0))
+    (ran,) = bench.measure((Probe(split, "check", 1.0, 1),))
+    assert isinstance(ran, Timed)
+    ran = msgspec.structs.replace(ran, short_bytes=(0, 0))
+    seen.add(full)
+    seen.add(ran)
+    assert seen.memory_limit(0) == bench.problem().memory_bytes[0]
+    later = msgspec.structs.replace(full, probe=msgspec.structs.replace(full.probe, after=1))
+    seen.add(later)
+    limit = bench.problem().memory_bytes[0]
+    assert limit is not None
+    assert seen.memory_limit(0) == limit - 4_000
