@@ -188,9 +188,8 @@ class Journal:
                     content = content[os.write(descriptor, content) :]
                 os.fsync(descriptor)
             except OSError:
-                with suppress(
-                    OSError
-                ):  # an incomplete line is also cut off when the journal is read
+                # an incomplete line is also cut off when the journal is read
+                with suppress(OSError):
                     os.ftruncate(descriptor, before)
                 raise
 

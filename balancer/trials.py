@@ -72,9 +72,8 @@ class TimedRun(msgspec.Struct, frozen=True):
     own: tuple[float | None, ...]
     alone: bool  # `own` was measured with each device by itself
     steps: int  # timed in this run
-    memory_bytes: tuple[
-        int | None, ...
-    ]  # peak of each device in this run; None: unknown, or left out
+    # peak of each device in this run; None: unknown, or left out
+    memory_bytes: tuple[int | None, ...]
     warnings: tuple[Warned, ...]  # doubts about this run
     this_run: Interval  # samples/s of this run alone
     power: Power | None = None  # of this run; None: one of the devices doesn't report it

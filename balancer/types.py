@@ -28,9 +28,8 @@ Stage = Literal[
     # of
     # one
 ]
-Cause = Literal[
-    "signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"
-]  # device: it or its driver has gone
+# device: it or its driver has gone
+Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"]
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
@@ -44,17 +43,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     processes: Annotated[int, Meta(ge=1, le=4096)] = 1
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
     knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
-    micro: tuple[
-        Count, ...
-    ] = ()  # rows of one pass, for each device; empty: every share is one pass
-    costs: tuple[
-        Cost | None, ...
-    ] = ()  # by which rows are dealt by their length; `shares` are then mean numbers
+    # rows of one pass, for each device; empty: every share is one pass
+    micro: tuple[Count, ...] = ()
+    # by which rows are dealt by their length; `shares` are then mean numbers
+    costs: tuple[Cost | None, ...] = ()
     tokens: tuple[Count, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
     length: Count = 0  # of every row, where a probe is about one length
-    state: tuple[
-        float, ...
-    ] = ()  # of a sharded training: the part of the model's state that each device holds
+    # of a sharded training: the part of the model's state that each device holds
+    state: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
@@ -227,25 +223,21 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     low_seconds: Amount
     high_seconds: Amount
     steps: int  # timed, warm-up not counted
-    memory_bytes: tuple[
-        Count | None, ...
-    ]  # peak of each device of the request; None: unknown, or left out
-    device_seconds: tuple[
-        Amount | None, ...
-    ]  # own compute of each device in a step, without waiting; None: unknown
+    # peak of each device of the request; None: unknown, or left out
+    memory_bytes: tuple[Count | None, ...]
+    # own compute of each device in a step, without waiting; None: unknown
+    device_seconds: tuple[Amount | None, ...]
     first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
     elapsed_seconds: Amount  # of the whole probe, with its start and warm-up
     warnings: tuple[Warned, ...] = ()
     # part of it: starting and building new children, which later probes are spared
     start_seconds: float = 0.0
     import_seconds: float = 0.0  # part of that: imports, which all later children are spared
-    short_bytes: tuple[
-        Count, ...
-    ] = ()  # of each device's memory, what others held as it began; empty: unknown
+    # of each device's memory, what others held as it began; empty: unknown
+    short_bytes: tuple[Count, ...] = ()
     work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
-    watts: tuple[
-        float | None, ...
-    ] = ()  # mean power of each device of the request, idle ones too; None: unknown
+    # mean power of each device of the request, idle ones too; None: unknown
+    watts: tuple[float | None, ...] = ()
     parts: tuple[PartSeconds | None, ...] = ()  # of each device; empty: unknown
     kept: KeptBatch | None = None  # the same step without input, where that takes a part of it
     # a GPU's step whose kernels the host has enqueued before, on that batch; None: unknown
@@ -313,9 +305,8 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     devices: tuple[Position, ...]
     detail: str
     elapsed_seconds: Amount
-    short_bytes: tuple[
-        Count, ...
-    ] = ()  # of each device's memory, what others held then; empty: unknown
+    # of each device's memory, what others held then; empty: unknown
+    short_bytes: tuple[Count, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
@@ -370,9 +361,8 @@ class CurveSketch(msgspec.Struct, frozen=True):
     """One device as the search models it, to be drawn; batches in samples."""
 
     device: int
-    points: tuple[
-        tuple[int, float], ...
-    ]  # (batch, seconds) believed for plotting, increasing in batch
+    # (batch, seconds) believed for plotting, increasing in batch
+    points: tuple[tuple[int, float], ...]
     largest_batch: int | None  # fits in memory: the largest that ran or is predicted to
     smallest_failed: int | None  # the smallest batch that ran out of memory
 
@@ -384,9 +374,8 @@ class Belief(msgspec.Struct, frozen=True):
     doing: str  # one sentence: what is measured now and why
 
 
-MEASURED_PART = (
-    1 / 64
-)  # of the state, that a device holds which is measured alone: what else it takes shows beside it
+# of the state, that a device holds which is measured alone: what else it takes shows beside it
+MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
@@ -416,12 +405,10 @@ class Problem(msgspec.Struct, frozen=True):
     spend_all: bool = False
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
-    limits: tuple[
-        int, ...
-    ] = ()  # a number for the part of each device that the training has; empty: equal parts
-    lengths: tuple[
-        int, ...
-    ] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
+    # a number for the part of each device that the training has; empty: equal parts
+    limits: tuple[int, ...] = ()
+    # of rows, in tokens, rising, an even sample; empty: shares are by rows
+    lengths: tuple[int, ...] = ()
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     objective: str = "throughput"  # the name of what to have most of
     # that an objective which trades speed may cost: a part of the fastest layout's
@@ -445,9 +432,8 @@ class Facts(msgspec.Struct, frozen=True):
     batch_statistics: str = ""
     bfloat16: bool = False  # the workload is known to compute in this type
     rows: int = 0  # of the training data; 0: unknown, or made for the measurement
-    lengths: tuple[
-        int, ...
-    ] = ()  # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
+    # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
+    lengths: tuple[int, ...] = ()
     longest_row: int = -1  # the number of the longest row in the data; -1: unknown
     state: ModelState | None = None  # what a sharded training divides, once one was built
 

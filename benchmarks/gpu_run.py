@@ -105,10 +105,8 @@ class Bench:
         self._pairs: list[dict[str, Any]] = []
         self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}  # of each case and way
         self._running: list[subprocess.Popen[bytes]] = []
-        self._devices, self._cores = (
-            "gpu:0,gpu:1",
-            "",
-        )  # of ranks that the program's own launcher starts
+        # of ranks that the program's own launcher starts
+        self._devices, self._cores = ("gpu:0,gpu:1", "")
         if options.kind == "cpu":
             allowed = os.sched_getaffinity(0)
             self._devices = "cpu/2"

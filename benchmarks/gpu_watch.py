@@ -87,9 +87,8 @@ def compare_monitors(
         }
         for screen in screens.values():
             stack.callback(screen.close)
-        lines = stack.enter_context(
-            tempfile.TemporaryFile("w+")
-        )  # a pipe that nobody reads fills up
+        # a pipe that nobody reads fills up
+        lines = stack.enter_context(tempfile.TemporaryFile("w+"))
         command = (*EVENER_JSON, devices)
         reader = stack.enter_context(
             subprocess.Popen(command, stdout=lines, text=True, env=environment)

@@ -24,9 +24,8 @@ from tests.support import machine_families as machines
 from tests.support import machine_families_hard as hard_machines
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(
-        name, "1"
-    )  # one process a core does better than threads for such small matrices
+    # one process a core does better than threads for such small matrices
+    os.environ.setdefault(name, "1")
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "search.md"
 SEEDS = 8

@@ -21,10 +21,8 @@ from torch import nn
 from evener.torch import Split
 
 WORDS, LENGTH, HEADS = 32_000, 256, 16
-WIDTH, LAYERS = (
-    int(os.environ.get("WIDTH", 2048)),
-    int(os.environ.get("LAYERS", 30)),
-)  # 1.6e9 parameters
+# 1.6e9 parameters
+WIDTH, LAYERS = (int(os.environ.get("WIDTH", 2048)), int(os.environ.get("LAYERS", 30)))
 STEPS, WARM_UP = 12, 3
 
 

@@ -221,9 +221,8 @@ def _watch_on_terminal(
                 next_key += KEY_SECONDS
                 os.write(ours, KEYS[pressed % len(KEYS)])
                 _resize(ours, *SIZES[pressed // len(KEYS) % len(SIZES)])
-                process.send_signal(
-                    signal.SIGWINCH
-                )  # the kernel doesn't: it is no process's controlling terminal
+                # the kernel doesn't: it is no process's controlling terminal
+                process.send_signal(signal.SIGWINCH)
                 pressed += 1
         _leave(process, ours)
     os.close(ours)

@@ -65,10 +65,8 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-COLLATED: dict[str, Any] = {
-    "collate_fn": collate,
-    "pin_memory": torch.cuda.is_available(),
-}  # of a loader
+# of a loader
+COLLATED: dict[str, Any] = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}
 
 
 def network(size: str) -> LlamaForCausalLM:

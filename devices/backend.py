@@ -221,10 +221,8 @@ class VitalsWatch:
         self._reader.close()
 
 
-QUIET = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "GRPC_VERBOSITY": "ERROR",
-}  # for children: frameworks write less
+# for children: frameworks write less
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
@@ -251,31 +249,25 @@ class Backend(Protocol):
     maker: str = ""  # the name that people know; empty: no maker's driver is asked
     own_memory: bool = True  # False: devices share the host's memory, or are simulated
     simulated: bool = False
-    id_prefixes: tuple[
-        str, ...
-    ] = ()  # lower case: what begins so in `--devices` is the id of such a device
+    # lower case: what begins so in `--devices` is the id of such a device
+    id_prefixes: tuple[str, ...] = ()
     # names the devices that a process may use; a child of another kind gets it empty
     visible_variable: str = ""
-    late_variables: tuple[
-        str, ...
-    ] = ()  # prefixes of those that the driver reads after a framework is imported
-    driver_files: tuple[
-        str, ...
-    ] = ()  # parts of the names of files that a process has open once its driver runs
-    device_words: tuple[
-        str, ...
-    ] = ()  # lower case: its libraries; an error that names one may be one device's own
-    memory_words: tuple[
-        str, ...
-    ] = ()  # lower case: an error that says one means that memory ran out
+    # prefixes of those that the driver reads after a framework is imported
+    late_variables: tuple[str, ...] = ()
+    # parts of the names of files that a process has open once its driver runs
+    driver_files: tuple[str, ...] = ()
+    # lower case: its libraries; an error that names one may be one device's own
+    device_words: tuple[str, ...] = ()
+    # lower case: an error that says one means that memory ran out
+    memory_words: tuple[str, ...] = ()
     torch_name: str = ""  # PyTorch's word for these devices: "cuda"
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
     # `python -m` exits with 0 if the first visible one computes
     check_module: str = "evener.errors"
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
-    double_packages: tuple[
-        tuple[str, str], ...
-    ] = ()  # (one, another that evener needs) with the same module
+    # (one, another that evener needs) with the same module
+    double_packages: tuple[tuple[str, str], ...] = ()
     settle_seconds: float = 0.05  # from a source's first sample to one with rates
 
     def list_devices(self) -> Listing:

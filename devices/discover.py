@@ -95,10 +95,8 @@ MOST_NAMED = 3
 # A device with less than this free is full: a framework's context and libraries alone take about as
 # much.
 FULL_SHARE, FULL_LEAST_BYTES, FULL_MOST_BYTES = 0.05, 600 << 20, 2 << 30
-SETTLE_SECONDS, SETTLE_READS = (
-    0.4,
-    3,
-)  # a driver takes a while to reclaim the memory of a process that ended
+# a driver takes a while to reclaim the memory of a process that ended
+SETTLE_SECONDS, SETTLE_READS = (0.4, 3)
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -25,10 +25,8 @@ from msgspec import Meta
 from .types import Device, Limit
 
 MIB = 1 << 20
-USUAL_WATTS, IDLE_POWER = (
-    250.0,
-    0.08,
-)  # at full load, where a file says nothing; at rest, as a part of it
+# at full load, where a file says nothing; at rest, as a part of it
+USUAL_WATTS, IDLE_POWER = (250.0, 0.08)
 SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
 LARGEST = 1e12  # of any number in a machine file, so that no product of two overflows
 

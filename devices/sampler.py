@@ -50,9 +50,8 @@ class Sampler:
         self.interval_seconds = interval_seconds
         self._history = History(HISTORY_TICKS)
         self._subscriber: Subscriber = lambda _: None
-        self._lock = (
-            threading.Lock()
-        )  # guards what readers see; never held while the source or the subscriber runs
+        # guards what readers see; never held while the source or the subscriber runs
+        self._lock = threading.Lock()
         self._notifying = threading.Lock()  # one call at a time
         self._stop = threading.Event()
         self._last: Snapshot | None = None

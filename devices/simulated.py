@@ -281,9 +281,10 @@ class SimulatedSource:
     def __init__(
         self, machine: Machine, seed: int = 0, builder: SnapshotBuilder | None = None
     ) -> None:
+        # its psutil is 20 ms that a search does without
         from .snapshot_builder import (
             SnapshotBuilder,
-        )  # its psutil is 20 ms that a search does without
+        )
 
         self.machine = machine
         self._devices = machine.described()

@@ -145,9 +145,8 @@ def _with_rate(sample: DeviceSample, rates: Rates) -> DeviceSample:
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
 OLD_SECONDS = 5.0  # a report is out of date once the next one has been due for this long
 
-Rates = dict[
-    tuple[int, str], tuple[float, float]
-]  # (pid, device id) -> (samples/s, seconds that it is late)
+# (pid, device id) -> (samples/s, seconds that it is late)
+Rates = dict[tuple[int, str], tuple[float, float]]
 
 
 class TrainingRates:
@@ -161,12 +160,10 @@ class TrainingRates:
         self._read, self._clock = read, clock
         self._next_read = -1.0
         self._trainings: Sequence[Training] = ()
-        self._ended: Sequence[
-            Training
-        ] = ()  # ranks whose process has gone while others of their training go on
-        self.reports: tuple[
-            Training, ...
-        ] = ()  # all of them, with the ids of the devices that `by_process` got last
+        # ranks whose process has gone while others of their training go on
+        self._ended: Sequence[Training] = ()
+        # all of them, with the ids of the devices that `by_process` got last
+        self.reports: tuple[Training, ...] = ()
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
         """Each training's part on each device. `pids`: the processes that the driver sees, by

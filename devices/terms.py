@@ -177,9 +177,8 @@ def write_limit(limit: Limit) -> str:
     """The text that `parse_limit` reads back as the same limit; empty without one."""
     parts = []
     if limit.percent is not None:
-        parts.append(
-            f"{Decimal(repr(limit.percent)).normalize():f}%"
-        )  # the shortest decimal, without an exponent
+        # the shortest decimal, without an exponent
+        parts.append(f"{Decimal(repr(limit.percent)).normalize():f}%")
     if limit.memory_bytes is not None:
         sizes = {unit: UNITS[unit.lower()] for unit in ("TiB", "GiB", "MiB", "KiB", "B")}
         unit = next(unit for unit in sizes if limit.memory_bytes % sizes[unit] == 0)

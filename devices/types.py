@@ -54,9 +54,8 @@ class Device(msgspec.Struct, frozen=True):
     def label(self) -> str:
         """Short name for people: GPU:0, CPU:1, SIM:0; in a cluster 10.0.0.2/GPU:0."""
         short = f"{self.kind.upper()}:{self.index}"
-        return (
-            f"{self.host}/{short}" if self.host and self.host.isprintable() else short
-        )  # journals are foreign text
+        # journals are foreign text
+        return f"{self.host}/{short}" if self.host and self.host.isprintable() else short
 
     @property
     def key(self) -> str:
@@ -103,9 +102,8 @@ class State(StrEnum):
     STALE = "stale"  # the last value, too old to be called current
 
 
-_VALUE = (
-    State.VALUE
-)  # looked up thousands of times in a tick, and an enum's member takes five times as long
+# looked up thousands of times in a tick, and an enum's member takes five times as long
+_VALUE = State.VALUE
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
@@ -222,9 +220,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seconds: float  # that this tick took
     driver: str = ""  # its version; "" without one
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
-    reports: tuple[
-        Training, ...
-    ] = ()  # of this user's training processes, with the ids of these devices
+    # of this user's training processes, with the ids of these devices
+    reports: tuple[Training, ...] = ()
 
 
 class Source(Protocol):

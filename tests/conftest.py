@@ -42,9 +42,8 @@ LONGEST = (
     "test_keras_workloads.py",
     "test_lightning_oom.py",
 )  # a minute and more
-settings.register_profile(
-    "evener", max_examples=40, deadline=None
-)  # others each time; a busy machine is slow
+# others each time; a busy machine is slow
+settings.register_profile("evener", max_examples=40, deadline=None)
 settings.register_profile("more", max_examples=1000, deadline=None)  # --hypothesis-profile=more
 settings.load_profile("evener")
 
@@ -55,9 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     end_with_this_process()
     gc.set_threshold(50_000, 20, 100)  # as in every Python that a test starts (light_start)
-    if (
-        "PYTEST_XDIST_WORKER" not in os.environ
-    ):  # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
+    # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         for folder in ("evener", "devices", "workloads", "balancer", "tui", "tests/support"):
             compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
     # threads of OpenMP, which PyTorch computes with, sleep while they wait for work: spinning would
@@ -330,9 +328,8 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def install(gpus: int = 2, driver: bool = True) -> Any:
         double = FakeNvml(gpus, driver)
-        monkeypatch.delenv(
-            "CUDA_VISIBLE_DEVICES", raising=False
-        )  # a machine's own GPUs may be hidden from the tests
+        # a machine's own GPUs may be hidden from the tests
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setitem(sys.modules, "pynvml", double)
         return double
 

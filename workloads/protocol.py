@@ -32,12 +32,10 @@ class Place(msgspec.Struct, frozen=True):
     several.
     """
 
-    devices: tuple[
-        str, ...
-    ]  # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
-    memory_limit_bytes: tuple[
-        int | None, ...
-    ] = ()  # the framework's cap for each, where it can set one
+    # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
+    devices: tuple[str, ...]
+    # the framework's cap for each, where it can set one
+    memory_limit_bytes: tuple[int | None, ...] = ()
     rank: int = 0
     # where each rank is met, this one too: "127.0.0.1:port"; of PyTorch on one host the path of a
     # file that all have in common; empty: no group
@@ -50,9 +48,8 @@ class Place(msgspec.Struct, frozen=True):
     # worker processes of the loader of the user's data; None: as the user's code says
     loader_workers: int | None = None
     placement: str = ""  # place layouts: the workload's own name for it
-    state: tuple[
-        float, ...
-    ] = ()  # of a sharded model: the part of each rank; alone, of a rank measured by itself
+    # of a sharded model: the part of each rank; alone, of a rank measured by itself
+    state: tuple[float, ...] = ()
 
     @property
     def world(self) -> int:
@@ -183,9 +180,8 @@ class Entry(msgspec.Struct, frozen=True):
     # its data can't make, or its kernels can't take, a larger batch
     largest_share: int | None = None
     least: Mapping[str, int] = {}  # of settings
-    placements: tuple[
-        str, ...
-    ] = ()  # place layouts that it has; "single" is one device, as in a solo layout
+    # place layouts that it has; "single" is one device, as in a solo layout
+    placements: tuple[str, ...] = ()
     placement_devices: int = 2  # most devices that a placement uses
 
 

@@ -46,10 +46,8 @@ LIBRARIES = (
         )
     )
 )
-_SETS_VARIABLES = (
-    "environ",
-    "putenv",
-)  # a script that does this does it before it imports what reads them
+# a script that does this does it before it imports what reads them
+_SETS_VARIABLES = ("environ", "putenv")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -193,10 +191,8 @@ def find_line(error: BaseException, name: str = "") -> str:
     return own[-1] if own else ""
 
 
-INSTALLED = {
-    "site-packages",
-    "dist-packages",
-}  # folders of packages, also of an environment that this one sees
+# folders of packages, also of an environment that this one sees
+INSTALLED = {"site-packages", "dist-packages"}
 
 
 def is_user_file(file: str) -> bool:

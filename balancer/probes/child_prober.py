@@ -83,9 +83,8 @@ class ChildProber:
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=resolved.driver)
         self._looked_at: set[Layout] = set()  # for what limits them
-        self._used: set[int] = (
-            set()
-        )  # positions of devices that have been in a probe, and so are watched
+        # positions of devices that have been in a probe, and so are watched
+        self._used: set[int] = set()
         self._unused: tuple[int, ...] = ()  # those of them that none of the running probes uses
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -249,9 +248,8 @@ class ChildProber:
         layout = seen.probe.layout
         group.fresh = False
         try:
-            while (
-                self._running
-            ):  # devices that share cores or caches slow each other: to the end of the round
+            # devices that share cores or caches slow each other: to the end of the round
+            while self._running:
                 group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
             kept = group.rest(self._timeouts.prepare, self._closed)
         except (GroupError, HostLostError, StoppedError):

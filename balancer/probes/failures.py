@@ -66,13 +66,10 @@ _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]+")
-_LAST_LINE_BEHIND = (
-    "in user code:",
-    "Graph execution error:",
-)  # TensorFlow: where it was, then what it was
-_NEXT_LINE_BEHIND = (
-    "Exception encountered when calling",
-)  # Keras: the layer, what it was, then the arguments
+# TensorFlow: where it was, then what it was
+_LAST_LINE_BEHIND = ("in user code:", "Graph execution error:")
+# Keras: the layer, what it was, then the arguments
+_NEXT_LINE_BEHIND = ("Exception encountered when calling",)
 _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 

@@ -175,9 +175,8 @@ def import_first(names: Sequence[str]) -> None:
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, [STACK_SIGNAL]
-        )  # until the program that starts now can answer it
+        # until the program that starts now can answer it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
         os.execv(sys.executable, sys.orig_argv[: -len(names)])
     # all children share these objects: their collections need not visit, and so copy, them
     gc.freeze()
@@ -304,9 +303,8 @@ class ServerProcess:
 def _run(
     channel: int, log: int, variables: Mapping[str, str], imports: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    blocked = signal.pthread_sigmask(
-        signal.SIG_BLOCK, [STACK_SIGNAL]
-    )  # in the server too, until it can answer
+    # in the server too, until it can answer
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(channel), *imports],

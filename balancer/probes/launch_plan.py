@@ -142,9 +142,8 @@ def find_workers(knobs: Sequence[str]) -> int | None:
     return int(numbers[0]) if numbers else None
 
 
-_held: deque[int] = (
-    deque()
-)  # sockets that are bound to the ports that were found, so that nobody else gets them
+# sockets that are bound to the ports that were found, so that nobody else gets them
+_held: deque[int] = deque()
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
@@ -191,9 +190,8 @@ def _framework_limit(framework: str, device: Device) -> int | None:
 class RankMap(msgspec.Struct, frozen=True):
     """The positions of a group's ranks among the devices of the request."""
 
-    positions: tuple[
-        int, ...
-    ]  # in rank order; of one child over several devices, in its own order of devices
+    # in rank order; of one child over several devices, in its own order of devices
+    positions: tuple[int, ...]
     one_process: bool = False  # one child over all positions
     own_cores: bool = False  # CPU slices: a rank's own compute is known from its CPU time
     threads: int = 1  # of each rank
@@ -206,9 +204,8 @@ class RankMap(msgspec.Struct, frozen=True):
 
 
 USED = 0.92  # of a GPU's memory, for all children that hold some
-CONTEXT_BYTES = (
-    600 << 20
-)  # of a GPU, for each process: what its driver's context takes beside the allocator
+# of a GPU, for each process: what its driver's context takes beside the allocator
+CONTEXT_BYTES = 600 << 20
 KEPT = 1.4  # times the peak in use: what an allocator was seen to keep, its free pieces included
 LOW_HOST_BYTES = 1 << 30  # all other idle children end when the host has less memory left
 
@@ -221,10 +218,8 @@ class MemoryBudget:
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
-        self._devices, self._available_bytes = (
-            devices,
-            available_bytes,
-        )  # the latter: of the host with the least
+        # the latter: of the host with the least
+        self._devices, self._available_bytes = (devices, available_bytes)
         self._peaks: dict[int, dict[int, int]] = {}
         self._short: dict[int, int] = {}
 

@@ -55,9 +55,8 @@ JOURNAL = "journal.jsonl"
 NEVER_BEGAN = "stopped before it began"
 _ID = re.compile(r"[0-9a-z][0-9a-z-]{0,40}")
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
-State = Literal[
-    "running", "finished", "stopped", "failed", "unreadable"
-]  # stopped: by the user, or cut off
+# stopped: by the user, or cut off
+State = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -193,9 +192,8 @@ def load_noise(name: str) -> NoiseEntry:
     there is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
-        with (
-            suppress(RequestError) if name == "last" else nullcontext()
-        ):  # as of a training whose journal is broken
+        # as of a training whose journal is broken
+        with suppress(RequestError) if name == "last" else nullcontext():
             training = load_training(run)
             for entry in reversed(training.entries) if training is not None else ():
                 if isinstance(entry, NoiseEntry):

@@ -35,9 +35,8 @@ def _keep_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None
 
 
 def _keep_weights(*_: Any) -> None:
-    module = _kept[
-        "module"
-    ]()  # a model that this kept alive would keep gloo from leaving its group
+    # a model that this kept alive would keep gloo from leaving its group
+    module = _kept["module"]()
     if module is not None:
         _kept["after"] = _copy(module)
 

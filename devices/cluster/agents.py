@@ -56,9 +56,8 @@ class Servant:
     """
 
     def __init__(self) -> None:
-        os.environ.pop(
-            "OMP_NUM_THREADS", None
-        )  # Ray sets it to 1 for itself; children would inherit it
+        # Ray sets it to 1 for itself; children would inherit it
+        os.environ.pop("OMP_NUM_THREADS", None)
         self._kept: dict[str, Any] = {}
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
 

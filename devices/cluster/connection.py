@@ -106,9 +106,8 @@ def _join(address: str) -> None:
     import ray
     from ray._private import worker
 
-    worker.print_to_stdstream = lambda *_, **__: (
-        None
-    )  # it prints what happens to other nodes on standard output
+    # it prints what happens to other nodes on standard output
+    worker.print_to_stdstream = lambda *_, **__: None
     faults: list[Exception] = []
 
     def join() -> None:

@@ -221,9 +221,8 @@ def digest_code() -> str:
     """A digest of all of evener's Python files."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
-    for folder, folders, files in os.walk(
-        home, followlinks=True
-    ):  # in a checkout, parts of it are links
+    # in a checkout, parts of it are links
+    for folder, folders, files in os.walk(home, followlinks=True):
         folders.sort()
         for file in sorted(file for file in files if file.endswith(".py")):
             path = Path(folder, file)
@@ -291,9 +290,8 @@ def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
 
 
 SAMPLE_SECONDS = 3.0  # a host that takes longer is shown as lost until it answers again
-OpenHost = Callable[
-    [tuple[Device, ...]], Source
-]  # runs on a host, with its devices as they are to it
+# runs on a host, with its devices as they are to it
+OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:

@@ -20,10 +20,8 @@ from .nvml_calls import DriverGoneError, GpuGoneError
 from .nvml_library import GONE_WORDS, driver_fault, error_code, find_gpu, list_gpus, load, opened
 from .source import NvmlSource
 
-MPS_PROGRAM, MPS_FOLDER = (
-    "nvidia-cuda-mps-control",
-    "/tmp/nvidia-mps",
-)  # of NVIDIA's daemon, and where it listens
+# of NVIDIA's daemon, and where it listens
+MPS_PROGRAM, MPS_FOLDER = ("nvidia-cuda-mps-control", "/tmp/nvidia-mps")
 
 
 class NvmlVitals:

@@ -71,10 +71,8 @@ RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
     4: "The driver asks to end all work on this GPU and to reset it.",
 }
 HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
-HELD_BITS, CAPPED_BITS = (
-    0x08 | 0x20 | 0x40 | 0x80,
-    0x04,
-)  # of the reasons' mask, for chips without the counters
+# of the reasons' mask, for chips without the counters
+HELD_BITS, CAPPED_BITS = (0x08 | 0x20 | 0x40 | 0x80, 0x04)
 SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
 
 
@@ -349,9 +347,8 @@ class GpuReader:
         return found
 
 
-_FALLBACKS = frozenset(
-    {"power", "power_limit", "reasons"}
-)  # asked only where the fields have no value
+# asked only where the fields have no value
+_FALLBACKS = frozenset({"power", "power_limit", "reasons"})
 _TRAFFIC = {
     PCIE_RECEIVE_BYTES: ("pcie_receive_bytes_per_second", PCIE_RECEIVE, 1),
     PCIE_SEND_BYTES: ("pcie_send_bytes_per_second", PCIE_SEND, 1),
@@ -376,10 +373,8 @@ class GpuProcesses:
         self._due = 0.0
         self._looks = 0
         self._memory: dict[str, dict[int, int | None]] = {"compute": {}, "graphics": {}}
-        self._use: tuple[Mapping[int, float], Reading] = (
-            {},
-            UNSUPPORTED,
-        )  # by pid, and of the others
+        # by pid, and of the others
+        self._use: tuple[Mapping[int, float], Reading] = ({}, UNSUPPORTED)
         self._since = 0  # the driver's own time of the newest use sample, in microseconds
         self._seen: tuple[OnDevice, ...] = ()
 
@@ -424,9 +419,8 @@ class GpuProcesses:
         except self._nvml.NVMLError as error:
             code = error_code(error)
             raise_if_gone(code)
-            if (
-                code in (SUCCESS, NOT_FOUND) and not self._is_mig
-            ):  # the binding raises for an empty list too
+            # the binding raises for an empty list too
+            if code in (SUCCESS, NOT_FOUND) and not self._is_mig:
                 return {}, value(0.0)
             return {}, failed_reading(code)
         newest = max((int(each.timeStamp) for each in samples), default=self._since)

@@ -26,10 +26,8 @@ from .nvml_library import (
     failed_reading,
 )
 
-RETRY_SECONDS = {
-    State.UNSUPPORTED: 60.0,
-    State.DENIED: 10.0,
-}  # no answer is final: a driver may be updated
+# no answer is final: a driver may be updated
+RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}
 VALUE_MEMBERS = (
     "dVal",
     "uiVal",

@@ -30,9 +30,8 @@ MOST_CHANGES = 16
 MOST_KNOTS = 64
 MOST_STEPS = 24  # the last ones, each in its parts
 
-_NAME = re.compile(
-    r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII
-)  # pid, start in ticks, reporter
+# pid, start in ticks, reporter
+_NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -54,9 +53,8 @@ class LiveDevice(msgspec.Struct, frozen=True):
     own_work_s: Rate = 0.0  # of a step, until the last gradient is ready, median; 0: unknown
     waiting_s: Rate = 0.0  # of a step, from there to the end of the backward pass, median
     host: Text = ""  # as the plan names it; empty: this one
-    curve: Annotated[
-        tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)
-    ] = ()  # the plan's, of (rows, seconds of a step); only beside own work
+    # the plan's, of (rows, seconds of a step); only beside own work
+    curve: Annotated[tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)] = ()
     most: Count = 0  # samples per pass that its memory holds, by the plan; 0: unknown
     # the lowest tenth of waiting: where this rank was the last, what the exchange takes
     least_waiting_s: Rate = 0.0
@@ -68,9 +66,8 @@ class ShareChange(msgspec.Struct, frozen=True):
 
     step: Count  # the first with the new shares
     at: Rate  # seconds since the epoch
-    before: Annotated[
-        tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)
-    ]  # samples of each rank
+    # samples of each rank
+    before: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]
     after: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]
     reason: Text
 
@@ -96,17 +93,15 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     """A training's figures besides its samples/s."""
 
     training: Text = ""  # the same in all processes of one training
-    rank: Annotated[
-        int, msgspec.Meta(ge=-1, le=1 << 20)
-    ] = -1  # of this process; -1: it is alone, or unknown
+    # of this process; -1: it is alone, or unknown
+    rank: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = -1
     world: Count = 0  # processes of the training; 0: unknown
     step_s: Rate = 0.0  # median of a step; 0: unknown
     step_spread: Rate = 0.0  # interquartile range of a step over its median
     input_s: Rate = 0.0  # of a step, waiting for data, median
     plan_samples_per_second: Rate = 0.0  # that the plan expects of the whole training; 0: no plan
-    changes: Annotated[
-        tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)
-    ] = ()  # of the shares, the last ones
+    # of the shares, the last ones
+    changes: Annotated[tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)] = ()
     # of a step, between the backward pass and the next batch, without the optimizer, median
     between_s: Rate = 0.0
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
@@ -115,9 +110,8 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     recent: StepSums = StepSums()  # over this rank's last steps
     errors: StepSums = StepSums()  # half of the 95 % interval of each mean of these, per step
     whole: StepSums = StepSums()  # over all of them but the first
-    last_steps: Annotated[
-        tuple[LastStep, ...], msgspec.Meta(max_length=MOST_STEPS)
-    ] = ()  # oldest first
+    # oldest first
+    last_steps: Annotated[tuple[LastStep, ...], msgspec.Meta(max_length=MOST_STEPS)] = ()
     # of the last steps, in which the GPU was behind its host; -1: unknown
     behind: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
     starved: Part = 0.0  # of the last seconds: this process's threads waited for a core
@@ -139,9 +133,8 @@ class LiveRecord(Details, frozen=True):
     samples_per_second: Rate
     step: Count  # reports so far
     updated_at: Rate  # seconds since the epoch; old where it validates, waits or hangs
-    devices: Annotated[
-        tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)
-    ]  # empty where it named none
+    # empty where it named none
+    devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]
     tokens_per_second: Rate = 0.0  # without padding; 0 where rows have no lengths
     padding: Part = 0.0  # the part of the computed tokens that is padding
     due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
@@ -265,9 +258,8 @@ def _read_small(name: str, folder: int) -> bytes:
     """The content of a file, of a large one its beginning; nothing of what isn't a plain file of
     this user's own.
     """
-    flags = (
-        os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # a pipe must not block the reader
+    # a pipe must not block the reader
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as stream:
         status = os.fstat(stream.fileno())
         ours = stat.S_ISREG(status.st_mode) and _is_ours(status)

@@ -86,10 +86,8 @@ KEEP_SECONDS = 2.0  # between two copies of the record for the launcher
 CORE_SECONDS, CORE_READINGS = 2.0, 5  # between two looks at the threads' cores; the last ones count
 WATCH_SECONDS = 2.0  # between two looks whether steps end
 WATCHER = "evener-live"  # the thread that looks
-LATE_SECONDS, LATE_STEPS = (
-    2.5,
-    1.5,
-)  # since the last step, from which the process says what it is at
+# since the last step, from which the process says what it is at
+LATE_SECONDS, LATE_STEPS = (2.5, 1.5)
 
 Devices = Sequence[str | int | Share]
 NO_RATES = (0.0, 0.0, 0.0)
@@ -384,9 +382,8 @@ class Reporter:
                 ):
                     continue
                 if late > max(LATE_SECONDS, LATE_STEPS * record.step_s):
-                    due_at = min(
-                        record.due_at, time.time() - late
-                    )  # no longer when a slow disk would have it
+                    # no longer when a slow disk would have it
+                    due_at = min(record.due_at, time.time() - late)
                     self._write(
                         msgspec.structs.replace(record, batch=batch, doing=doing, due_at=due_at)
                     )

@@ -26,9 +26,8 @@ def check_fit(
     samples per step if not the plan's own; None leaves a value unchecked. With `strict`, a warning
     is an error too.
     """
-    if (
-        plan.layout.traits.placed
-    ):  # says nothing about batches; that of a pack is each training's own
+    # says nothing about batches; that of a pack is each training's own
+    if plan.layout.traits.placed:
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
             "Place them in the script, or make a plan that splits with evener balance.",

@@ -80,9 +80,8 @@ _OPTIONAL = (
     "held_bytes",
     "peak_bytes",
 )  # written where known
-_PAIR = re.compile(
-    r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]"
-)  # of numbers, as tomli_w writes it
+# of numbers, as tomli_w writes it
+_PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -20,10 +20,8 @@ BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"
 
-GPU_IDS = {
-    "GPU-": "GPU",
-    "MIG-": "GPU",
-}  # how GPUs' ids begin, and their labels, as each maker's backend says too
+# how GPUs' ids begin, and their labels, as each maker's backend says too
+GPU_IDS = {"GPU-": "GPU", "MIG-": "GPU"}
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
@@ -31,9 +29,8 @@ MOST_ROWS = 1 << 32  # of a global batch; shares of more take long to solve
 Rows = Annotated[int, msgspec.Meta(ge=0, le=MOST_ROWS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]  # of tokens, bytes, measurements
 Kind = str  # of a layout: one of KINDS
-Knots = tuple[
-    tuple[float, float], ...
-]  # (rows, seconds of a step) at the bends of a measured curve
+# (rows, seconds of a step) at the bends of a measured curve
+Knots = tuple[tuple[float, float], ...]
 
 
 class Traits(msgspec.Struct, frozen=True):
@@ -56,9 +53,8 @@ KINDS: dict[Kind, Traits] = {
     "solo": Traits(alone=True, devices=(1, 1)),
     "split": Traits(together=True, devices=(2, 1 << 30)),
     "shard": Traits(together=True, sharded=True, devices=(2, 1 << 30)),
-    "part": Traits(
-        sharded=True, devices=(1, 1)
-    ),  # one device of a sharded training, measured by itself: no plan's
+    # one device of a sharded training, measured by itself: no plan's
+    "part": Traits(sharded=True, devices=(1, 1)),
     "pack": Traits(side_by_side=True),
     "place": Traits(placed=True),
 }
@@ -73,9 +69,8 @@ def check_kind(kind: Kind) -> None:
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One device's part of each global batch; `batch` 0 means that the device is left out."""
 
-    device: Annotated[
-        str, msgspec.Meta(min_length=1)
-    ]  # the GPU's UUID, or the name of a CPU slice or simulated device
+    # the GPU's UUID, or the name of a CPU slice or simulated device
+    device: Annotated[str, msgspec.Meta(min_length=1)]
     # for display, and for frameworks that count devices
     index: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
     name: str

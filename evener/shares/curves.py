@@ -18,9 +18,8 @@ from typing import Annotated
 
 import msgspec
 
-Amount = Annotated[
-    float, msgspec.Meta(ge=0, le=10**15)
-]  # of seconds, tokens: a file with a larger one was changed
+# of seconds, tokens: a file with a larger one was changed
+Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):

@@ -102,9 +102,8 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
     """Each module's own imports within the package, those for types alone and those inside
     functions included.
     """
-    paths = [
-        Path(path) for path in glob.iglob(f"{package}/**/*.py", recursive=True)
-    ]  # which follows links
+    # which follows links
+    paths = [Path(path) for path in glob.iglob(f"{package}/**/*.py", recursive=True)]
     dotted = {
         path: ".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths
     }

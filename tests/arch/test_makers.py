@@ -13,9 +13,8 @@ from evener.plan.layout import GPU_IDS
 from tests.support.sources import PACKAGES, REPO, compared, files, nodes, parsed, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
-KIND = re.compile(
-    rf"({'|'.join(BACKENDS)})([-:].*)?", re.IGNORECASE
-)  # of devices, and how their labels and ids begin
+# of devices, and how their labels and ids begin
+KIND = re.compile(rf"({'|'.join(BACKENDS)})([-:].*)?", re.IGNORECASE)
 OWN = ("devices/nvidia/", "devices/registry.py", "evener/plan/layout.py")  # the last has GPU_IDS
 # "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both
 # frameworks read

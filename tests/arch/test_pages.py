@@ -29,9 +29,8 @@ BLOCK = re.compile(r"^( *)```(?:sh|bash|console)?\n(.*?)^\1```", re.DOTALL | re.
 INLINE = re.compile(r"`(evener [^`]+)`")
 PLACES = re.compile(r"\b(ID|DIR|FIRST|FILE|HOST|PORT|N)\b")  # that a reader fills in
 PART = re.compile(r"^Missing|requires an argument")
-OPEN = re.compile(
-    r"\.\.\.|…|COMMAND|^evener \d|NAME=|--\w+-completion"
-)  # more than the parser can take: a form, a version, what typer adds at the start
+# more than the parser can take: a form, a version, what typer adds at the start
+OPEN = re.compile(r"\.\.\.|…|COMMAND|^evener \d|NAME=|--\w+-completion")
 
 
 def test_every_path_that_the_architecture_names_is_there() -> None:

@@ -16,15 +16,11 @@ from evener.plan.layout import KINDS
 from tests.support.sources import PACKAGES, REPO, compared, files, parsed
 
 FAMILY_NAMES, OBJECTIVE_NAMES = {*FAMILIES, *KINDS}, set(OBJECTIVES)
-FAMILY_ROOM = (
-    "balancer/families.py",
-    "evener/plan/layout.py",
-)  # the second reads them from plans and journals
+# the second reads them from plans and journals
+FAMILY_ROOM = ("balancer/families.py", "evener/plan/layout.py")
 OBJECTIVE_ROOM = ("balancer/objectives.py",)
-OTHER_WORDS = {
-    "stage",
-    "engine",
-}  # a stage of a search and an engine of Keras may have the same names,
+# a stage of a search and an engine of Keras may have the same names
+OTHER_WORDS = {"stage", "engine"}
 OTHER_NAMES = {
     "rest",
     "race",

@@ -60,9 +60,8 @@ def test_limits_that_an_engine_can_keep_are_let_through(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process for each device keeps any; one for all GPUs keeps each of them to its memory."""
-    monkeypatch.setattr(
-        "evener.balancer.intake.find_spec", lambda _: True
-    )  # TensorFlow need not be installed
+    # TensorFlow need not be installed
+    monkeypatch.setattr("evener.balancer.intake.find_spec", lambda _: True)
     fake_nvml(2)
     assert (
         take_in(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine

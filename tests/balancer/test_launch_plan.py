@@ -183,9 +183,8 @@ def test_idle_children_stay_where_all_fit_and_end_where_they_would_not(crowd: Ch
     assert alone < pids()
     measure(crowd, solo(2, 0, 60))  # 336 MiB beside the group, which gave its 728 back
     assert len(pids()) == 4
-    measure(
-        crowd, layout_of((170, 10))
-    )  # 952 MiB at most, which is all of the first GPU: its other child ends
+    # 952 MiB at most, which is all of the first GPU: its other child ends
+    measure(crowd, layout_of((170, 10)))
     assert len(pids()) == 3
 
 

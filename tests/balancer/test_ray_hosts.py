@@ -260,17 +260,15 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(
         return was_timed(event, "race")
 
     ended = search(Session(open_run(request)), compared)
-    for _ in range(
-        8
-    ):  # steps that are held back on a busy machine leave figures unknown: the remedy is more time
+    # steps that are held back on a busy machine leave figures unknown: the remedy is more time
+    for _ in range(8):
         if "too uncertain" in ended.verdict:
             ended = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert len(ended.plan.layout.active) == 1
     costs = re.search(r"synchronizing the devices costs (\d+) ms a step", ended.verdict)
     assert costs is not None, ended.verdict
-    assert (
-        int(costs[1]) >= 25
-    )  # nearly 50; what the devices compute is predicted from steps that others slowed
+    # nearly 50; what the devices compute is predicted from steps that others slowed
+    assert int(costs[1]) >= 25
     more = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert more.plan.search.probes > ended.plan.search.probes
 
@@ -637,15 +635,12 @@ def test_ray_train_trains_by_a_plan_over_hosts(
     from evener.ray import trainer
     from tests.support import ray_training, torch_ranks
 
-    for name in (
-        "DatasetsCallback",
-        "PlacementGroupCleanerCallback",
-    ):  # each a process of its own, and unused here
+    # each a process of its own, and unused here
+    for name in ("DatasetsCallback", "PlacementGroupCleanerCallback"):
         made_by = f"ray.train.v2.api.data_parallel_trainer.{name}"
         monkeypatch.setattr(made_by, lambda **_: WorkerGroupCallback(), raising=False)
-    monkeypatch.setenv(
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1"
-    )  # not 2: it waits so long for a report, and the end
+    # not 2: it waits so long for a report, and the end
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND))
     stored = ray.train.RunConfig(storage_path=str(tmp_path / "ray"))
     made = trainer(

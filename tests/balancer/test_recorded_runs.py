@@ -42,9 +42,8 @@ def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
             assert _off(record, position, now.curve) <= _off(record, position, then.curve) + 0.01
     rate = record.ended.plan.throughput.samples_per_second
     layout, recorded = _without_curves(found.plan.layout), _without_curves(recorded)
-    fewer = (
-        recorded.kind == "pack" and layout.processes < recorded.processes
-    )  # 5 % are no reason for more
+    # 5 % are no reason for more
+    fewer = recorded.kind == "pack" and layout.processes < recorded.processes
     if fewer:
         recorded = msgspec.structs.replace(
             recorded, processes=layout.processes, placement=layout.placement
@@ -85,9 +84,8 @@ def test_the_chosen_layout_is_within_the_tolerance_of_all_that_was_measured(path
     assert record.ended is not None
     chosen = record.ended.plan.throughput.samples_per_second
     timed = [entry.seen for entry in record.seen if isinstance(entry.seen, Timed)]
-    fastest = max(
-        one.samples_per_second for one in timed if not one.probe.layout.length
-    )  # those only show costs
+    # those only show costs
+    fastest = max(one.samples_per_second for one in timed if not one.probe.layout.length)
     assert chosen >= fastest * (1 - record.header.request.tolerance - 0.02)
 
 

@@ -21,9 +21,8 @@ from tests.support.probers import child_prober
 CARDS = tuple(Device(f"toy-{i:04x}", i, "Toyland Express", "toy", 8 << 30) for i in range(2))
 
 
-class ToyDriver(
-    SnapshotBuilder
-):  # for the monitor devices, sample and close; for probes read and close
+# for the monitor devices, sample and close; for probes read and close
+class ToyDriver(SnapshotBuilder):
     def devices(self) -> tuple[Device, ...]:
         return CARDS
 

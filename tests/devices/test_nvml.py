@@ -218,9 +218,8 @@ def test_counters_of_traffic_are_not_asked_where_gpm_tells_it(rig: Rig) -> None:
     rig.tick(times=3)
     before = rig.nvml.calls["nvmlDeviceGetFieldValues"]
     rig.tick()
-    assert (
-        rig.nvml.calls["nvmlDeviceGetFieldValues"] == before + 3
-    )  # energy of both, traffic of the one
+    # energy of both, traffic of the one
+    assert rig.nvml.calls["nvmlDeviceGetFieldValues"] == before + 3
 
 
 def test_a_gpu_is_lost_and_back(rig: Rig) -> None:

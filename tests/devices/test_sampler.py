@@ -125,9 +125,8 @@ def test_the_period_is_kept_though_sampling_takes_time() -> None:
     with sampling(source, 0.2):
         wait_for(lambda: source.count >= 8)
     offsets = sorted((at - source.at[0]) / 0.2 % 1.0 for at in source.at)
-    assert (
-        offsets[len(offsets) // 2] < 0.5
-    )  # 25 ms a tick of drift would spread them evenly, past a period
+    # 25 ms a tick of drift would spread them evenly, past a period
+    assert offsets[len(offsets) // 2] < 0.5
     assert (source.at[7] - source.at[0]) / 0.2 >= 6.9
 
 
@@ -136,9 +135,8 @@ def test_ticks_that_a_slow_source_missed_are_left_out() -> None:
     with sampling(source, 0.2):
         wait_for(lambda: source.count >= 3)
     assert source.at[1] - source.at[0] >= 0.55
-    assert (
-        source.at[2] - source.at[0] >= 0.75
-    )  # on the grid at 0.6 and 0.8 s: nothing is made up for
+    # on the grid at 0.6 and 0.8 s: nothing is made up for
+    assert source.at[2] - source.at[0] >= 0.75
 
 
 def test_a_source_that_hangs_blocks_no_reader_and_its_readings_turn_stale() -> None:

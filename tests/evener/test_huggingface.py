@@ -23,10 +23,8 @@ from tests.support.frameworks import skip_without
 from tests.support.rank_server import run_on_gpus
 
 PROGRAMS = "tests.support.huggingface_programs"
-TWO, THREE = (
-    ((6, 2), (2, 2)),
-    ((5, 2, 1), (3, 2, 1)),
-)  # shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
+# shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
+TWO, THREE = (((6, 2), (2, 2)), ((5, 2, 1), (3, 2, 1)))
 THREE_RANKS = ("tokens", "resumed in other shards")
 NAMES = (
     *THREE_RANKS,
@@ -119,9 +117,8 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
         if "resumed" not in name:  # the trainer itself logs the mean since it was resumed
             assert rank["losses"] == pytest.approx(expected["losses"], abs=atol + 2e-6)
             assert rank["mean loss"] == pytest.approx(expected["mean loss"], abs=atol + 2e-6)
-            assert rank["samples"] == pytest.approx(
-                expected["samples"], rel=0.02
-            )  # its rate has three digits
+            # its rate has three digits
+            assert rank["samples"] == pytest.approx(expected["samples"], rel=0.02)
         for figure in ("steps", "tokens", "total"):
             assert rank[figure] == expected[figure]
         assert rank["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-6)

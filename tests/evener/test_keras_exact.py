@@ -17,10 +17,8 @@ from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers
 
 skip_without("tensorflow")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1000),
-]  # one wait for all processes, on a machine that may be busy
+# one wait for all processes, on a machine that may be busy
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 ROLES = {"group of 2": ("chief", "worker"), "group of 3": ("worker",) * 3}  # of TensorFlow's groups

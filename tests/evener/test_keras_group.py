@@ -14,10 +14,8 @@ from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers
 
 skip_without("tensorflow")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1000),
-]  # one wait for all processes, on a machine that may be busy
+# one wait for all processes, on a machine that may be busy
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 CASES = [
     "metrics of batches, maxima, x and a layer",

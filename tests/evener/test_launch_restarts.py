@@ -128,9 +128,8 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     weights, expected = torch_ranks.reference(case, 8)
     for rank in range(2):
         learned, losses, rows, shares = torch.load(tmp_path / f"{rank}.pt")
-        assert (
-            shares == [(5, 3)] * 4 + [(8,)] * 8 + [(5, 3)] * 2
-        )  # from the checkpoints after the 4th and 12th step
+        # from the checkpoints after the 4th and 12th step
+        assert shares == [(5, 3)] * 4 + [(8,)] * 8 + [(5, 3)] * 2
         assert losses == pytest.approx(expected, abs=1e-12)
         for mine, one_process in zip(learned, weights, strict=True):
             torch.testing.assert_close(mine, one_process, rtol=0, atol=1e-12)

@@ -37,9 +37,8 @@ WITH_ACCELERATE = (
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
-Pairs = dict[
-    str, list[tuple[dict[str, Any], dict[str, Any]]]
-]  # (of one process, of a rank) for each program
+# (of one process, of a rank) for each program
+Pairs = dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]
 
 
 def pair_all(trainer_ranks: Run, module: str, *names: str) -> tuple[Pairs, list[dict[str, Any]]]:
@@ -127,10 +126,8 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "training_step(dataloader_iter) takes batches itself" in found["batches of its own"]
     assert "sees one pass of 4 rows" in found["normalized"]
     assert "not supported with distributed strategies" in found["finder"]
-    assert found["accumulated"] == [
-        (2, 2),
-        (2, 2),
-    ]  # global batches, and steps: a second training is over at once
+    # global batches, and steps: a second training is over at once
+    assert found["accumulated"] == [(2, 2), (2, 2)]
 
 
 def test_a_trainers_loader_goes_on_in_mid_epoch() -> None:

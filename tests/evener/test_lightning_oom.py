@@ -64,10 +64,8 @@ def test_it_learns_what_a_training_learns_whose_memory_suffices(
             torch.testing.assert_close(mine, its, rtol=0, atol=within)
         assert rank["steps"] == wanted["steps"]
         assert rank["unpaired"] == [], "the callbacks of a batch run once"
-        if name not in (
-            "columns",
-            "resumed",
-        ):  # logged on each rank alone; Lightning itself logs another mean
+        # logged on each rank alone; Lightning itself logs another mean
+        if name not in ("columns", "resumed"):
             for kind in ("metrics", "shown"):
                 own = {figure: value for figure, value in rank[kind].items() if figure != "metric"}
                 assert own == pytest.approx(

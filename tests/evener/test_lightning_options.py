@@ -18,10 +18,8 @@ if not all(map(find_spec, ("torch", "lightning"))):
 import torch
 
 PROGRAMS = "tests.support.lightning_options"
-GIVEN = (
-    ((6, 2), (6, 2)),
-    ((6, 2), (3, 2)),
-)  # shares, and rows of a pass: the first rank's share in two
+# shares, and rows of a pass: the first rank's share in two
+GIVEN = (((6, 2), (6, 2)), ((6, 2), (3, 2)))
 EXACT = (
     "limited",
     "limited to a part",
@@ -90,9 +88,8 @@ def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes
 ) -> None:
     expected, whole, passes = found
     for rank in whole:
-        assert_same(
-            expected[name], rank[name], 1e-9 if name == "LBFGS" else 1e-12
-        )  # which divides small differences
+        # which divides small differences
+        assert_same(expected[name], rank[name], 1e-9 if name == "LBFGS" else 1e-12)
     for rank in passes:
         assert AT_ONCE[name] in rank[name]
 

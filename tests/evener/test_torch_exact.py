@@ -107,9 +107,8 @@ COMPILED = (
 
 @cache
 def one_process(name: str, rows: int) -> list[torch.Tensor]:
-    if (
-        name in COMPILED
-    ):  # a model that isn't compiled computes the same, and starts a second sooner
+    # a model that isn't compiled computes the same, and starts a second sooner
+    if name in COMPILED:
         return one_process("wrap_of_a_ddp", rows)
     result = programs.run(programs.EXACT[name], (8,), rows)
     assert not isinstance(result, str), result

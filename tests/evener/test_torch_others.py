@@ -65,9 +65,8 @@ def test_on_two_gpus_the_other_rank_ends_with_a_sentence(
         pytest.skip("needs two GPUs")
     (code, said), (own, its) = run_pair(how, way, tmp_path)
     assert code == 1, said + its
-    if (
-        how != "leaves out the last"
-    ):  # both wait in leaving then, and the first one's end may be an error to the other
+    # both wait in leaving then, and the first one's end may be an error to the other
+    if how != "leaves out the last":
         assert own == {"exits": 3, "breaks": 0, "is killed": -9}.get(how, 1), its
     words = (
         "rank 1 doesn't answer"

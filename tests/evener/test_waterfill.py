@@ -113,9 +113,8 @@ def test_sorting_replaces_the_enumeration_of_subsets(
     single = []
     for k in range(2, len(some) + 1):
         for subset in combinations(some, k):
-            only = tuple(
-                cost[k] for _ in range(k + 1)
-            )  # this subset, whole: no cheaper count inside it
+            # this subset, whole: no cheaper count inside it
+            only = tuple(cost[k] for _ in range(k + 1))
             part = waterfill.split_fixed(list(subset), only, batch, 1, k)
             if part is not None:
                 single.append(part.seconds)

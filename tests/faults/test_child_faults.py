@@ -229,9 +229,8 @@ def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works
     def kill(progress: ProbeProgress) -> None:
         if progress.phase == phase and not asked.is_set():
             asked.set()  # a phase that takes long is reported again
-            while not (
-                found := list_probe_children()
-            ):  # "starting" is reported before there is a child
+            # "starting" is reported before there is a child
+            while not (found := list_probe_children()):
                 time.sleep(0.001)
             os.kill(found[0].pid, number)
 
@@ -568,9 +567,8 @@ def test_a_child_that_died_while_it_rested_leaves_no_pipe_open() -> None:
         first = host.start_child(0, inbox, ChildEnvironment({}), None)
         inbox.get(timeout=GONE_SECONDS)  # it is ready
         deadline = time.monotonic() + GONE_SECONDS
-        while (
-            not first.pid and time.monotonic() < deadline
-        ):  # its server may say later that it runs
+        # its server may say later that it runs
+        while not first.pid and time.monotonic() < deadline:
             time.sleep(0.001)
         assert first.pid, "0 would be the group of the tests"
         os.killpg(first.pid, signal.SIGKILL)

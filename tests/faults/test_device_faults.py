@@ -89,9 +89,8 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     double.gpus[0].used_bytes = double.gpus[1].used_bytes = 0
     double.gpus[0].utilization = double.gpus[1].utilization = 0
     flag = tmp_path / "lost"
-    monkeypatch.setattr(
-        InterferenceMonitor.__init__, "__defaults__", (1.0,)
-    )  # not 5 s: a quick race would be over
+    # not 5 s: a quick race would be over
+    monkeypatch.setattr(InterferenceMonitor.__init__, "__defaults__", (1.0,))
     if by == "SIGABRT":
         (tmp_path / "sitecustomize.py").write_text(
             LOST.format(flag=str(flag), gpu=double.gpus[1].uuid)
@@ -398,9 +397,8 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
 
     def hold_back() -> None:
         while not over.is_set():
-            children = (
-                list_probe_children() if racing.is_set() else []
-            )  # which looks at all processes
+            # which looks at all processes
+            children = list_probe_children() if racing.is_set() else []
             for act in ("suspend", "resume") * 10:
                 for child in children:
                     with contextlib.suppress(psutil.NoSuchProcess):

@@ -288,9 +288,8 @@ def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
         free = bench.probe(solo(2, 0, 8))
         assert isinstance(free, Timed)
         assert free.short_bytes == (0, 0)
-        nvml.gpus[0].used_bytes = (
-            300 * MIB
-        )  # whose it is stays unclear while an own child runs there
+        # whose it is stays unclear while an own child runs there
+        nvml.gpus[0].used_bytes = 300 * MIB
         hidden = bench.probe(solo(2, 0, 8))
         nvml.gpus[0].processes = [
             fake_process(each.pid, 250 * MIB) for each in list_probe_children()

@@ -372,9 +372,8 @@ def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
 
     source = tmp_path / "train.py"
     source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
-    monkeypatch.setattr(
-        "evener.balancer.intake.find_spec", lambda _: True
-    )  # TensorFlow need not be installed
+    # TensorFlow need not be installed
+    monkeypatch.setattr("evener.balancer.intake.find_spec", lambda _: True)
     take_in(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
     assert not (tmp_path / "ran").exists()
     assert run(["balance", "--help"]) == 0

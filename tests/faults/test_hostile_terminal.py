@@ -92,9 +92,8 @@ def poisoned(data: Any) -> Any:
     """The same JSON with every text that is free replaced by the evil one."""
     if isinstance(data, dict):
         kept = {key: item if key in WORDS else poisoned(item) for key, item in data.items()}
-        return (
-            {**kept, "device": f"{EVIL}{data['device']}"} if "device" in data else kept
-        )  # no two are one
+        # no two are one
+        return {**kept, "device": f"{EVIL}{data['device']}"} if "device" in data else kept
     if isinstance(data, list):
         return [poisoned(item) for item in data]
     return EVIL if isinstance(data, str) else data
@@ -372,9 +371,8 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got")
             drawn += read_answer(ours)
             os.write(ours, key)
         while process.poll() is None and time.monotonic() < until:
-            for key in (
-                (b"\x1b", b"q", b"y") if keys else ()
-            ):  # out of a dialog, and yes to ending a search
+            # out of a dialog, and yes to ending a search
+            for key in (b"\x1b", b"q", b"y") if keys else ():
                 drawn += read_answer(ours)
                 os.write(ours, key)
             drawn += read_for(ours, 0.1)

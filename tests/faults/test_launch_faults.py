@@ -27,9 +27,8 @@ from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
-SECONDS = float(
-    os.environ.get("EVENER_SECONDS", "60")
-)  # until all has gone: 5 on a machine that isn't busy
+# until all has gone: 5 on a machine that isn't busy
+SECONDS = float(os.environ.get("EVENER_SECONDS", "60"))
 
 
 @pytest.fixture

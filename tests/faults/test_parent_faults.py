@@ -226,9 +226,8 @@ def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.P
             next(events)
         deadline = time.monotonic() + 60.0
         for child in (*list_children(), *list_probe_children()):
-            while (
-                os.getsid(child.pid) != child.pid
-            ):  # one that is being born has ours until it runs
+            # one that is being born has ours until it runs
+            while os.getsid(child.pid) != child.pid:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
     assert not list_children()

@@ -198,9 +198,8 @@ class Struck:
 
 def _own_session() -> None:
     os.setsid()
-    signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # whoever started the tests may have it ignored, as nohup does
+    # whoever started the tests may have it ignored, as nohup does
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _own_terminal() -> None:
@@ -241,9 +240,8 @@ def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
         struck.strike(blow)
         code = struck.ended()
         said = struck.words()
-        exit_code = (
-            code if code >= 0 else 128 - code
-        )  # before Python listens, the signal itself ends it
+        # before Python listens, the signal itself ends it
+        exit_code = code if code >= 0 else 128 - code
         early = {1} if stage == "start" else set()  # Python's own start
         assert exit_code in {BLOWS[blow], 0} | early, said
         assert _sound(said), said

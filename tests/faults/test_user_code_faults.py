@@ -186,9 +186,8 @@ def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(
     """
     skip_without("torch")
     monkeypatch.setattr("evener.balancer.session.GRACE_SHARE", 4.0)
-    monkeypatch.setattr(
-        "evener.balancer.probes.children.STACK_SECONDS", 60.0
-    )  # a busy machine takes more than 2
+    # a busy machine takes more than 2
+    monkeypatch.setattr("evener.balancer.probes.children.STACK_SECONDS", 60.0)
     (tmp_path / "train.py").write_text(HANGS)
     request = Request(
         devices="cpu/2",

@@ -337,9 +337,8 @@ def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArg
     made = TrainingArguments(
         folder, **_of_this_version({**options, **program.arguments, **changes})
     )
-    if (
-        program.sharded and on_cpu and made.device
-    ):  # accelerate shards on GPUs only: it takes these CPUs for some
+    # accelerate shards on GPUs only: it takes these CPUs for some
+    if program.sharded and on_cpu and made.device:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return made
 

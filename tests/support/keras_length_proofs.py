@@ -18,9 +18,8 @@ from tests.support.keras_twice import set_seed, train_twice, with_variables
 
 RANDOM = np.random.default_rng(5)
 STEPS, BATCH = 16, 24
-LENGTHS = np.clip(np.rint(RANDOM.lognormal(1.2, 0.8, 3 * BATCH + 9)), 1, STEPS).astype(
-    int
-)  # the last batch is short
+# the last batch is short
+LENGTHS = np.clip(np.rint(RANDOM.lognormal(1.2, 0.8, 3 * BATCH + 9)), 1, STEPS).astype(int)
 INSIDE = np.arange(STEPS) < LENGTHS[:, None]
 WORDS = np.where(INSIDE, RANDOM.integers(1, 11, INSIDE.shape), 0)
 KINDS = RANDOM.integers(0, 5, INSIDE.shape)

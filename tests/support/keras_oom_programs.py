@@ -43,9 +43,8 @@ SHARES, MICROS = (12, 6), (6, 3)
 FORWARD, BACKWARD = "forward", "backward"
 
 Model = Any
-Bombs = dict[
-    tuple[int, int], tuple[str, int]
-]  # by rank and step: where, and in which pass from the first try on
+# by rank and step: where, and in which pass from the first try on
+Bombs = dict[tuple[int, int], tuple[str, int]]
 
 
 class Fuse(layers.Layer):

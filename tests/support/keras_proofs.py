@@ -588,9 +588,8 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    if (
-        engine != "towers"
-    ):  # what its graph rewriting changes is seen there; here it would be a third of the time
+    # what its graph rewriting changes is seen there; here it would be a third of the time
+    if engine != "towers":
         trace_faster()
     if engine == "multiworker":
         return group_cases()

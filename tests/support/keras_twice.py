@@ -125,6 +125,5 @@ def difference(first: Any, second: Any) -> float:
     """The largest, of figures in the same structure."""
     keras.tree.assert_same_structure(first, second)
     pairs = zip(keras.tree.flatten(first), keras.tree.flatten(second), strict=True)
-    return float(
-        np.max([np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs])
-    )  # nan, if there is one
+    # nan, if there is one
+    return float(np.max([np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs]))

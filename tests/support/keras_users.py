@@ -182,9 +182,8 @@ class Batches(keras.utils.PyDataset):
 def added() -> Model:
     """A model that takes sparse rows, with no loss but that of its layer."""
     model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(4), Added()])
-    model.compile(
-        "sgd", jit_compile=False
-    )  # on GPUs Keras would compile it, and XLA has no sparse rows
+    # on GPUs Keras would compile it, and XLA has no sparse rows
+    model.compile("sgd", jit_compile=False)
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -323,9 +322,8 @@ def towers() -> dict[str, Any]:
     data = samples()
     fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
     plain = split.build(network)
-    vectors = tf.data.Dataset.from_tensor_slices(
-        (X, X)
-    )  # x and y are as long as each other, like batches of numbers
+    # x and y are as long as each other, like batches of numbers
+    vectors = tf.data.Dataset.from_tensor_slices((X, X))
     return {
         "single samples, rebatched, instance": train_twice(
             split, network, fit_other_batches(split), instance=True

@@ -227,9 +227,8 @@ def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
         return DataLoader(data, batch_sampler=order, **options)
 
     held_out: Any = None
-    if case.validate and (
-        split is None or split.shares == split.micros
-    ):  # in passes its batches have other rows
+    # in passes its batches have other rows
+    if case.validate and (split is None or split.shares == split.micros):
         own = DataLoader(points(21), batch_size=8)
         held_out = split.loader(points(21), shuffle=False, training=False) if split else own
     fit(case, make, held_out, trainer, module)

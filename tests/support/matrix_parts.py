@@ -41,9 +41,8 @@ BY_LABEL = (
 )  # several labels in a row
 TRL = ("sft", "dpo", "reward")
 TRAINERS = ("transformers", "Lightning", "accelerate", "PyTorch")
-Loss = Callable[
-    [torch.Tensor, torch.Tensor, Any], torch.Tensor
-]  # of logits and labels, flat, and of the items
+# of logits and labels, flat, and of the items
+Loss = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -145,9 +145,8 @@ def _run_hooked(
     return seen
 
 
-_kept: list[
-    Any
-] = []  # models, so that their process group isn't taken down with them, which PyTorch can hang in
+# models, so that their process group isn't taken down with them, which PyTorch can hang in
+_kept: list[Any] = []
 
 
 def _run(program: Callable[[], Any]) -> Seen:

@@ -43,9 +43,8 @@ class Tables(msgspec.Struct, frozen=True):
     alone: tuple[Floats, ...]
     finish: Floats
     done: Whole
-    teams: tuple[
-        tuple[Floats, Floats], ...
-    ]  # for each set of hosts, [k - 1]: the most samples of k devices, the cost
+    # for each set of hosts, [k - 1]: the most samples of k devices, the cost
+    teams: tuple[tuple[Floats, Floats], ...]
 
 
 def free(
@@ -123,9 +122,8 @@ def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True
     """
     batch = np.arange(1, most + 1)
     (left, low), (right, high) = device.curve[:2]
-    free_rows = (
-        int(left - low * (right - left) / (high - low)) if high > low else 0
-    )  # by the line before the curve
+    # by the line before the curve
+    free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0
     sizes = [
         wall,
         1,
@@ -158,9 +156,8 @@ def _along(device: SimulatedDevice, batch: Whole) -> Floats:
     times = np.array([t for _, t in device.curve], dtype=np.float64)
     right = np.clip(np.searchsorted(known, batch), 1, len(known) - 1)
     slope = (times[right] - times[right - 1]) / (known[right] - known[right - 1])
-    inside = np.where(
-        slope < 0, np.clip(batch, known[right - 1], known[right]), batch
-    )  # a falling line ends level
+    # a falling line ends level
+    inside = np.where(slope < 0, np.clip(batch, known[right - 1], known[right]), batch)
     return np.asarray(np.maximum(0.0, times[right - 1] + slope * (inside - known[right - 1])))
 
 
@@ -271,9 +268,8 @@ def _tables(machine: Machine, batch: int | None, micro: bool, quantum: int) -> T
     if len(finish) > MOST_TIMES:
         finish = finish[:: -(-len(finish) // MOST_TIMES)]
     allowed = [np.where(np.arange(1, len(t) + 1) % quantum, np.inf, t) for t in together]
-    least = [
-        np.minimum.accumulate(t[::-1])[::-1] for t in allowed
-    ]  # of this batch and all larger ones
+    # of this batch and all larger ones
+    least = [np.minimum.accumulate(t[::-1])[::-1] for t in allowed]
     done = np.stack([np.searchsorted(t, finish * (1 + 1e-12), side="right") for t in least])
     return Tables(tuple(times), finish, done, tuple(_teams(machine, done)))
 

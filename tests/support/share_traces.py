@@ -67,9 +67,8 @@ class Run(NamedTuple):
 
     samples: int
     steps: int
-    changes: tuple[
-        tuple[int, tuple[int, ...], str], ...
-    ]  # the first step with the new shares, which, and why
+    # the first step with the new shares, which, and why
+    changes: tuple[tuple[int, tuple[int, ...], str], ...]
 
 
 def machine(devices: int, seed: int, rows: int = 200, plan_error: float = 0.05) -> Machine:

@@ -158,9 +158,8 @@ def running_servers(
         with mock.patch.object(hosts, "ServerProcess", find):
             yield
 
-    with ThreadPoolExecutor(
-        1
-    ) as starter:  # the kernel ends a server with the thread that started it
+    # the kernel ends a server with the thread that started it
+    with ThreadPoolExecutor(1) as starter:
         try:
             yield sharing
         finally:

@@ -78,9 +78,8 @@ def make_model(name: str, dtype: str = "float64") -> Any:
 
 def _build(name: str) -> Any:
     kind = getattr(transformers, name)
-    labels = (
-        2 if name.endswith("ForQuestionAnswering") else LABELS
-    )  # where an answer begins, and where it ends
+    # where an answer begins, and where it ends
+    labels = 2 if name.endswith("ForQuestionAnswering") else LABELS
     config = tiny_config(kind.config_class, labels)
     for each in (
         config,

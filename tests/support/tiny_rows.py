@@ -12,10 +12,8 @@ from torch.utils.data import Dataset
 from tests.support.tiny_inputs import Draw, Row, by_kind
 from tests.support.tiny_labels import IGNORED, LABEL_KINDS
 
-PADDED = {
-    "labels": IGNORED,
-    "mc_labels": IGNORED,
-}  # what stands behind a row's end, where it isn't 0
+# what stands behind a row's end, where it isn't 0
+PADDED = {"labels": IGNORED, "mc_labels": IGNORED}
 CONSTANT = {"return_loss", "interpolate_pos_encoding"}
 
 

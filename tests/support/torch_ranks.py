@@ -21,9 +21,8 @@ from tests.support.launched_plan import make_plan
 
 STEPS = 14  # of a training that is launched, and goes on after losses
 OVER_AN_EPOCH = 6  # steps of every other one, most of which have 4 an epoch
-CLASSES = torch.tensor(
-    [1.0, 0.0, 5.0], dtype=torch.float64
-)  # what each class weighs; the second is ignored
+# what each class weighs; the second is ignored
+CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)
 WIDTH = 7
 
 
@@ -42,9 +41,8 @@ class TrainingCase(msgspec.Struct, frozen=True):
     normalize: bool = False  # over the global batch: on GPUs only
     ignore: bool = False  # one class, and weigh the others
     validate: bool = False  # within each step
-    passes: tuple[
-        int, ...
-    ] = ()  # of each rank: by split.parts, under a plan of five times the shares
+    # of each rank: by split.parts, under a plan of five times the shares
+    passes: tuple[int, ...] = ()
 
     def global_batch(self, planned: int) -> int:
         """Rows of a step, where the plan is for so many."""

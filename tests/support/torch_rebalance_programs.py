@@ -30,9 +30,8 @@ from tests.support.torch_program_parts import data, network
 SLEEP_SECONDS = 0.1
 CLOCK_HERTZ = 1.7e9  # about a GPU's
 
-_held_up: list[
-    tuple[Any, Any, Any]
-] = []  # in each backward pass of rank 1: the clock, and its marks
+# in each backward pass of rank 1: the clock, and its marks
+_held_up: list[tuple[Any, Any, Any]] = []
 
 
 def _hold_up(on_gpu: bool) -> None:

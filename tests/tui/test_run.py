@@ -171,9 +171,8 @@ def test_a_loss_that_transformers_multiplies_by_the_processes_stays_so(train: Ra
 def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(train: Ranks) -> None:
     evenly, by_shares = train(LIGHTNING, "lightning")
     assert "6+2 = 8 rows a step, by lightning.Trainer" in by_shares[0]["said"]
-    assert (
-        by_shares[0]["said"].count("it is a sum, not a mean over rows") == 1
-    )  # the second training
+    # the second training
+    assert by_shares[0]["said"].count("it is a sum, not a mean over rows") == 1
     for now, own, epoch in zip(by_shares, evenly, ([6] * 5 + [5], [2] * 5 + [1]), strict=True):
         assert now["rows"] == epoch * 3
         assert difference(now["weights"], own["weights"]) <= 1e-12

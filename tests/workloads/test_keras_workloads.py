@@ -16,10 +16,8 @@ from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers, free_peers
 
 skip_without("tensorflow")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(580),
-]  # one wait for all processes, on a machine that may be busy
+# one wait for all processes, on a machine that may be busy
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 STEPS = "tests.workloads.keras_steps"
 

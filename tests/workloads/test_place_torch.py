@@ -81,9 +81,8 @@ def test_a_placed_workload_trains_as_one_device_does(
     """After three steps from one start, on the same rows, the weights agree; Adam would divide
     rounding by itself.
     """
-    monkeypatch.setattr(
-        torch_batches, "SLOW_ROW_SECONDS", math.inf
-    )  # a pool of as many rows on a busy machine too
+    # a pool of as many rows on a busy machine too
+    monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 64)
     monkeypatch.setattr(torch.optim, "Adam", lambda parameters, _: torch.optim.SGD(parameters, 0.1))
     weights = []

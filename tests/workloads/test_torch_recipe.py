@@ -130,9 +130,8 @@ def test_half_precision_trains_with_weights_in_float32(
     """The loss comes near that of float32: within 0.05 after 16 steps; fp16's loss scale stays
     finite.
     """
-    monkeypatch.setattr(
-        torch_batches, "SLOW_ROW_SECONDS", math.inf
-    )  # the same rows on a busy machine too
+    # the same rows on a busy machine too
+    monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 1024)
     losses = {}
     for each in ("float32", precision):
@@ -268,14 +267,12 @@ def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., lis
     """
     ended = trainer_ranks("tests.workloads.torch_group_rank.train", world=3)
     assert {each["facts"]["engine"] for each in ended} == {"ddp"}
-    pauses = (
-        RANK.STEPS - 1
-    ) * RANK.PAUSE_SECONDS  # before the first step, others may not be there yet
+    # before the first step, others may not be there yet
+    pauses = (RANK.STEPS - 1) * RANK.PAUSE_SECONDS
     assert all(each["waited"] > 0.5 * pauses for each in ended[1:])
     assert {(each["waited since"], each["on a CPU"]) for each in ended} == {(0, None)}
-    assert all(
-        map(torch.equal, ended[1]["weights"][3], ended[0]["weights"][3])
-    )  # it was left out before
+    # it was left out before
+    assert all(map(torch.equal, ended[1]["weights"][3], ended[0]["weights"][3]))
     torch.manual_seed(0)
     recipe = RANK.recipe()
     assert recipe.data is not None

@@ -158,9 +158,8 @@ def main(arguments: list[str]) -> int:
     """`run` in a process of its own, whose standard streams may be lost at any time."""
     guard_streams()
     code = run(arguments)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # all is done; a key pressed twice must not change the exit code
+    # all is done; a key pressed twice must not change the exit code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
 

@@ -256,9 +256,8 @@ def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
 
     yield Line()
     yield from whole_table(TRAININGS, rows, width)
-    for row in [
-        row for row in rows if row.training or len(row.ranks) > 1
-    ]:  # of others the table has it all
+    # of others the table has it all
+    for row in [row for row in rows if row.training or len(row.ranks) > 1]:
         yield Line()
         yield from text_lines(row.workload or row.framework, width, 1, "strong")
         yield from whole_table(rank_grid(row.ranks), row.ranks, width)

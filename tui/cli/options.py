@@ -52,9 +52,8 @@ _FLAGS = {
 _MORE_HELP = {
     "workload": f" Built in: {', '.join(registry.names())}. {DEFAULTS} More: evener help workload."
 }
-_TYPED: dict[
-    str, tuple[Any, Any]
-] = {  # options whose text `make_request` parses, with their defaults
+# options whose text `make_request` parses, with their defaults
+_TYPED: dict[str, tuple[Any, Any]] = {
     "framework": (str | None, None),
     "settings": (list[str] | None, None),
     "inputs": (str, "host"),

@@ -92,10 +92,8 @@ def list_runs(
 ) -> None:
     """List past runs, the newest first: their state, and why they failed."""
     if context.invoked_subcommand is not None:
-        if context.invoked_subcommand in (
-            "list",
-            "show",
-        ):  # which take these options too, as in `runs --json list`
+        # which take these options too, as in `runs --json list`
+        if context.invoked_subcommand in ("list", "show"):
             given = {name: value for name, value in context.params.items() if value}
             context.default_map = {context.invoked_subcommand: given}
         return

@@ -173,9 +173,8 @@ def serve_browser(command: Sequence[str], port: int) -> int:
         ):
             listening.bind((HOST, port))
             listening.listen()
-        logging.disable(
-            logging.CRITICAL
-        )  # its libraries print a traceback for each request that isn't one
+        # its libraries print a traceback for each request that isn't one
+        logging.disable(logging.CRITICAL)
         return asyncio.run(BrowserServer(command).run(listening))
 
 

@@ -67,9 +67,8 @@ _FRAMEWORKS = ("tensorflow", "torch")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _LIKE_ROWS = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?", re.IGNORECASE)  # no run's id
 _THOUSANDS = re.compile(r",(?=\d{3}(?!\d))")
-_PART = re.compile(
-    r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h|d)(?![a-z]) *"
-)  # linear: no digit is read twice
+# linear: no digit is read twice
+_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h|d)(?![a-z]) *")
 
 
 def make_request(

@@ -60,9 +60,8 @@ class KerasSteps:
             if several
             else "solo"
         )
-        self._made: dict[
-            tuple[tuple[str, ...], bool], tuple[Split, Any]
-        ] = {}  # by devices, and whether in passes
+        # by devices, and whether in passes
+        self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any]] = {}
         self.split = self._make_split(self._devices, [1] * len(self._devices), ())
 
     def _make_split(
@@ -92,9 +91,8 @@ class KerasSteps:
             if self._placed is not None:
                 model.train_step = partial(self._placed, model)
             model.make_train_function(force=True)
-            if (
-                self.place.input == "device"
-            ):  # without a look at the first batch, which towers have in pieces
+            # without a look at the first batch, which towers have in pieces
+            if self.place.input == "device":
                 if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
                 type(model).make_train_function(model, force=True)

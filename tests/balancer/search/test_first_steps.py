@@ -95,6 +95,5 @@ def test_memory_that_hardly_rises_costs_two_tries_at_most() -> None:
     best = search.best()
     assert best is not None
     assert max(full) <= 2
-    assert (
-        min(best.layout.shares) > 0.9 * 574
-    )  # as fast as each other, so the smaller memory bounds both
+    # as fast as each other, so the smaller memory bounds both
+    assert min(best.layout.shares) > 0.9 * 574

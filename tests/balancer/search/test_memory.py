@@ -88,19 +88,15 @@ LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
     ("memory", "most"),
     [
         (Memory(31_000, LINE, 200), 300),  # less a margin for what allocators round
-        (
-            Memory(1_000_000, LINE, 200, failed=240, failures=1),
-            210,
-        ),  # the line is refuted: a quarter of the way
+        # the line is refuted: a quarter of the way
+        (Memory(1_000_000, LINE, 200, failed=240, failures=1), 210),
         (Memory(31_000, LINE, 200, failed=500, failures=1), 300),
         (Memory(1_000_000, LINE, 200, failed=204, failures=1), 200),  # settled: 2 % apart
         (Memory(1_000_000, LINE, 200, failed=208, failures=1), 202),
         (Memory(1_000_000, LINE, 2, failed=3, failures=1), 2),  # one quantum apart
         (Memory(None, (), 64), 512),  # unknown: it grows by a factor,
-        (
-            Memory(None, (), 64, failed=512, failures=1),
-            181,
-        ),  # is cut at the geometric mean where that is far,
+        # is cut at the geometric mean where that is far,
+        (Memory(None, (), 64, failed=512, failures=1), 181),
         (Memory(None, (), 64, failed=200, failures=1), 98),  # and at a quarter where it is near
         (Memory(None, (), 0), 1),
         (Memory(None, (), 0, failed=8, failures=1), 2),

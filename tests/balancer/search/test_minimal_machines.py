@@ -41,9 +41,8 @@ def _cases() -> list[Any]:
             for moment in (None, *(MOMENTS if machine.events else ())):
                 name, seeds = _name(path, ask, moment), range(SEEDS)
                 if moment is not None:
-                    seeds = seeds[MOMENTS.index(moment) % SEEDS :][
-                        :1
-                    ]  # the next one at each moment
+                    # the next one at each moment
+                    seeds = seeds[MOMENTS.index(moment) % SEEDS :][:1]
                 marks = (
                     (pytest.mark.xfail(strict=True, reason=TODAY[name]),) if name in TODAY else ()
                 )

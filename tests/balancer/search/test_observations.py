@@ -353,9 +353,8 @@ def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
     assert second.error > 3 * relative_error(lucky)
     burst = msgspec.structs.replace(timed(alone(128, 0, 2)), low_seconds=0.01, high_seconds=0.19)
     assert max(one.error for one in read_device(store(wide, lucky, burst), 0).alone[:2]) < 0.01
-    jitter = msgspec.structs.replace(
-        timed(alone(8)), low_seconds=0.09, high_seconds=0.11
-    )  # of steps of few rows
+    # of steps of few rows
+    jitter = msgspec.structs.replace(timed(alone(8)), low_seconds=0.09, high_seconds=0.11)
     assert read_device(store(jitter, lucky), 0).alone[1].error < 0.003
     assert relative_error(wide) == pytest.approx(0.01 / 2.3646)
     assert relative_error(timed(alone(8), 0.0)) == 1.0

@@ -33,9 +33,8 @@ WHOLE = (
     (8819, 778.8),
 )
 PART = (1, 10.1), (8, 10.35), (64, 15.71), (91, 18.32), (256, 32.5), (1077, 105.7), (4255, 385.2)
-H200 = Bench(
-    ((0, 0, 0, 32_000), (0, 0, 0, 19_000)), 0.0025, (WHOLE, PART)
-)  # keras_maxer, the second GPU at 60 %
+# keras_maxer, the second GPU at 60 %
+H200 = Bench(((0, 0, 0, 32_000), (0, 0, 0, 19_000)), 0.0025, (WHOLE, PART))
 MACHINES = 12
 NEAR = 0.03  # of the best throughput
 
@@ -49,9 +48,8 @@ def seeded(seed: int) -> Bench:
     for _ in range(2):
         slope, top = 0.02 * 10 ** chance.uniform(0, 1), round(200 * 10 ** chance.uniform(0, 1.3))
         fixed, past = slope * 30 * 10 ** chance.uniform(0, 1), round(top * chance.uniform(2, 4))
-        slowest = (
-            (fixed + slope * top) / top / (1 - chance.uniform(0.2, 0.4))
-        )  # ms a sample, from `past` on
+        # ms a sample, from `past` on
+        slowest = (fixed + slope * top) / top / (1 - chance.uniform(0.2, 0.4))
         curves.append(
             (
                 (1, fixed + slope),

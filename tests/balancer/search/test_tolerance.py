@@ -46,9 +46,8 @@ def test_the_smallest_batch_within_the_tolerance_is_taken() -> None:
     assert best.layout == smallest
     assert 0.978 <= BENCH.rate(smallest) / rate <= 0.985
     assert batch > 1.3 * smallest.global_batch
-    assert all(
-        other.global_batch > 1.3 * smallest.global_batch for other in others
-    )  # one like it isn't worth a race
+    # one like it isn't worth a race
+    assert all(other.global_batch > 1.3 * smallest.global_batch for other in others)
 
 
 @pytest.mark.parametrize("factor", [1.007, 1.012, 1.05])

@@ -188,9 +188,8 @@ def test_a_resumed_search_is_not_slower_than_what_it_had_measured(
         if any(batch in (None, one.probe.layout.global_batch) for one in ran):
             best = search.best()
             assert best is not None
-            within = (
-                TIE if fixed else TOLERANCE + SLACK
-            )  # of equals the simpler, or the smaller batch
+            # of equals the simpler, or the smaller batch
+            within = TIE if fixed else TOLERANCE + SLACK
             least = fastest(ran, batch).samples_per_second * (1 - within)
             assert best.throughput.value >= least
 

@@ -123,12 +123,10 @@ class LateCompiler(ModuleType):
     def __init__(self) -> None:
         super().__init__(COMPILER)
         self._left_alone: list[Any] = []
-        self.trace_rules = LatePart(
-            self, "trace_rules", clear_lru_cache=lambda: None
-        )  # what a process group does
-        self.utils = LatePart(
-            self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"
-        )  # DistributedDataParallel
+        # what a process group does
+        self.trace_rules = LatePart(self, "trace_rules", clear_lru_cache=lambda: None)
+        # DistributedDataParallel
+        self.utils = LatePart(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self._may_have(name):  # some ask every module
