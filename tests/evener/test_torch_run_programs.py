@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ OTHER = [
     ("losses", "a sum", "it is a sum, not a mean over rows"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
     ("losses", "negatives of all ranks", "exchange rows by all_gather"),
-    ("exchanged", "rows gathered", "exchange rows by all_gather (run_exchanged.py:26)"),
+    ("exchanged", "rows gathered", "exchange rows by all_gather (run_exchanged.py:"),
     ("exchanged", "rows gathered by a function", "exchange rows by all_gather_tensor"),
     (
         "exchanged",
@@ -45,7 +46,7 @@ OTHER = [
         "goes into a number in its loss",
     ),
     ("other", "means of ranks", "goes into the rate of its optimizer"),
-    ("exchanged", "a center from the first rank", "by broadcast (run_exchanged.py:137)"),
+    ("exchanged", "a center from the first rank", "by broadcast (run_exchanged.py:"),
     ("exchanged", "a rate by exchanged losses", "goes into the rate of its optimizer"),
     ("exchanged", "gradients by exchanged losses", "goes into its gradients"),
     ("exchanged", "a codebook in the model", "goes into its model"),
@@ -62,6 +63,7 @@ OTHER = [
         "not every rank takes its rows from a loader of its own",
     ),
 ]
+SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = [pytest.mark.slow, two_cores]
 
 
@@ -106,6 +108,14 @@ def test_another_program_trains_as_by_its_own_launcher(
     kind, said = run(server, tmp_path, module, name)
     assert kind == "even"
     assert words in said
+    check_lines(said)
+
+
+def check_lines(said: str) -> None:
+    """The line of a program that a sentence gives makes the call that it names."""
+    for call, file, number in re.findall(r"by (\w+) \((run_\w+\.py):(\d+)\)", said):
+        lines = (SUPPORT / file).read_text().splitlines()
+        assert f".{call}(" in lines[int(number) - 1]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +151,7 @@ def test_rows_that_are_exchanged_once_shares_are_uneven_end_the_program(
     kind, words = run(server, tmp_path, "exchanged", name)
     assert kind == "ended"
     assert f"different sizes to exchange by {call} (run_exchanged.py:" in words
+    check_lines(words)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text())[1] for rank in (0, 1)]
     assert all(each["broke"] == ranks[0]["broke"] for each in ranks)
 

@@ -26,6 +26,8 @@ from tests.support.run_parts import (
     naming,
     net,
     points,
+    start,
+    update,
 )
 
 PROGRAMS: Programs = {}
@@ -42,9 +44,7 @@ def step_by(make: Any, schedule: Any = None, model: Any = None, each_epoch: bool
         loader.sampler.set_epoch(epoch)
         for x, classes, targets in loader:
             loss = mean(chosen, x, classes, targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
             if steps and not each_epoch:
                 steps.step()
         if steps and each_epoch:
@@ -162,24 +162,19 @@ def tied_weights() -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for batch in epochs(load(Tokens())):
         found = model(batch["tokens"][:, :-1])
-        optimizer.zero_grad()
-        F.cross_entropy(found.reshape(-1, 9), batch["tokens"][:, 1:].reshape(-1)).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(found.reshape(-1, 9), batch["tokens"][:, 1:].reshape(-1)))
     return model
 
 
 @program
 def masks_normalized_by_row() -> Any:
-    model = ddp(Tied())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start(ddp(Tied()))
     for batch in epochs(load(Tokens())):
         each = F.cross_entropy(
             model(batch["tokens"]).transpose(1, 2), batch["tokens"].flip(1), reduction="none"
         )
         weights = batch["mask"].double()
-        optimizer.zero_grad()
-        ((each * weights).sum(1) / weights.sum(1)).mean().backward()
-        optimizer.step()
+        update(optimizer, ((each * weights).sum(1) / weights.sum(1)).mean())
     return model
 
 
@@ -218,9 +213,7 @@ def learn_sums(model: Any, masked: bool = False) -> Any:
     for batch in epochs(load(Tokens())):
         tokens = batch["tokens"]
         found = model(tokens, batch["mask"]) if masked else model(tokens)
-        optimizer.zero_grad()
-        F.cross_entropy(found, tokens.sum(1) % 3).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(found, tokens.sum(1) % 3))
     return model
 
 

@@ -27,6 +27,8 @@ from tests.support.run_parts import (
     naming,
     net,
     points,
+    start,
+    update,
 )
 
 PROGRAMS: Programs = {}
@@ -36,8 +38,7 @@ Pair = namedtuple("Pair", "x labels")
 
 @program
 def clipped_norm() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         F.cross_entropy(model(x), classes).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
@@ -48,8 +49,7 @@ def clipped_norm() -> Any:
 
 @program
 def clipped_values() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         F.cross_entropy(model(x), classes).backward()
@@ -60,8 +60,7 @@ def clipped_values() -> Any:
 
 @program
 def accumulated_by_no_sync() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for number, (x, classes, _) in enumerate(epochs(load(drop_last=True))):
         if number % 2:
             (F.cross_entropy(model(x), classes) / 2).backward()
@@ -94,9 +93,7 @@ def frozen_part() -> Any:
         (each for each in wrapped.parameters() if each.requires_grad), lr=0.1
     )
     for x, classes, _ in epochs(load()):
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), classes).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(wrapped(x), classes))
     return wrapped
 
 
@@ -107,9 +104,7 @@ def two_models() -> Any:
         [{"params": encoder.parameters()}, {"params": head.parameters(), "lr": 0.2}], lr=0.1
     )
     for x, classes, _ in epochs(load()):
-        optimizer.zero_grad()
-        F.cross_entropy(head(encoder(x)), classes).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(head(encoder(x)), classes))
     return encoder, head
 
 
@@ -129,13 +124,10 @@ def two_optimizers() -> Any:
 
 @program
 def named_tuples() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     rows = [Pair(x, int(y)) for x, y, _ in points()]
     for batch in epochs(load(rows)):
-        optimizer.zero_grad()
-        F.cross_entropy(model(batch.x), batch.labels).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(batch.x), batch.labels))
     return model
 
 
@@ -151,21 +143,19 @@ def own_collate() -> Any:
 
 @program
 def set_epoch_missing() -> Any:
-    model, loader = ddp(), load()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    loader = load()
     for _ in range(2):
         for x, classes, _targets in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), classes).backward()
-            optimizer.step()
+            update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
 @program
 def steps_counted() -> Any:
     """A loop over steps, which asks for the loader's next batch."""
-    model, loader = ddp(), load()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    loader = load()
     batches = iter(loader)
     for _ in range(17):
         try:
@@ -173,22 +163,18 @@ def steps_counted() -> Any:
         except StopIteration:
             batches = iter(loader)
             x, classes, _targets = next(batches)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), classes).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
 @program
 def epochs_cut_short() -> Any:
-    model, loader = ddp(), load()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    loader = load()
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         for x, classes, _ in itertools.islice(loader, 4):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), classes).backward()
-            optimizer.step()
+            update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
@@ -203,9 +189,7 @@ def resumed() -> Any:
     for epoch in range(1, 3):
         loader.sampler.set_epoch(epoch)
         for x, classes, _ in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), classes).backward()
-            optimizer.step()
+            update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
@@ -216,9 +200,7 @@ def averaged_weights() -> Any:
     slow = torch.optim.swa_utils.AveragedModel(model.module, multi_avg_fn=average)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, classes, _ in epochs(load()):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), classes).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x), classes))
         slow.update_parameters(model.module)
     return model, slow
 
@@ -261,9 +243,7 @@ def evaluated_between() -> Any:
         loader.sampler.set_epoch(epoch)
         model.train()
         for x, classes, _ in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), classes).backward()
-            optimizer.step()
+            update(optimizer, F.cross_entropy(model(x), classes))
         model.eval()
         total = torch.zeros(())
         with torch.no_grad():
@@ -277,13 +257,10 @@ def evaluated_between() -> Any:
 @program
 def two_loaders() -> Any:
     """Epochs over one set of rows, then over another."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for data in (points(), points(30)):
         for x, classes, _ in epochs(load(data), 1):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), classes).backward()
-            optimizer.step()
+            update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
@@ -303,13 +280,11 @@ class Later(Dataset[Any]):
 @program
 def rows_by_epoch() -> Any:
     data = Later()
-    model, loader = ddp(), load(data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    loader = load(data)
     for epoch in range(2):
         data.epoch = epoch
         loader.sampler.set_epoch(epoch)
         for x, classes in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), classes).backward()
-            optimizer.step()
+            update(optimizer, F.cross_entropy(model(x), classes))
     return model

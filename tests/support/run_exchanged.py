@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from .run_exchanges import accelerate, train
-from .run_parts import Programs, ddp, epochs, load, naming
+from .run_parts import Programs, ddp, epochs, load, naming, start, update
 
 PROGRAMS: Programs = {}
 name = naming(PROGRAMS)
@@ -80,8 +80,8 @@ def losses_of_rows_added_up() -> Any:
 
 @name
 def a_center() -> Any:
-    model, center = ddp(), torch.zeros(1, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    center = torch.zeros(1, 3)
     for x, _, _ in epochs(load()):
         out = model(x)
         loss = (out - center).square().mean()
@@ -89,22 +89,17 @@ def a_center() -> Any:
             own = out.sum(0, keepdim=True)
             dist.all_reduce(own)
             center = center * 0.9 + own / (len(out) * 2) * 0.1
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return model
 
 
 @name
 def a_center_in_place_after_the_step() -> Any:
     center = torch.zeros(3)
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, _, _ in epochs(load()):
         out = model(x)
-        optimizer.zero_grad()
-        (out - center.sigmoid()).square().mean().backward()
-        optimizer.step()
+        update(optimizer, (out - center.sigmoid()).square().mean())
         own = out.detach().mean(0)
         dist.all_reduce(own)
         center.mul_(0.9).add_(own, alpha=0.05)
@@ -113,13 +108,11 @@ def a_center_in_place_after_the_step() -> Any:
 
 @name
 def a_center_as_a_number() -> Any:
-    model, center = ddp(), 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    center = 0.0
     for x, _, _ in epochs(load()):
         out = model(x)
-        optimizer.zero_grad()
-        (out - center).square().mean().backward()
-        optimizer.step()
+        update(optimizer, (out - center).square().mean())
         own = out.detach().mean()
         dist.all_reduce(own)
         center = 0.9 * center + 0.1 * own.item() / 2
@@ -128,28 +121,24 @@ def a_center_as_a_number() -> Any:
 
 @name
 def a_center_from_the_first_rank() -> Any:
-    model, center = ddp(), torch.zeros(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    center = torch.zeros(3)
     for x, _, _ in epochs(load()):
         out = model(x)
         loss = (out - center).square().mean()
         center = out.detach().mean(0)
         dist.broadcast(center, 0)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return model
 
 
 @name
 def means_as_objects_in_the_loss() -> Any:
-    model, middle = ddp(), 1.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
+    middle = 1.0
     for x, classes, _ in epochs(load()):
         loss = F.cross_entropy(model(x), classes)
-        optimizer.zero_grad()
-        (loss / middle).backward()
-        optimizer.step()
+        update(optimizer, loss / middle)
         every: list[Any] = [None, None]
         dist.all_gather_object(every, loss.item())
         middle = sum(every) / 2
@@ -158,8 +147,7 @@ def means_as_objects_in_the_loss() -> Any:
 
 @name
 def a_rate_by_exchanged_losses() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), classes)
@@ -173,8 +161,7 @@ def a_rate_by_exchanged_losses() -> Any:
 
 @name
 def gradients_by_exchanged_losses() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), classes)
@@ -212,14 +199,11 @@ def a_codebook_in_the_model() -> Any:
 
 @name
 def negatives_of_all_ranks_by_a_function() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         out = F.normalize(model(x))
         every = torch.cat(torch.distributed.nn.all_gather(out))
-        optimizer.zero_grad()
-        (F.cross_entropy(out @ every.T, classes) / 0.1).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(out @ every.T, classes) / 0.1)
     return model
 
 

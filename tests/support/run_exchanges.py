@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
-from .run_parts import Programs, ddp, epochs, load, mean, naming, net, points
+from .run_parts import Programs, ddp, epochs, load, mean, naming, net, points, start, update
 
 PROGRAMS: Programs = {}
 name = naming(PROGRAMS)
@@ -158,15 +158,12 @@ def barriers() -> Any:
 
 @name
 def a_drawn_number_from_the_first_rank() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     drawn = torch.Generator().manual_seed(dist.get_rank())
     for x, classes, _ in epochs(load()):
         part = torch.rand(1, generator=drawn)
         dist.broadcast(part, 0)
-        optimizer.zero_grad()
-        (F.cross_entropy(model(x), classes) * part[0]).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x), classes) * part[0])
     return model
 
 
@@ -177,9 +174,7 @@ def settings_from_the_first_rank() -> Any:
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate[0] or 0.0)
     for x, classes, targets in epochs(load()):
-        optimizer.zero_grad()
-        mean(model, x, classes, targets).backward()
-        optimizer.step()
+        update(optimizer, mean(model, x, classes, targets))
     return model
 
 

@@ -34,6 +34,8 @@ from tests.support.run_parts import (
     naming,
     net,
     points,
+    start,
+    update,
 )
 
 PROGRAMS: Programs = {}
@@ -95,16 +97,6 @@ class Counted(Dataset[Any]):
         return x + 0.01 * self.fetched, classes, targets
 
 
-def learn(model: Any, loader: Any, count: int = 2) -> Any:
-    """A loop with SGD over any loader."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, classes, _ in epochs(loader, count):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), classes).backward()
-        optimizer.step()
-    return model
-
-
 @program
 def variances_of_two_tasks() -> Any:
     """Tensors that no model has, so each rank learns its own."""
@@ -120,33 +112,35 @@ def variances_of_two_tasks() -> Any:
 
 
 PROGRAMS |= {
-    "a stream": lambda: learn(ddp(), DataLoader(Stream(), batch_size=BATCH)),
-    "own sampler": lambda: learn(
-        ddp(), load(sampler=OwnSampler(dist.get_rank(), dist.get_world_size()))
+    "a stream": lambda: fit(ddp(), mean, DataLoader(Stream(), batch_size=BATCH)),
+    "own sampler": lambda: fit(
+        ddp(), mean, load(sampler=OwnSampler(dist.get_rank(), dist.get_world_size()))
     ),
-    "own batches": lambda: learn(ddp(), DataLoader(points(), batch_sampler=OwnBatches())),
-    "own sharding": lambda: learn(
+    "own batches": lambda: fit(ddp(), mean, DataLoader(points(), batch_sampler=OwnBatches())),
+    "own sharding": lambda: fit(
         ddp(),
+        mean,
         DataLoader(
             Subset(points(), range(dist.get_rank(), ROWS, 2)), batch_size=BATCH, shuffle=False
         ),
     ),
-    "all rows on each rank": lambda: learn(
-        ddp(), DataLoader(points(), batch_size=BATCH, shuffle=True)
+    "all rows on each rank": lambda: fit(
+        ddp(), mean, DataLoader(points(), batch_size=BATCH, shuffle=True)
     ),
-    "ranks shuffle differently": lambda: learn(
-        ddp(), load(sampler=DistributedSampler(points(), seed=dist.get_rank()))
+    "ranks shuffle differently": lambda: fit(
+        ddp(), mean, load(sampler=DistributedSampler(points(), seed=dist.get_rank()))
     ),
-    "a batch sampler around": lambda: learn(
+    "a batch sampler around": lambda: fit(
         ddp(),
+        mean,
         DataLoader(points(), batch_sampler=BatchSampler(DistributedSampler(points()), BATCH, True)),
     ),
-    "no batches": lambda: learn(
-        ddp(), DataLoader(Singles(), batch_size=None, sampler=DistributedSampler(points()))
+    "no batches": lambda: fit(
+        ddp(), mean, DataLoader(Singles(), batch_size=None, sampler=DistributedSampler(points()))
     ),
-    "batches fetched early": lambda: learn(ddp(), Early(load())),
-    "a communication hook": lambda: learn(hooked(ddp()), load()),
-    "rows that count fetches": lambda: learn(ddp(), load(Counted())),
+    "batches fetched early": lambda: fit(ddp(), mean, Early(load())),
+    "a communication hook": lambda: fit(hooked(ddp()), mean, load()),
+    "rows that count fetches": lambda: fit(ddp(), mean, load(Counted())),
 }
 
 
@@ -197,8 +191,7 @@ def gradients_by_hand() -> Any:
 
 @program
 def local_steps() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         with model.no_sync():
@@ -213,8 +206,7 @@ def local_steps() -> Any:
 @program
 def passes_by_data() -> Any:
     """As many passes as the loss asks for, the same on each rank."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         for _again in range(3):
             optimizer.zero_grad()
@@ -230,8 +222,7 @@ def passes_by_data() -> Any:
 
 @program
 def skipped_steps() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), classes)
@@ -245,21 +236,17 @@ def skipped_steps() -> Any:
 
 @program
 def rate_by_rows() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * len(x)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), classes).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
 @program
 def clipped_in_accumulation() -> Any:
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for number, (x, classes, _) in enumerate(epochs(load(drop_last=True))):
         if number % 2:
             F.cross_entropy(model(x), classes).backward()
@@ -275,8 +262,7 @@ def clipped_in_accumulation() -> Any:
 @program
 def sharpness() -> Any:
     """Two passes of a batch: at the weights, and a step uphill (SAM)."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         F.cross_entropy(model(x), classes).backward()
@@ -301,12 +287,8 @@ def adversaries() -> Any:
     for x, _, targets in epochs(load()):
         made = maker(x)
         true, false = judge(targets), judge(made.detach())
-        second.zero_grad()
-        (F.softplus(-true).mean() + F.softplus(false).mean()).backward()
-        second.step()
-        first.zero_grad()
-        F.softplus(-judge(made)).mean().backward()
-        first.step()
+        update(second, F.softplus(-true).mean() + F.softplus(false).mean())
+        update(first, F.softplus(-judge(made)).mean())
     return maker, judge
 
 
@@ -350,13 +332,10 @@ PROGRAMS["a running centre"] = lambda: fit(ddp(Centred()), mean)
 @program
 def labels_ignored_later() -> Any:
     """Labels of the first batch all count, some of later ones don't."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for step, (x, classes, _) in enumerate(epochs(load())):
         wanted = classes.masked_fill((classes == 1) & (step > 2), -100)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), wanted).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x), wanted))
     return model
 
 
@@ -365,8 +344,7 @@ def gradients_taken() -> Any:
     """torch.autograd.grad in place of backward, then an exchange by hand, with a DDP model
     around.
     """
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         found = torch.autograd.grad(
             F.cross_entropy(model.module(x), classes), list(model.parameters())
@@ -381,8 +359,7 @@ def gradients_taken() -> Any:
 @program
 def means_of_ranks() -> Any:
     """A rate that goes by a mean of ranks' means."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), classes)

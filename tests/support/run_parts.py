@@ -37,6 +37,7 @@ batch = 3
 device = "cpu-1-of-2"
 batch = 1
 """
+Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # of the model, x, classes and targets
 Programs = dict[str, Callable[[], Any]]  # each returns what it has trained: a module or several
 
 
@@ -64,6 +65,19 @@ def ddp(model: nn.Module | None = None, **options: Any) -> Any:
     return DistributedDataParallel(net() if model is None else model, **options)
 
 
+def start(model: Any = None, rate: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
+    """A model, or a small network in DistributedDataParallel, and its optimizer."""
+    chosen = ddp() if model is None else model
+    return chosen, torch.optim.SGD(chosen.parameters(), lr=rate)
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """The usual step."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def epochs(loader: Any, count: int = 2) -> Iterator[Any]:
     """The batches of some epochs, each in its own order."""
     for epoch in range(count):
@@ -72,13 +86,11 @@ def epochs(loader: Any, count: int = 2) -> Iterator[Any]:
         yield from loader
 
 
-def fit(model: Any, loss: Callable[[Any, Tensor, Tensor, Tensor], Tensor], **options: Any) -> Any:
-    """A loop with SGD; returns the model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x, classes, targets in epochs(load(**options)):
-        optimizer.zero_grad()
-        loss(model, x, classes, targets).backward()
-        optimizer.step()
+def fit(model: Any, loss: Loss, loader: Any = None, optimizer: Any = None, **options: Any) -> Any:
+    """The usual loop, over a loader of these options where none is given; returns the model."""
+    chosen = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, classes, targets in epochs(load(**options) if loader is None else loader):
+        update(chosen, loss(model, x, classes, targets))
     return model
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.run_parts import Programs, epochs, load, naming
+from tests.support.run_parts import Programs, epochs, load, naming, update
 
 CPU = torch.device("cpu")
 PROGRAMS: Programs = {}
@@ -109,9 +109,7 @@ def sharded_with_the_loss_inside() -> Any:
     model = fsdp.fully_shard(WithLoss())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x, classes, _ in epochs(load()):
-        optimizer.zero_grad()
-        model(x, classes).backward()
-        optimizer.step()
+        update(optimizer, model(x, classes))
     return whole(model)
 
 
@@ -164,7 +162,5 @@ def parts_of_a_layer() -> Any:
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, classes, _ in epochs(load()):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[:2]), classes[:2]).backward()
-        optimizer.step()
+        update(optimizer, F.cross_entropy(model(x[:2]), classes[:2]))
     return whole(model)

@@ -15,23 +15,22 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from tests.support.run_parts import BATCH, ROWS, Programs, ddp, epochs, load, naming, net, points
+from tests.support.run_parts import (
+    BATCH,
+    ROWS,
+    Programs,
+    ddp,
+    epochs,
+    load,
+    naming,
+    net,
+    points,
+    start,
+    update,
+)
 
 PROGRAMS: Programs = {}
 program = naming(PROGRAMS)
-
-
-def start(model: Any = None, rate: float = 0.1) -> tuple[Any, Any]:
-    """A model and its optimizer."""
-    chosen = ddp() if model is None else model
-    return chosen, torch.optim.SGD(chosen.parameters(), lr=rate)
-
-
-def step(optimizer: Any, loss: Tensor) -> None:
-    """A backward pass and an update."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 @program
@@ -40,7 +39,7 @@ def two_loaders_zipped() -> Any:
     model, optimizer = start()
     for _ in range(2):
         for (x, classes, _), (free, *_) in zip(load(), load(points(40)), strict=False):
-            step(optimizer, F.cross_entropy(model(x), classes) + model(free).square().mean())
+            update(optimizer, F.cross_entropy(model(x), classes) + model(free).square().mean())
     return model
 
 
@@ -50,9 +49,9 @@ def two_loaders_in_turn() -> Any:
     model, optimizer = start()
     others = iter(load(points(60)))
     for x, classes, _ in epochs(load(), 1):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
         free, more, _ = next(others)
-        step(optimizer, F.cross_entropy(model(free), more))
+        update(optimizer, F.cross_entropy(model(free), more))
     return model
 
 
@@ -61,10 +60,10 @@ def two_loaders_zipped_later() -> Any:
     """One loader at first, so that shares have left even, then two of other batches in one step."""
     model, optimizer = start()
     for x, classes, _ in epochs(load(), 1):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
     large = DataLoader(points(), batch_size=2 * BATCH, sampler=DistributedSampler(points()))
     for (x, classes, _), (free, *_) in zip(load(), large, strict=False):
-        step(optimizer, F.cross_entropy(model(x), classes) + model(free).square().mean())
+        update(optimizer, F.cross_entropy(model(x), classes) + model(free).square().mean())
     return model
 
 
@@ -76,7 +75,7 @@ def larger_batches_later() -> Any:
             points(), batch_size=times * BATCH, sampler=DistributedSampler(points(), seed=3)
         )
         for x, classes, _ in epochs(loader, 1):
-            step(optimizer, F.cross_entropy(model(x), classes))
+            update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
@@ -88,7 +87,7 @@ def rate_by_rows_seen() -> Any:
     for x, classes, _ in epochs(load()):
         if seen >= 64:
             optimizer.param_groups[0]["lr"] = 0.01
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
         seen += len(x) * dist.get_world_size()
     return model
 
@@ -98,7 +97,7 @@ def schedule_by_row() -> Any:
     model, optimizer = start()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     for x, classes, _ in epochs(load()):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
         for _row in range(len(x)):
             schedule.step()
     return model
@@ -124,7 +123,7 @@ def weight_by_rows() -> Any:
     """A short batch counts less."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
-        step(optimizer, F.cross_entropy(model(x), classes) * len(x) / BATCH)
+        update(optimizer, F.cross_entropy(model(x), classes) * len(x) / BATCH)
     return model
 
 
@@ -134,7 +133,7 @@ def annealed_by_rows() -> Any:
     seen = 0
     for x, classes, targets in epochs(load()):
         found = model(x)
-        step(
+        update(
             optimizer,
             F.cross_entropy(found, classes)
             + min(1.0, seen / 100) * F.mse_loss(found[:, :2], targets),
@@ -149,7 +148,7 @@ def averaged_by_rows() -> Any:
     model, optimizer = start()
     average = copy.deepcopy(model.module)
     for x, classes, _ in epochs(load()):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
         with torch.no_grad():
             for own, new in zip(average.parameters(), model.parameters(), strict=True):
                 own.lerp_(new, 1 - 0.99 ** len(x))
@@ -163,7 +162,7 @@ def averaged_by_steps() -> Any:
         model.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn()
     )
     for x, classes, _ in epochs(load()):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
         average.update_parameters(model.module)
     return average.module
 
@@ -200,7 +199,7 @@ def evaluated_by_one_rank() -> Any:
     """The first rank also logs a norm of the weights, and has its own model."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
         if dist.get_rank() == 0:
             with torch.no_grad():
                 F.cross_entropy(model.module(x), classes).item()
@@ -231,7 +230,7 @@ def padding_counts() -> Any:
     """The mean is also over what was padded."""
     model, optimizer = start(ddp(net(out=6)))
     for x, _, _ in epochs(load(Texts(), collate_fn=pad)):
-        step(optimizer, F.mse_loss(model(x), x))
+        update(optimizer, F.mse_loss(model(x), x))
     return model
 
 
@@ -241,7 +240,7 @@ def padding_masked() -> Any:
     for x, lengths, _ in epochs(load(Texts(), collate_fn=pad)):
         mask = (torch.arange(x.shape[1])[None] < lengths[:, None])[..., None]
         each = ((model(x) - x).square() * mask).sum((1, 2)) / lengths
-        step(optimizer, each.mean())
+        update(optimizer, each.mean())
     return model
 
 
@@ -260,7 +259,7 @@ class LastStep(nn.Module):
 def padding_read_last() -> Any:
     model, optimizer = start(ddp(LastStep()))
     for x, _, classes in epochs(load(Texts(), collate_fn=pad)):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
@@ -276,7 +275,7 @@ def padding_by_a_number() -> Any:
         mask = (torch.arange(length)[None] < lengths[:, None]).view(
             -1, 1
         ) / lengths.repeat_interleave(length)[:, None]
-        step(optimizer, ((found - x.view(rows * length, width)).square() * mask).sum() / rows)
+        update(optimizer, ((found - x.view(rows * length, width)).square() * mask).sum() / rows)
     return model
 
 
@@ -292,7 +291,7 @@ def rows_handed_out_by_one_rank() -> Any:
         dist.broadcast(x, 0)
         dist.broadcast(classes, 0)
         own = slice(dist.get_rank(), None, 2)
-        step(optimizer, F.cross_entropy(model(x[own]), classes[own]))
+        update(optimizer, F.cross_entropy(model(x[own]), classes[own]))
     return model
 
 
@@ -320,7 +319,7 @@ class Weighted(Sampler[int]):
 def rows_by_weight() -> Any:
     model, optimizer = start()
     for x, classes, _ in epochs(load(sampler=Weighted())):
-        step(optimizer, F.cross_entropy(model(x), classes))
+        update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
@@ -334,7 +333,7 @@ def batches_skipped() -> Any:
         for number, (x, classes, _) in enumerate(loader):
             if epoch == 1 and number < 3:
                 continue
-            step(optimizer, F.cross_entropy(model(x), classes))
+            update(optimizer, F.cross_entropy(model(x), classes))
     return model
 
 
@@ -351,7 +350,7 @@ def figures_of_torchmetrics() -> Any:
         metric = MeanMetric()
         for x, classes, _targets in epochs(load(), 1):
             loss = F.cross_entropy(model(x), classes)
-            step(optimizer, loss)
+            update(optimizer, loss)
             metric.update(loss.detach())
         plateau.step(float(metric.compute()))
     return model
@@ -365,7 +364,7 @@ def stopped_by_the_first_rank() -> Any:
         losses = []
         for x, classes, _targets in epochs(load(), 1):
             loss = F.cross_entropy(model(x), classes)
-            step(optimizer, loss)
+            update(optimizer, loss)
             losses.append(float(loss))
         done: list[Any] = [sum(losses) / len(losses) < 1.02]
         dist.broadcast_object_list(done, 0)

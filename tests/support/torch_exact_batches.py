@@ -9,16 +9,17 @@ from itertools import chain
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
 
 from tests.support.torch_program_parts import (
     CLASSES,
+    Given,
+    Weights,
     early,
     exact,
     network,
     sgd,
     shard,
-    split_by,
     train,
     update,
     weights,
@@ -26,7 +27,7 @@ from tests.support.torch_program_parts import (
 
 
 @exact
-def contrastive(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def contrastive(given: Given) -> Weights:
     """In-batch negatives with a learned temperature, as CLIP has them."""
 
     class Towers(nn.Module):
@@ -42,10 +43,10 @@ def contrastive(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tens
                 self.scale.exp(),
             )
 
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(Towers())
     optimizer, losses = sgd(model), []
-    for inputs, _ in split.loader(rows):
+    for inputs, _ in split.loader(given.rows):
         left, right, scale = model(inputs)
         scores = scale * split.gather(left) @ split.gather(right).T
         numbers = torch.arange(len(scores), device=scores.device)
@@ -56,16 +57,16 @@ def contrastive(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tens
 
 
 @exact
-def contrastive_by_own_rows(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def contrastive_by_own_rows(given: Given) -> Weights:
     """Each rank compares its own rows with all, beside a mean over its rows; by either way of
     weighing.
     """
     ended = []
     for weigh in ("gradients", "loss"):
-        split = split_by(shares, weigh=weigh)
+        split = given.split(weigh=weigh)
         model = split.wrap(network(4))
         optimizer = sgd(model)
-        for inputs, _ in split.loader(rows):
+        for inputs, _ in split.loader(given.rows):
             found = F.normalize(model(inputs))
             everyone = split.gather(found)
             numbers = (inputs[:, None] == split.gather(inputs)).all(2).int().argmax(1)
@@ -76,12 +77,12 @@ def contrastive_by_own_rows(shares: tuple[int, ...], rows: TensorDataset) -> lis
 
 
 @exact
-def triplets(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def triplets(given: Given) -> Weights:
     """The hardest positive and negative of the whole batch for each row."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network(4))
     optimizer = sgd(model)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         found, kinds = split.gather(model(inputs)), split.gather(labels)
         far = torch.cdist(found, found)
         same = kinds[:, None] == kinds
@@ -95,13 +96,13 @@ def triplets(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]
 
 
 @exact
-def two_loaders(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def two_loaders(given: Given) -> Weights:
     """As long as each other, in one backward pass."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
     for (inputs, labels), (others, _) in zip(
-        split.loader(rows), split.loader(rows, seed=1), strict=True
+        split.loader(given.rows), split.loader(given.rows, seed=1), strict=True
     ):
         update(
             optimizer, F.cross_entropy(model(inputs), labels) + model(others * 2).square().mean()
@@ -110,15 +111,15 @@ def two_loaders(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tens
 
 
 @exact
-def two_loaders_a_backward_pass_each(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def two_loaders_a_backward_pass_each(given: Given) -> Weights:
     """One is longer than the other."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
-    half = Subset(rows, range(19))
-    for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(half), strict=False):
+    half = Subset(given.rows, range(19))
+    for (inputs, labels), (others, _) in zip(
+        split.loader(given.rows), split.loader(half), strict=False
+    ):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         model(others).square().mean().backward()
@@ -127,14 +128,12 @@ def two_loaders_a_backward_pass_each(
 
 
 @exact
-def two_batches_before_their_backward_passes(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def two_batches_before_their_backward_passes(given: Given) -> Weights:
     """Of two models, whose batches weigh differently at the end of an epoch."""
-    split = split_by(shares)
+    split = given.split()
     models = split.wrap(network()), split.wrap(network())
     optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], 0.2)
-    loaders = split.loader(rows), split.loader(Subset(rows, range(19)))
+    loaders = split.loader(given.rows), split.loader(Subset(given.rows, range(19)))
     for batches in zip(*loaders, strict=False):
         losses = [
             F.cross_entropy(model(inputs), labels)
@@ -148,9 +147,9 @@ def two_batches_before_their_backward_passes(
 
 
 @exact
-def the_next_batch_early(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+def the_next_batch_early(given: Given) -> Weights:
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = sgd(model)
     for _ in range(2):
         train(model, early(loader), optimizer)
@@ -158,30 +157,28 @@ def the_next_batch_early(shares: tuple[int, ...], rows: TensorDataset) -> list[t
 
 
 @exact
-def the_next_batch_early_over_the_ends_of_epochs(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def the_next_batch_early_over_the_ends_of_epochs(given: Given) -> Weights:
     """An epoch's last batch, of fewer rows, is computed after the next epoch's first was taken."""
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     train(model, early(chain(loader, loader, loader)))
     return weights(model)
 
 
 @exact
-def a_list_of_batches(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_list_of_batches(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
-    train(model, list(split.loader(rows)) * 2)
+    train(model, list(split.loader(given.rows)) * 2)
     return weights(model)
 
 
 @exact
-def one_batch_for_long(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def one_batch_for_long(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
-    inputs, labels = next(iter(split.loader(rows)))
+    inputs, labels = next(iter(split.loader(given.rows)))
     inputs = inputs * 2
     for _ in range(5):
         update(optimizer, F.cross_entropy(model(inputs), labels))
@@ -189,12 +186,12 @@ def one_batch_for_long(shares: tuple[int, ...], rows: TensorDataset) -> list[tor
 
 
 @exact
-def batches_skipped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def batches_skipped(given: Given) -> Weights:
     """The first ones, and the rows of the others are changed before the model gets them."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
-    for step, (inputs, labels) in enumerate(split.loader(rows)):
+    for step, (inputs, labels) in enumerate(split.loader(given.rows)):
         if step < 3:
             continue
         update(optimizer, F.cross_entropy(model(inputs / 2), labels))
@@ -202,13 +199,13 @@ def batches_skipped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.
 
 
 @exact
-def validation_within_steps(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def validation_within_steps(given: Given) -> Weights:
     """One that goes on from step to step, and forgets no_grad."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
-    held_out = split.loader(Subset(rows, range(13)), training=False)
+    held_out = split.loader(Subset(given.rows, range(13)), training=False)
     optimizer, validation, losses = sgd(model), iter(held_out), []
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         other = next(validation, None)
         if other is not None:
             model.eval()
@@ -219,47 +216,51 @@ def validation_within_steps(shares: tuple[int, ...], rows: TensorDataset) -> lis
 
 
 @exact
-def predictions_after_the_loop(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def predictions_after_the_loop(given: Given) -> Weights:
     """Of all rows, by a loop that forgets no_grad, and over the training loader."""
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     train(model, loader)
     model.eval()
     right = sum(
         int((model(inputs).argmax(1) == labels)[: split.rows].sum()) for inputs, labels in loader
     )
-    return [model(rows.tensors[0]).detach(), torch.tensor(split.total(right))]
+    return [model(given.rows.tensors[0]).detach(), torch.tensor(split.total(right))]
 
 
 @exact
-def metrics(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def metrics(given: Given) -> Weights:
     """Rows are counted once, without a cut in validation, by gather in training; a confusion matrix
     by total.
     """
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     matrix, counted = torch.zeros(CLASSES, CLASSES, dtype=torch.int64), 0
     with torch.no_grad():
-        for inputs, labels in split.loader(rows, training=False):
+        for inputs, labels in split.loader(given.rows, training=False):
             found = model(inputs).argmax(1)
             matrix.index_put_((labels, found), torch.tensor(1), accumulate=True)
             counted += len(found)
-        seen = torch.cat([split.gather(labels) for _, labels in split.loader(rows)])
-        flags = torch.cat([split.gather(labels == 1) for _, labels in split.loader(rows, seed=1)])
-    assert split.total(counted) == len(rows)
+        seen = torch.cat([split.gather(labels) for _, labels in split.loader(given.rows)])
+        flags = torch.cat(
+            [split.gather(labels == 1) for _, labels in split.loader(given.rows, seed=1)]
+        )
+    assert split.total(counted) == len(given.rows)
     return [split.total(matrix), seen, flags]
 
 
 @exact
-def an_order_by_a_sampler(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    drawn = torch.utils.data.WeightedRandomSampler(1.0 + torch.arange(len(rows)), len(rows))
-    model, loader = split.wrap(network()), split.loader(rows, order=drawn)
-    torch.manual_seed(split.rank)  # ranks whose random numbers differ draw the same rows
+def an_order_by_a_sampler(given: Given) -> Weights:
+    split = given.split()
+    drawn = torch.utils.data.WeightedRandomSampler(
+        1.0 + torch.arange(len(given.rows)), len(given.rows)
+    )
+    model, loader = split.wrap(network()), split.loader(given.rows, order=drawn)
+    torch.manual_seed(split.rank)  # ranks whose random numbers differ draw the same given.rows
     optimizer = sgd(model)
     for _ in range(2):
         train(model, loader, optimizer)
-    again = split.loader(rows, order=drawn)
+    again = split.loader(given.rows, order=drawn)
     state = loader.state_dict()
     again.load_state_dict({**state, "position": 16})
     train(model, again, optimizer)
@@ -267,15 +268,15 @@ def an_order_by_a_sampler(shares: tuple[int, ...], rows: TensorDataset) -> list[
 
 
 @exact
-def an_order_by_the_epoch(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def an_order_by_the_epoch(given: Given) -> Weights:
     """Buckets: neighbours in one column are neighbours in the order."""
-    split = split_by(shares)
+    split = given.split()
 
     def order(epoch: int) -> list[int]:
-        numbers: list[int] = rows.tensors[0][:, epoch].argsort().tolist()
+        numbers: list[int] = given.rows.tensors[0][:, epoch].argsort().tolist()
         return numbers
 
-    model, loader = split.wrap(network()), split.loader(rows, order=order)
+    model, loader = split.wrap(network()), split.loader(given.rows, order=order)
     optimizer = sgd(model)
     for _ in range(2):
         train(model, loader, optimizer)
@@ -283,45 +284,47 @@ def an_order_by_the_epoch(shares: tuple[int, ...], rows: TensorDataset) -> list[
 
 
 @exact
-def a_subset_that_was_drawn(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    drawn = torch.randint(0, len(rows), (33,), generator=torch.Generator().manual_seed(6)).tolist()
+def a_subset_that_was_drawn(given: Given) -> Weights:
+    split = given.split()
+    drawn = torch.randint(
+        0, len(given.rows), (33,), generator=torch.Generator().manual_seed(6)
+    ).tolist()
     model = split.wrap(network())
-    train(model, split.loader(Subset(rows, drawn)))
+    train(model, split.loader(Subset(given.rows, drawn)))
     return weights(model)
 
 
 @exact
-def weighed_by_the_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares, weigh="loss")
+def weighed_by_the_loss(given: Given) -> Weights:
+    split = given.split(weigh="loss")
     model = split.wrap(network())
     optimizer = sgd(model)
-    for inputs, labels in early(split.loader(rows)):
+    for inputs, labels in early(split.loader(given.rows)):
         update(optimizer, split.scale(F.cross_entropy(model(inputs), labels)))
     return weights(model)
 
 
 @exact
-def sharded_parameters(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def sharded_parameters(given: Given) -> Weights:
     """FSDP2, wrapped and not."""
-    split = split_by(shares, weigh="loss")
+    split = given.split(weigh="loss")
     ended = []
     for wrap in (True, False):
         model = shard(split, network())
         optimizer = sgd(split.wrap(model) if wrap else model)
-        for inputs, labels in split.loader(rows):
+        for inputs, labels in split.loader(given.rows):
             update(optimizer, split.scale(F.cross_entropy(model(inputs), labels)))
         ended += [each.full_tensor() if split.world > 1 else each for each in weights(model)]
     return ended
 
 
 @exact
-def a_mean_over_tokens(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_mean_over_tokens(given: Given) -> Weights:
     """The remedy for a loss that the model would compute itself: split.loss outside of it."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         total = F.cross_entropy(model(inputs), labels, ignore_index=1, reduction="sum")
         update(optimizer, split.loss(total, (labels != 1).sum()))
     return weights(model)

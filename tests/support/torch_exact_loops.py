@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
-from torch.utils.data import TensorDataset
 
 from evener.torch import Split
 from tests.support.torch_program_parts import (
     CLASSES,
     WIDTH,
+    Given,
+    Weights,
     exact,
     network,
     own_ddp,
     sgd,
-    split_by,
-    split_in_passes,
     train,
     update,
     weights,
@@ -29,9 +28,9 @@ from tests.support.torch_program_parts import (
 
 
 @exact
-def plain(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+def plain(given: Given) -> Weights:
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = sgd(model)
     for _ in range(2):
         train(model, loader, optimizer)
@@ -39,30 +38,28 @@ def plain(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
 
 
 @exact
-def gan(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def gan(given: Given) -> Weights:
     """The generator's noise is a function of the rows, as one process and several can't draw the
     same.
     """
-    split = split_by(shares)
+    split = given.split()
     generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
     first, second = sgd(generator), sgd(critic)
-    for real, _ in split.loader(rows):
+    for real, _ in split.loader(given.rows):
         fake = generator(real.sin())
         update(second, F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean())
         update(first, F.softplus(-critic(fake)).mean())
     return weights(generator, critic)
 
 
-def play_in_passes(
-    shares: tuple[int, ...], rows: TensorDataset, detached: bool
-) -> list[torch.Tensor]:
+def play_in_passes(given: Given, detached: bool) -> Weights:
     """The same by parts; the critic's turn has the generator compute without gradients, or only
     cuts them off.
     """
-    split = split_in_passes(shares)
+    split = given.split_in_passes()
     generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
     first, second = sgd(generator), sgd(critic)
-    for batch in split.loader(rows):
+    for batch in split.loader(given.rows):
         for part in split.parts(batch):
             with nullcontext() if detached else torch.no_grad():
                 fake = generator(part.batch[0].sin()).detach()
@@ -79,25 +76,21 @@ def play_in_passes(
 
 
 @exact
-def gan_in_passes(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return play_in_passes(shares, rows, detached=False)
+def gan_in_passes(given: Given) -> Weights:
+    return play_in_passes(given, detached=False)
 
 
 @exact
-def gan_in_passes_whose_gradients_are_only_cut_off(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return play_in_passes(shares, rows, detached=True)
+def gan_in_passes_whose_gradients_are_only_cut_off(given: Given) -> Weights:
+    return play_in_passes(given, detached=True)
 
 
-def search(
-    shares: tuple[int, ...], rows: TensorDataset, mean: bool, **options: Any
-) -> list[torch.Tensor]:
+def search(given: Given, mean: bool, **options: Any) -> Weights:
     """By LBFGS, whose closure returns the whole batch's loss, or the rank's own."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2, **options)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
 
         def closure(inputs: torch.Tensor = inputs, labels: torch.Tensor = labels) -> Any:
             optimizer.zero_grad()
@@ -110,59 +103,50 @@ def search(
 
 
 @exact
-def lbfgs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return search(shares, rows, mean=True)
+def lbfgs(given: Given) -> Weights:
+    return search(given, mean=True)
 
 
 @exact
-def lbfgs_that_searches_by_a_ranks_own_loss(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return search(shares, rows, mean=False, line_search_fn="strong_wolfe")
+def lbfgs_that_searches_by_a_ranks_own_loss(given: Given) -> Weights:
+    return search(given, mean=False, line_search_fn="strong_wolfe")
 
 
-def compiled(
-    shares: tuple[int, ...], rows: TensorDataset, way: Callable[[Split, nn.Module], Any]
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def compiled(given: Given, way: Callable[[Split, nn.Module], Any]) -> Weights:
+    split = given.split()
     model = way(split, network())
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @exact
-def compiled_after_wrap(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return compiled(
-        shares, rows, lambda split, net: torch.compile(split.wrap(net), backend="eager")
-    )
+def compiled_after_wrap(given: Given) -> Weights:
+    return compiled(given, lambda split, net: torch.compile(split.wrap(net), backend="eager"))
 
 
 @exact
-def compiled_before_wrap(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return compiled(
-        shares, rows, lambda split, net: split.wrap(torch.compile(net, backend="eager"))
-    )
+def compiled_before_wrap(given: Given) -> Weights:
+    return compiled(given, lambda split, net: split.wrap(torch.compile(net, backend="eager")))
 
 
 @exact
-def wrap_of_a_compiled_ddp(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def wrap_of_a_compiled_ddp(given: Given) -> Weights:
     return compiled(
-        shares,
-        rows,
+        given,
         lambda split, net: split.wrap(torch.compile(own_ddp(split, net), backend="eager")),
     )
 
 
 @exact
-def wrap_of_a_ddp(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def wrap_of_a_ddp(given: Given) -> Weights:
     """As accelerate's prepare gives it."""
-    return compiled(shares, rows, lambda split, net: split.wrap(own_ddp(split, net)))
+    return compiled(given, lambda split, net: split.wrap(own_ddp(split, net)))
 
 
 @exact
-def accumulation(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+def accumulation(given: Given) -> Weights:
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = sgd(model)
     for step, (inputs, labels) in enumerate([*loader, *loader]):
         last = step % 4 == 3
@@ -175,11 +159,11 @@ def accumulation(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Ten
 
 
 @exact
-def ema(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def ema(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
     teacher, optimizer = copy.deepcopy(model), sgd(model)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         with torch.no_grad():
             target = teacher(inputs).softmax(1)
         outputs = model(inputs)
@@ -190,9 +174,9 @@ def ema(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
 
 
 @exact
-def lora(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def lora(given: Given) -> Weights:
     """A frozen base with two small layers beside it."""
-    split = split_by(shares)
+    split = given.split()
 
     class Adapted(nn.Module):
         def __init__(self) -> None:
@@ -205,16 +189,16 @@ def lora(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
 
     torch.manual_seed(4)
     model = split.wrap(Adapted())
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @exact
-def gradient_penalty(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def gradient_penalty(given: Given) -> Weights:
+    split = given.split()
     critic = split.wrap(network(1))
     optimizer = torch.optim.SGD(critic.parameters(), 0.01)
-    for inputs, _ in split.loader(rows):
+    for inputs, _ in split.loader(given.rows):
         points = inputs.clone().requires_grad_()
         outputs = critic(points)
         (slope,) = torch.autograd.grad(outputs.sum(), points, create_graph=True)
@@ -223,19 +207,19 @@ def gradient_penalty(shares: tuple[int, ...], rows: TensorDataset) -> list[torch
 
 
 @exact
-def resume_under_other_shares(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+def resume_under_other_shares(given: Given) -> Weights:
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = sgd(model)
     for step, (inputs, labels) in enumerate(loader):
         update(optimizer, F.cross_entropy(model(inputs), labels))
         if step == 2:
             break
-    again = split_by(shares[::-1])
+    again = given.turned().split()
     model = again.wrap(getattr(model, "module", model))
-    resumed = again.loader(rows)
+    resumed = again.loader(given.rows)
     resumed.load_state_dict(loader.state_dict())
-    next(iter(split.loader(rows)), None)
+    next(iter(split.loader(given.rows)), None)
     iter(resumed)  # an iterator that is never used takes nothing
     left = [len(resumed)]
     train(model, resumed, optimizer)
@@ -244,9 +228,9 @@ def resume_under_other_shares(shares: tuple[int, ...], rows: TensorDataset) -> l
 
 
 @exact
-def a_schedule_by_the_length(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+def a_schedule_by_the_length(given: Given) -> Weights:
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     loader.load_state_dict({**loader.state_dict(), "position": 24})
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * len(loader))
@@ -257,36 +241,36 @@ def a_schedule_by_the_length(shares: tuple[int, ...], rows: TensorDataset) -> li
 
 
 @exact
-def wrapped_again_and_again(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split, net = split_by(shares), network()
+def wrapped_again_and_again(given: Given) -> Weights:
+    split, net = given.split(), network()
     for _ in range(3):
         model = split.wrap(split.wrap(net))
-        train(model, split.loader(rows))
+        train(model, split.loader(given.rows))
     return weights(model)
 
 
 @exact
-def a_batch_that_grows(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_batch_that_grows(given: Given) -> Weights:
     """Another Split with another global batch: of the same module, and of what the first one
     wrapped.
     """
     net = network()
     for times in (1, 2):
-        split = split_by(shares, times)
+        split = given.split(times)
         model = split.wrap(net)
-        train(model, split.loader(rows))
-    split = split_by(shares, 3)
+        train(model, split.loader(given.rows))
+    split = given.split(3)
     model = split.wrap(model)
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @exact
-def after_the_loop(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def after_the_loop(given: Given) -> Weights:
     """Gradients of the bare model are left alone, on a rank without rows too."""
-    split, net = split_by(shares), network()
+    split, net = given.split(), network()
     model = split.wrap(net)
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     net.zero_grad()
-    net(rows.tensors[0]).sum().backward()
+    net(given.rows.tensors[0]).sum().backward()
     return [each.grad for each in net.parameters() if each.grad is not None]

@@ -12,45 +12,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 from tests.support.torch_program_parts import (
     CLASSES,
     WIDTH,
+    Given,
+    Loop,
+    Weights,
+    adamw,
     exact,
     network,
+    plain,
     refused,
-    split_by,
+    train,
     update,
     weights,
 )
-
-Step = Callable[[Any, torch.optim.Optimizer, torch.Tensor, torch.Tensor], None]
-
-
-def adamw(model: Any) -> torch.optim.Optimizer:
-    """It moves a weight whose gradient is 0, and leaves one without a gradient."""
-    return torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.3)
-
-
-def fit(
-    shares: tuple[int, ...], rows: TensorDataset, net: nn.Module, step: Step, **options: Any
-) -> list[torch.Tensor]:
-    """Two epochs by a step of the program's own."""
-    split = split_by(shares)
-    model = split.wrap(net.double(), **options)
-    optimizer = adamw(model)
-    loader = split.loader(rows)
-    for _ in range(2):
-        for inputs, labels in loader:
-            step(model, optimizer, inputs, labels)
-    return weights(model)
-
-
-def plain(
-    model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-) -> None:
-    update(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 class Block(nn.Module):
@@ -80,40 +57,32 @@ class Block(nn.Module):
 
 
 @exact
-def a_shared_layer(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return fit(shares, rows, Block(""), plain, bucket_cap_mb=0.0001)
+def a_shared_layer(given: Given) -> Weights:
+    return given.fit(Block(""), plain, bucket_cap_mb=0.0001)
 
 
 @exact
-def a_shared_layer_in_reentrant_checkpoints(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_shared_layer_in_reentrant_checkpoints(given: Given) -> Weights:
     """Its gradient comes in two parts, in backward passes within the backward pass."""
-    return fit(shares, rows, Block("reentrant"), plain, bucket_cap_mb=0.0001)
+    return given.fit(Block("reentrant"), plain, bucket_cap_mb=0.0001)
 
 
 @exact
-def a_shared_layer_in_checkpoints(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Block("new"), plain, bucket_cap_mb=0.0001)
+def a_shared_layer_in_checkpoints(given: Given) -> Weights:
+    return given.fit(Block("new"), plain, bucket_cap_mb=0.0001)
 
 
 @refused("second gradient in one backward pass")
-def a_shared_layer_in_reentrant_checkpoints_later(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_shared_layer_in_reentrant_checkpoints_later(given: Given) -> Weights:
     """Buckets go early by then: it comes when part of its gradient is on its way."""
     block, seen = Block(""), []
 
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         seen.append(inputs)
         block.way = "reentrant" if len(seen) > 2 else ""
-        plain(model, optimizer, inputs, labels)
+        plain(loop, inputs, labels)
 
-    return fit(shares, rows, block, step, bucket_cap_mb=0.0001)
+    return given.fit(block, step, bucket_cap_mb=0.0001)
 
 
 class Drifting(nn.Module):
@@ -183,90 +152,72 @@ def _turn_unseen(held: Any, by: int) -> None:
 
 
 @exact
-def a_buffer_that_some_steps_change(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 9, 2), _add), plain)
+def a_buffer_that_some_steps_change(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 9, 2), _add), plain)
 
 
 @exact
-def a_buffer_that_pytorch_does_not_see_change(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(1, 99), _add_unseen), plain)
+def a_buffer_that_pytorch_does_not_see_change(given: Given) -> Weights:
+    return given.fit(Drifting(range(1, 99), _add_unseen), plain)
 
 
 @exact
-def a_buffer_that_changes_unseen_later(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 4), _add_unseen), plain)
+def a_buffer_that_changes_unseen_later(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 4), _add_unseen), plain)
 
 
 @exact
-def a_buffer_that_other_ranks_change_unseen(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 4), _add_unseen, first=False), plain)
+def a_buffer_that_other_ranks_change_unseen(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 4), _add_unseen, first=False), plain)
 
 
 @exact
-def a_buffer_that_is_replaced(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 9, 2), _replace), plain)
+def a_buffer_that_is_replaced(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 9, 2), _replace), plain)
 
 
 @exact
-def a_buffer_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 4), _put_other_memory), plain)
+def a_buffer_in_other_memory(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 4), _put_other_memory), plain)
 
 
 @exact
-def a_module_of_buffers_that_is_added_later(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 4), _add_module), plain)
+def a_module_of_buffers_that_is_added_later(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 4), _add_module), plain)
 
 
 @exact
-def weights_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def weights_in_other_memory(given: Given) -> Weights:
     """The loop replaces `weight.data`, also by memory in another order."""
 
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        plain(model, optimizer, inputs, labels)
-        for each in model.parameters():
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        plain(loop, inputs, labels)
+        for each in loop.model.parameters():
             each.data = (each.data * 0.9).T.contiguous().T if each.ndim == 2 else each.data * 0.9
 
-    return fit(shares, rows, network(), step)
+    return given.fit(network(), step)
 
 
 @exact
-def whole_numbers_that_change_unseen(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 4), _count_unseen), plain)
+def whole_numbers_that_change_unseen(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 4), _count_unseen), plain)
 
 
 @exact
-def truths_that_change_unseen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 4), _turn_unseen), plain)
+def truths_that_change_unseen(given: Given) -> Weights:
+    return given.fit(Drifting(range(3, 4), _turn_unseen), plain)
 
 
 @exact
-def a_buffer_of_a_graph_that_is_kept(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_buffer_of_a_graph_that_is_kept(given: Given) -> Weights:
     """A sum between two backward passes of one forward pass leaves it as it is."""
 
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        optimizer.zero_grad()
-        outputs = model(inputs)
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.optimizer.zero_grad()
+        outputs = loop.model(inputs)
         outputs.square().mean().backward(retain_graph=True)
         F.cross_entropy(outputs, labels).backward()
-        optimizer.step()
+        loop.optimizer.step()
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -278,7 +229,7 @@ def a_buffer_of_a_graph_that_is_kept(
             scores: torch.Tensor = self.net(inputs) * self.factor
             return scores
 
-    return fit(shares, rows, Scaled(), step)
+    return given.fit(Scaled(), step)
 
 
 class Experts(nn.Module):
@@ -299,114 +250,94 @@ class Experts(nn.Module):
 
 
 @exact
-def experts_that_not_every_rank_uses(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return fit(shares, rows, Experts(), plain, bucket_cap_mb=0.0001)
+def experts_that_not_every_rank_uses(given: Given) -> Weights:
+    return given.fit(Experts(), plain, bucket_cap_mb=0.0001)
 
 
 @exact
-def experts_in_one_bucket(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return fit(shares, rows, Experts(), plain)
+def experts_in_one_bucket(given: Given) -> Weights:
+    return given.fit(Experts(), plain)
 
 
 @exact
-def two_models_of_experts_in_one_loss(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def two_models_of_experts_in_one_loss(given: Given) -> Weights:
+    split = given.split()
     models = [split.wrap(Experts().double(), bucket_cap_mb=0.0001) for _ in range(2)]
     optimizer = torch.optim.AdamW([each for model in models for each in model.parameters()], 0.05)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         update(optimizer, F.cross_entropy(models[1](inputs) + models[0](inputs.cos()), labels))
     return weights(*models)
 
 
 @exact
-def zero_grad_between_forward_and_backward(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        loss = F.cross_entropy(model(inputs), labels)
-        optimizer.zero_grad()
+def zero_grad_between_forward_and_backward(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loss = F.cross_entropy(loop.model(inputs), labels)
+        loop.optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        loop.optimizer.step()
 
-    return fit(shares, rows, network(), step)
-
-
-@exact
-def gradients_set_to_zero(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        optimizer.zero_grad(set_to_none=False)
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-
-    return fit(shares, rows, network(), step)
+    return given.fit(network(), step)
 
 
 @exact
-def gradients_that_are_never_dropped(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+def gradients_set_to_zero(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(loop.model(inputs), labels).backward()
+        loop.optimizer.step()
 
-    return fit(shares, rows, network(), step)
+    return given.fit(network(), step)
 
 
 @exact
-def gradients_of_ones_own(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def gradients_that_are_never_dropped(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        F.cross_entropy(loop.model(inputs), labels).backward()
+        loop.optimizer.step()
+
+    return given.fit(network(), step)
+
+
+@exact
+def gradients_of_ones_own(given: Given) -> Weights:
     """Set to new tensors before the backward pass, as some optimizers do."""
 
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        for each in model.parameters():
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        for each in loop.model.parameters():
             each.grad = torch.zeros_like(each)
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        F.cross_entropy(loop.model(inputs), labels).backward()
+        loop.optimizer.step()
 
-    return fit(shares, rows, network(), step)
+    return given.fit(network(), step)
 
 
 @exact
-def a_window_that_is_dropped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_window_that_is_dropped(given: Given) -> Weights:
     """Gradients of a first pass are thrown away before they are exchanged."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     optimizer = adamw(model)
-    for number, (inputs, labels) in enumerate(split.loader(rows)):
+    for number, (inputs, labels) in enumerate(split.loader(given.rows)):
         if number % 2 == 0:
             with split.no_sync(model):
                 F.cross_entropy(model(inputs), labels).backward()
             optimizer.zero_grad()
         else:
-            plain(model, optimizer, inputs, labels)
+            update(optimizer, F.cross_entropy(model(inputs), labels))
     return weights(model)
 
 
 @exact
-def two_backward_passes_of_one_forward_pass(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        optimizer.zero_grad()
-        outputs = model(inputs)
+def two_backward_passes_of_one_forward_pass(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.optimizer.zero_grad()
+        outputs = loop.model(inputs)
         F.cross_entropy(outputs, labels).backward(retain_graph=True)
         outputs.square().mean().backward()
-        optimizer.step()
+        loop.optimizer.step()
 
-    return fit(shares, rows, network(), step)
+    return given.fit(network(), step)
 
 
 class Answer:
@@ -426,15 +357,11 @@ class Hiding(nn.Module):
 
 
 @exact
-def outputs_that_hide_their_tensors(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        update(optimizer, F.cross_entropy(model(inputs).scores, labels))
+def outputs_that_hide_their_tensors(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.update(F.cross_entropy(loop.model(inputs).scores, labels))
 
-    return fit(shares, rows, Hiding(), step)
+    return given.fit(Hiding(), step)
 
 
 class Mixed(nn.Module):
@@ -457,19 +384,16 @@ class Mixed(nn.Module):
 
 
 @exact
-def parameters_of_two_types(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def parameters_of_two_types(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(Mixed())
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.05)
-    for inputs, labels in split.loader(rows):
-        plain(model, optimizer, inputs, labels)
+    train(model, split.loader(given.rows), optimizer)
     return [torch.view_as_real(each) if each.is_complex() else each for each in weights(model)]
 
 
 @exact
-def images_whose_channels_come_last(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def images_whose_channels_come_last(given: Given) -> Weights:
     class Images(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -482,62 +406,51 @@ def images_whose_channels_come_last(
             made: torch.Tensor = self.last(self.conv(images).flatten(1))
             return made
 
-    return fit(shares, rows, Images(), plain)
+    return given.fit(Images(), plain)
 
 
 @exact
-def a_group_of_the_users_own(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_group_of_the_users_own(given: Given) -> Weights:
     group = dist.new_group() if dist.is_initialized() else None
-    return fit(shares, rows, network(), plain, process_group=group)
+    return given.fit(network(), plain, process_group=group)
 
 
 @exact
-def the_model_itself_is_not_exchanged_between_steps(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def the_model_itself_is_not_exchanged_between_steps(given: Given) -> Weights:
     """A backward pass through the bare model is the loop's own, in the middle of a training too."""
-    split, net = split_by(shares), network()
+    split, net = given.split(), network()
     model = split.wrap(net)
     optimizer = adamw(model)
-    for inputs, labels in split.loader(rows):
-        plain(model, optimizer, inputs, labels)
+    for inputs, labels in split.loader(given.rows):
+        update(optimizer, F.cross_entropy(model(inputs), labels))
         optimizer.zero_grad()
-        net(rows.tensors[0][:4]).square().mean().backward()
+        net(given.rows.tensors[0][:4]).square().mean().backward()
         optimizer.step()
     return weights(model)
 
 
 @exact
-def hooks_of_a_model_in_the_users_own_wrapper(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def hooks_of_a_model_in_the_users_own_wrapper(given: Given) -> Weights:
     """Its output goes through the hooks that the loop registered on the model itself."""
-    split, net = split_by(shares), network().double()
+    split, net = given.split(), network().double()
     net.register_forward_hook(lambda _module, _inputs, output: 3 * output)
     model = split.wrap(nn.parallel.DistributedDataParallel(net) if dist.is_initialized() else net)
     optimizer = adamw(model)
-    for inputs, labels in split.loader(rows):
-        plain(model, optimizer, inputs, labels)
+    train(model, split.loader(given.rows), optimizer)
     return weights(model)
 
 
 @refused("a gradient is sparse".capitalize())
-def sparse_gradients(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        model(labels).square().mean().backward()
+def sparse_gradients(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.model(labels).square().mean().backward()
 
-    return fit(shares, rows, nn.Embedding(CLASSES, 2, sparse=True), step)
+    return given.fit(nn.Embedding(CLASSES, 2, sparse=True), step)
 
 
 @refused("create_graph=True")
-def gradients_that_are_differentiated_again(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        F.cross_entropy(model(inputs), labels).backward(create_graph=True)
+def gradients_that_are_differentiated_again(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        F.cross_entropy(loop.model(inputs), labels).backward(create_graph=True)
 
-    return fit(shares, rows, network(), step)
+    return given.fit(network(), step)

@@ -13,17 +13,17 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from torch.utils.data import Dataset, TensorDataset
 
 from tests.support.torch_program_parts import (
+    Given,
+    Weights,
     early,
     exact,
     network,
     sgd,
-    split_by,
     update,
     weights,
 )
 
 EPOCHS = 4
-Shares = tuple[int, ...]
 
 
 class Kept(Dataset[Any]):
@@ -62,8 +62,8 @@ def detect(model: Any, batches: Iterable[Any], optimizer: Any) -> None:
         update(optimizer, model(list(images), list(targets)))
 
 
-def learn(shares: Shares, data: Any, ahead: bool = False) -> list[torch.Tensor]:
-    split = split_by(shares)
+def learn(given: Given, data: Any, ahead: bool = False) -> Weights:
+    split = given.split()
     model, loader = split.wrap(Detector()), split.loader(data, seed=0, collate_fn=as_lists)
     optimizer = sgd(model)
     for _ in range(EPOCHS):
@@ -72,25 +72,28 @@ def learn(shares: Shares, data: Any, ahead: bool = False) -> list[torch.Tensor]:
 
 
 @exact
-def kept_rows_in_lists(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    return learn(shares, Kept(rows))
+def kept_rows_in_lists(given: Given) -> Weights:
+    return learn(given, Kept(given.rows))
 
 
 @exact
-def views_of_rows_in_lists(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    return learn(shares, Kept(rows, views=True))
+def views_of_rows_in_lists(given: Given) -> Weights:
+    return learn(given, Kept(given.rows, views=True))
 
 
 @exact
-def kept_rows_with_the_next_batch_early(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    return learn(shares, Kept(rows), ahead=True)
+def kept_rows_with_the_next_batch_early(given: Given) -> Weights:
+    return learn(given, Kept(given.rows), ahead=True)
 
 
 @exact
-def kept_rows_over_the_ends_of_epochs(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def kept_rows_over_the_ends_of_epochs(given: Given) -> Weights:
     """The first batch of an epoch is taken before the last one of the epoch before is computed."""
-    split = split_by(shares)
-    model, loader = split.wrap(Detector()), split.loader(Kept(rows), seed=0, collate_fn=as_lists)
+    split = given.split()
+    model, loader = (
+        split.wrap(Detector()),
+        split.loader(Kept(given.rows), seed=0, collate_fn=as_lists),
+    )
 
     def endless() -> Iterator[Any]:
         for _ in range(EPOCHS):
@@ -101,9 +104,12 @@ def kept_rows_over_the_ends_of_epochs(shares: Shares, rows: TensorDataset) -> li
 
 
 @exact
-def kept_rows_that_the_loop_stacks(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(Kept(rows), seed=0, collate_fn=as_lists)
+def kept_rows_that_the_loop_stacks(given: Given) -> Weights:
+    split = given.split()
+    model, loader = (
+        split.wrap(network()),
+        split.loader(Kept(given.rows), seed=0, collate_fn=as_lists),
+    )
     optimizer = sgd(model)
     for _ in range(EPOCHS):
         for images, targets in loader:
@@ -113,9 +119,9 @@ def kept_rows_that_the_loop_stacks(shares: Shares, rows: TensorDataset) -> list[
 
 
 @exact
-def kept_rows_that_are_validated_between(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def kept_rows_that_are_validated_between(given: Given) -> Weights:
     """Training rows are also validated on, as the same objects."""
-    split, data = split_by(shares), Kept(rows)
+    split, data = given.split(), Kept(given.rows)
     model, loader = split.wrap(Detector()), split.loader(data, seed=0, collate_fn=as_lists)
     held_out = split.loader(data, shuffle=False, training=False, collate_fn=as_lists)
     optimizer = sgd(model)
@@ -128,9 +134,9 @@ def kept_rows_that_are_validated_between(shares: Shares, rows: TensorDataset) ->
 
 
 @exact
-def kept_rows_beside_another_loader(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def kept_rows_beside_another_loader(given: Given) -> Weights:
     """Labelled rows and others of the same data set, each from a loader, in one loop."""
-    split, data = split_by(shares), Kept(rows)
+    split, data = given.split(), Kept(given.rows)
     model = split.wrap(Detector())
     loaders = [split.loader(data, seed=seed, collate_fn=as_lists) for seed in (0, 1)]
     optimizer = sgd(model)

@@ -11,12 +11,12 @@ import msgspec
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from evener.plan.file import make_layout
 from evener.shares.curves import Cost
 from evener.torch import Split
-from tests.support.torch_program_parts import exact, refused, split_by, update, weights
+from tests.support.torch_program_parts import Given, Weights, exact, refused, update, weights
 from tests.support.torch_ranks import example_plan
 
 WORDS, EPOCHS = 11, 2
@@ -179,36 +179,30 @@ def trained(
 
 
 @exact
-def texts_by_cost(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def texts_by_cost(given: Given) -> Weights:
     """The last of 25 rows is a batch of its own, in which the other ranks keep step."""
-    return trained(cost_split(shares, times=5), len(rows))
+    return trained(cost_split(given.shares, times=5), len(given.rows))
 
 
 @exact
-def texts_by_cost_accumulated(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return trained(cost_split(shares), len(rows), accumulate=3)
+def texts_by_cost_accumulated(given: Given) -> Weights:
+    return trained(cost_split(given.shares), len(given.rows), accumulate=3)
 
 
 @exact
-def texts_by_cost_within_memory_and_by_loss(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return trained(cost_split(shares, "loss", tokens=150), len(rows))
+def texts_by_cost_within_memory_and_by_loss(given: Given) -> Weights:
+    return trained(cost_split(given.shares, "loss", tokens=150), len(given.rows))
 
 
 @exact
-def texts_resumed_under_other_shares(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    return trained(cost_split(shares), len(rows), resume=shares[::-1])
+def texts_resumed_under_other_shares(given: Given) -> Weights:
+    return trained(cost_split(given.shares), len(given.rows), resume=given.shares[::-1])
 
 
 @exact
-def texts_by_ratios_without_parts(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def texts_by_ratios_without_parts(given: Given) -> Weights:
     """One pass on each rank, and the loss over all ranks' tokens; two batches are accumulated."""
-    split, texts = split_by(shares), Texts(len(rows))
+    split, texts = given.split(), Texts(len(given.rows))
     model = split.wrap(decoder())
     optimizer = optimizer_of(model)
     for step, batch in enumerate(split.loader(texts, lengths=texts.lengths, collate_fn=collate)):
@@ -221,18 +215,18 @@ def texts_by_ratios_without_parts(
 
 
 @exact
-def rows_of_one_length(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def rows_of_one_length(given: Given) -> Weights:
     """The batches are those without lengths."""
-    split = split_by(shares)
-    dealt = [inputs for inputs, _ in split.loader(rows, lengths=[7] * len(rows))]
-    plain = [inputs for inputs, _ in split.loader(rows)]
+    split = given.split()
+    dealt = [inputs for inputs, _ in split.loader(given.rows, lengths=[7] * len(given.rows))]
+    plain = [inputs for inputs, _ in split.loader(given.rows)]
     assert all(map(torch.equal, dealt, plain))
     return [torch.tensor([len(dealt)])]
 
 
 @refused("computes a batch at once")
-def texts_by_cost_without_parts(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split, texts = cost_split(shares), Texts(len(rows))
+def texts_by_cost_without_parts(given: Given) -> Weights:
+    split, texts = cost_split(given.shares), Texts(len(given.rows))
     model = split.wrap(decoder())
     for batch in split.loader(texts, lengths=texts.lengths, collate_fn=collate):
         update(optimizer_of(model), mean_loss(model(batch["words"]), batch["labels"]))
@@ -240,17 +234,15 @@ def texts_by_cost_without_parts(shares: tuple[int, ...], rows: TensorDataset) ->
 
 
 @refused("Row 3 has 999 tokens")
-def a_text_that_fits_nowhere(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split, texts = cost_split(shares, tokens=500), Texts(len(rows))
+def a_text_that_fits_nowhere(given: Given) -> Weights:
+    split, texts = cost_split(given.shares, tokens=500), Texts(len(given.rows))
     split.loader(texts, lengths=[*texts.lengths[:3], 999, *texts.lengths[4:]])
     return []
 
 
 @refused("different lengths")
-def lengths_that_ranks_have_apart(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split, texts = cost_split(shares), Texts(len(rows))
+def lengths_that_ranks_have_apart(given: Given) -> Weights:
+    split, texts = cost_split(given.shares), Texts(len(given.rows))
     loader = split.loader(
         texts, lengths=[length + split.rank for length in texts.lengths], collate_fn=collate
     )
@@ -261,22 +253,22 @@ def lengths_that_ranks_have_apart(
 
 
 @refused("SyncBatchNorm exchanges statistics in each pass")
-def texts_by_cost_with_statistics_of_all_ranks(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split, texts = cost_split(shares, "loss"), Texts(len(rows))
+def texts_by_cost_with_statistics_of_all_ranks(given: Given) -> Weights:
+    split, texts = cost_split(given.shares, "loss"), Texts(len(given.rows))
     for batch in split.loader(texts, lengths=texts.lengths, collate_fn=collate):
         next(split.parts(batch, models=[nn.SyncBatchNorm(WORDS)]))  # a CPU can't wrap it
     return []
 
 
 @refused("isn't a list of whole numbers")
-def lengths_that_are_no_numbers(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    cost_split(shares).loader(Texts(len(rows)), lengths=[0.5] * len(rows))
+def lengths_that_are_no_numbers(given: Given) -> Weights:
+    cost_split(given.shares).loader(Texts(len(given.rows)), lengths=[0.5] * len(given.rows))
     return []
 
 
 @refused("validation aren't assigned")
-def a_validation_by_length(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    cost_split(shares).loader(Texts(len(rows)), lengths=Texts(len(rows)).lengths, training=False)
+def a_validation_by_length(given: Given) -> Weights:
+    cost_split(given.shares).loader(
+        Texts(len(given.rows)), lengths=Texts(len(given.rows)).lengths, training=False
+    )
     return []

@@ -1,12 +1,15 @@
-"""What training programs of tests are made of: data, a network, loops, and the lists of what is
+"""The harness of training programs by `Split`: data, a network, a loop, and the lists of what is
 exact and refused.
+
+A program gets a `Given`, and says only what it does otherwise than others: `given.fit` trains a
+model by a step of its own, `given.split()` begins a loop that is written out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -25,7 +28,57 @@ SHORT_TAIL, TAIL = 25, 29  # rows of data, of which a last batch of 8 has 1 and 
 BY_ROWS = re.compile(
     "plain|rows|batch|length|texts|passes|accumul|gan|gather|loader|sampler|validation"
 )
-Program = Callable[[tuple[int, ...], TensorDataset], list[torch.Tensor]]
+Weights = list[torch.Tensor]
+
+
+class Loop(NamedTuple):
+    """What a step of a training has."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    def update(self, loss: torch.Tensor) -> None:
+        """The usual step."""
+        update(self.optimizer, loss)
+
+
+Step = Callable[..., None]  # of a loop and its batch: inputs and labels
+
+
+class Given(NamedTuple):
+    """What a program trains by: the rows of each rank in a step, and the data."""
+
+    shares: tuple[int, ...]
+    rows: TensorDataset
+
+    def split(self, times: int = 1, **options: Any) -> Split:
+        """Of a global batch of the shares' sum, or several times that."""
+        return Split(ratios=self.shares, global_batch=times * sum(self.shares), **options)
+
+    def split_in_passes(self) -> Split:
+        """Of two rows at most; ranks then take different numbers of them."""
+        plan = example_plan(self.shares)
+        micros = tuple(min(2, each) for each in self.shares)
+        layout = make_layout(plan.layout.kind, plan.layout.share, self.shares, micros=micros)
+        return Split(msgspec.structs.replace(plan, layout=layout))
+
+    def turned(self) -> Given:
+        """The same with the shares in the other order."""
+        return Given(self.shares[::-1], self.rows)
+
+    def fit(self, net: nn.Module, step: Step, **wrapped: Any) -> Weights:
+        """Train for two epochs by a step of the program's own; `wrapped` goes to split.wrap."""
+        split = self.split()
+        model = split.wrap(net.double(), **wrapped)
+        loop = Loop(model, adamw(model))
+        loader = split.loader(self.rows)
+        for _ in range(2):
+            for batch in loader:
+                step(loop, *batch)
+        return weights(model)
+
+
+Program = Callable[[Given], Weights]
 EXACT: dict[str, Program] = {}
 REFUSED: dict[str, tuple[str, Program]] = {}
 
@@ -61,17 +114,9 @@ def network(outputs: int = CLASSES) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
 
 
-def split_by(shares: tuple[int, ...], times: int = 1, **options: Any) -> Split:
-    return Split(ratios=shares, global_batch=times * sum(shares), **options)
-
-
-def split_in_passes(shares: tuple[int, ...]) -> Split:
-    """Of two rows at most; ranks then take different numbers of them."""
-    plan = example_plan(shares)
-    layout = make_layout(
-        plan.layout.kind, plan.layout.share, shares, micros=tuple(min(2, each) for each in shares)
-    )
-    return Split(msgspec.structs.replace(plan, layout=layout))
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """It moves a weight whose gradient is 0, and leaves one without a gradient."""
+    return torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.3)
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
@@ -80,7 +125,7 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     )
 
 
-def weights(*models: Any) -> list[torch.Tensor]:
+def weights(*models: Any) -> Weights:
     return [each.detach().clone() for model in models for each in model.parameters()]
 
 
@@ -88,6 +133,11 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def plain(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """A step by cross entropy."""
+    loop.update(F.cross_entropy(loop.model(inputs), labels))
 
 
 def train(
@@ -125,9 +175,9 @@ def shard(split: Split, net: nn.Module) -> nn.Module:
     return net
 
 
-def run(program: Program, shares: tuple[int, ...], rows: int) -> list[torch.Tensor] | str:
+def run(program: Program, shares: tuple[int, ...], rows: int) -> Weights | str:
     """What it returns, or the sentence that refuses it."""
     try:
-        return program(shares, data(rows))
+        return program(Given(shares, data(rows)))
     except EvenerError as error:
         return str(error)

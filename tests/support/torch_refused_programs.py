@@ -11,16 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from tests.support.torch_program_parts import (
     CLASSES,
+    Given,
+    Weights,
     early,
     network,
     refused,
     sgd,
     shard,
-    split_by,
     train,
     update,
     weights,
@@ -28,66 +29,59 @@ from tests.support.torch_program_parts import (
 
 
 @refused("split.wrap(accelerator.prepare(model))")
-def a_ddp_that_nothing_weighs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_ddp_that_nothing_weighs(given: Given) -> Weights:
     """accelerator.prepare(model, optimizer, loader): the loader is left as it is."""
-    split = split_by(shares)
+    split = given.split()
     model = DistributedDataParallel(network())
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("no shares to rebalance")
-def rows_dealt_by_length_that_rebalance(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split_by(shares, rebalance=True).loader(rows, lengths=list(range(len(rows))))
+def rows_dealt_by_length_that_rebalance(given: Given) -> Weights:
+    given.split(rebalance=True).loader(given.rows, lengths=list(range(len(given.rows))))
     return []
 
 
 @refused("Rank 1 has rebalance=True, rank 0 has rebalance=False")
-def rebalance_on_one_rank(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split_by(shares, rebalance=os.environ["RANK"] == "1")
+def rebalance_on_one_rank(given: Given) -> Weights:
+    given.split(rebalance=os.environ["RANK"] == "1")
     return []
 
 
 @refused("Rank 1 has weigh='loss', rank 0 has weigh='gradients'")
-def losses_weighed_on_one_rank(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split_by(shares, weigh="loss" if os.environ["RANK"] == "1" else "gradients")
+def losses_weighed_on_one_rank(given: Given) -> Weights:
+    given.split(weigh="loss" if os.environ["RANK"] == "1" else "gradients")
     return []
 
 
 @refused("by another plan, or at another global batch")
-def other_ratios_on_one_rank(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split_by(shares[::-1] if os.environ["RANK"] == "1" else shares)
+def other_ratios_on_one_rank(given: Given) -> Weights:
+    own = given.turned() if os.environ["RANK"] == "1" else given
+    own.split()
     return []
 
 
 @refused("so none has times of its own to rebalance by")
-def a_sharded_model_that_rebalances(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares, rebalance=True, weigh="loss")
+def a_sharded_model_that_rebalances(given: Given) -> Weights:
+    split = given.split(rebalance=True, weigh="loss")
     return weights(split.wrap(shard(split, network())))
 
 
 @refused("by FSDP or SyncBatchNorm")
-def a_model_normalized_over_ranks_that_rebalances(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares, rebalance=True, weigh="loss")
+def a_model_normalized_over_ranks_that_rebalances(given: Given) -> Weights:
+    split = given.split(rebalance=True, weigh="loss")
     return weights(split.wrap(nn.SyncBatchNorm(4)))
 
 
 @refused("One backward pass mixes two batches")
-def two_loaders_in_one_backward_pass_that_rebalance(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def two_loaders_in_one_backward_pass_that_rebalance(given: Given) -> Weights:
     """Their shares may change at different steps."""
-    split = split_by(shares, rebalance=True)
+    split = given.split(rebalance=True)
     model = split.wrap(network())
     optimizer = sgd(model)
     for (inputs, labels), (others, more) in zip(
-        split.loader(rows), split.loader(rows, seed=1), strict=True
+        split.loader(given.rows), split.loader(given.rows, seed=1), strict=True
     ):
         update(
             optimizer, F.cross_entropy(model(inputs), labels) + F.cross_entropy(model(others), more)
@@ -96,61 +90,56 @@ def two_loaders_in_one_backward_pass_that_rebalance(
 
 
 @refused("split.begin")
-def a_loader_that_was_sharded_again(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_loader_that_was_sharded_again(given: Given) -> Weights:
     """accelerator.prepare of a DataLoader made from the loader's parts."""
-    split = split_by(shares)
-    loader = split.loader(rows)
+    split = given.split()
+    loader = split.loader(given.rows)
     model = split.wrap(network())
     train(
-        model, DataLoader(rows, batch_sampler=list(loader.batch_sampler)[split.rank :: split.world])
+        model,
+        DataLoader(given.rows, batch_sampler=list(loader.batch_sampler)[split.rank :: split.world]),
     )
     return weights(model)
 
 
 @refused("no batch of split.loader")
-def another_loader_in_eval_mode(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def another_loader_in_eval_mode(given: Given) -> Weights:
     """As for a model whose normalization is frozen."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network()).eval()
-    train(model, DataLoader(rows, 4, sampler=DistributedSampler(rows)))
+    train(model, DataLoader(given.rows, 4, sampler=DistributedSampler(given.rows)))
     return weights(model)
 
 
 @refused("split.loader")
-def no_loader_of_the_split(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def no_loader_of_the_split(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
-    train(model, DataLoader(rows, 4, sampler=DistributedSampler(rows)))
+    train(model, DataLoader(given.rows, 4, sampler=DistributedSampler(given.rows)))
     return weights(model)
 
 
 @refused("split.wrap")
-def never_wrapped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def never_wrapped(given: Given) -> Weights:
+    split = given.split()
     model = network()
     split.wrap(model)  # and the result is dropped
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("another DistributedDataParallel")
-def a_ddp_around_the_wrapped_model(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_ddp_around_the_wrapped_model(given: Given) -> Weights:
     """accelerator.prepare(split.wrap(model))."""
-    split = split_by(shares)
+    split = given.split()
     model = DistributedDataParallel(split.wrap(network()))
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("exchanged twice")
-def a_ddp_within_the_wrapped_model(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_ddp_within_the_wrapped_model(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(
         nn.Sequential(DistributedDataParallel(network()), nn.Linear(CLASSES, CLASSES).double())
     )
@@ -158,12 +147,12 @@ def a_ddp_within_the_wrapped_model(
 
 
 @refused("gradients aren't weighted")
-def a_trainer_with_closures(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_trainer_with_closures(given: Given) -> Weights:
     """As Lightning calls optimizers, without split.wrap."""
-    split = split_by(shares)
+    split = given.split()
     model = DistributedDataParallel(network())
     optimizer = sgd(model)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
 
         def closure(inputs: torch.Tensor = inputs, labels: torch.Tensor = labels) -> torch.Tensor:
             optimizer.zero_grad()
@@ -176,67 +165,59 @@ def a_trainer_with_closures(shares: tuple[int, ...], rows: TensorDataset) -> lis
 
 
 @refused("weigh='loss'")
-def sharded_parameters_that_nothing_weighs(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def sharded_parameters_that_nothing_weighs(given: Given) -> Weights:
+    split = given.split()
     model = shard(split, network())
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("FSDP")
-def sharded_parameters_weighed_by_gradients(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def sharded_parameters_weighed_by_gradients(given: Given) -> Weights:
+    split = given.split()
     return weights(split.wrap(shard(split, network())))
 
 
 @refused("split.scale(loss)")
-def scale_forgotten(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares, weigh="loss")
+def scale_forgotten(given: Given) -> Weights:
+    split = given.split(weigh="loss")
     model = split.wrap(network())
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("split.scale(loss)")
-def scale_forgotten_for_one_of_two_models(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares, weigh="loss")
+def scale_forgotten_for_one_of_two_models(given: Given) -> Weights:
+    split = given.split(weigh="loss")
     first, second = split.wrap(network()), split.wrap(network())
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         split.scale(F.cross_entropy(first(inputs), labels)).backward()
         F.cross_entropy(second(inputs), labels).backward()
     return weights(first, second)
 
 
 @refused("split.scale(loss)")
-def scale_forgotten_with_sharded_parameters(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares, weigh="loss")
+def scale_forgotten_with_sharded_parameters(given: Given) -> Weights:
+    split = given.split(weigh="loss")
     model = split.wrap(shard(split, network()))
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("copy.deepcopy(model.module)")
-def a_copy_of_a_wrapped_model(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_copy_of_a_wrapped_model(given: Given) -> Weights:
+    split = given.split()
     model = copy.deepcopy(split.wrap(network()))
-    train(model, split.loader(rows))
+    train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("frozen when split.wrap was called")
-def layers_unfrozen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def layers_unfrozen(given: Given) -> Weights:
+    split = given.split()
     net = network()
     net[0].requires_grad_(False)
-    model, loader = split.wrap(net), split.loader(rows)
+    model, loader = split.wrap(net), split.loader(given.rows)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(model, loader, optimizer)
     net[0].requires_grad_(True)
@@ -245,10 +226,10 @@ def layers_unfrozen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.
 
 
 @refused("weren't in the model when split.wrap")
-def layers_added(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def layers_added(given: Given) -> Weights:
+    split = given.split()
     net = network()
-    model, loader = split.wrap(net), split.loader(rows)
+    model, loader = split.wrap(net), split.loader(given.rows)
     optimizer = sgd(model)
     train(model, loader, optimizer)
     net.append(nn.Linear(CLASSES, CLASSES).double().to(split.device))
@@ -258,13 +239,11 @@ def layers_added(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Ten
 
 
 @refused("weren't in the model when split.wrap")
-def a_parameter_in_another_ones_place(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_parameter_in_another_ones_place(given: Given) -> Weights:
     """The optimizer has as many as before."""
-    split = split_by(shares)
+    split = given.split()
     net = network()
-    model, loader = split.wrap(net), split.loader(rows)
+    model, loader = split.wrap(net), split.loader(given.rows)
     optimizer = sgd(model)
     train(model, loader, optimizer)
     net[2].weight = nn.Parameter(net[2].weight.detach().clone())
@@ -274,105 +253,99 @@ def a_parameter_in_another_ones_place(
 
 
 @refused("not model.module")
-def the_model_inside(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def the_model_inside(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
-    train(model.module, split.loader(rows))
+    train(model.module, split.loader(given.rows))
     return weights(model)
 
 
 @refused("One backward pass mixes two batches")
-def two_loaders_of_other_lengths(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def two_loaders_of_other_lengths(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
     for (inputs, labels), (others, _) in zip(
-        split.loader(rows), split.loader(Subset(rows, range(19))), strict=False
+        split.loader(given.rows), split.loader(Subset(given.rows, range(19))), strict=False
     ):
         update(optimizer, F.cross_entropy(model(inputs), labels) + model(others).square().mean())
     return weights(model)
 
 
 @refused("One backward pass mixes two batches")
-def losses_summed_over_batches(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def losses_summed_over_batches(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
     update(
         sgd(model),
-        sum(F.cross_entropy(model(inputs), labels) for inputs, labels in split.loader(rows)),
+        sum(F.cross_entropy(model(inputs), labels) for inputs, labels in split.loader(given.rows)),
     )
     return weights(model)
 
 
 @refused("isn't clear which")
-def the_next_batch_early_and_changed(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def the_next_batch_early_and_changed(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
-    train(model, early(split.loader(rows), lambda batch: (batch[0] * 2, batch[1] + 0)))
+    train(model, early(split.loader(given.rows), lambda batch: (batch[0] * 2, batch[1] + 0)))
     return weights(model)
 
 
 @refused("isn't clear which")
-def two_loaders_changed(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def two_loaders_changed(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
-    half = split.loader(Subset(rows, range(19)))
-    for (inputs, _), _others in zip(split.loader(rows), half, strict=False):
+    half = split.loader(Subset(given.rows, range(19)))
+    for (inputs, _), _others in zip(split.loader(given.rows), half, strict=False):
         model(inputs * 2).square().mean().backward()
     return weights(model)
 
 
 @refused("No batch is in hand")
-def rows_after_the_pass(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    for _ in split.loader(rows):
+def rows_after_the_pass(given: Given) -> Weights:
+    split = given.split()
+    for _ in split.loader(given.rows):
         pass
-    return [rows.tensors[0][: split.rows]]
+    return [given.rows.tensors[0][: split.rows]]
 
 
 @refused("one row for each row")
-def gather_of_other_rows(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    for inputs, _ in split.loader(rows):
+def gather_of_other_rows(given: Given) -> Weights:
+    split = given.split()
+    for inputs, _ in split.loader(given.rows):
         split.gather(torch.cat([inputs, inputs]))
     return []
 
 
 @refused("differ in type or shape")
-def gather_of_other_shapes(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    for inputs, _ in split.loader(rows):
+def gather_of_other_shapes(given: Given) -> Weights:
+    split = given.split()
+    for inputs, _ in split.loader(given.rows):
         split.gather(inputs[:, split.rank :])
     return []
 
 
 @refused("different orders")
-def an_order_that_ranks_draw_apart(
-    shares: tuple[int, ...], rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
-    next(iter(split.loader(rows, order=DistributedSampler(rows))))
+def an_order_that_ranks_draw_apart(given: Given) -> Weights:
+    split = given.split()
+    next(iter(split.loader(given.rows, order=DistributedSampler(given.rows))))
     return []
 
 
 @refused("stream")
-def a_stream_with_a_length(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def a_stream_with_a_length(given: Given) -> Weights:
     class Stream(IterableDataset[Any]):
         def __len__(self) -> int:
-            return len(rows)
+            return len(given.rows)
 
         def __iter__(self) -> Iterator[Any]:
-            return iter(rows)
+            return iter(given.rows)
 
-    split_by(shares).loader(Stream())
+    given.split().loader(Stream())
     return []
 
 
 @refused("order=")
-def a_sampler(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split_by(shares).loader(rows, sampler=torch.utils.data.SequentialSampler(rows))
+def a_sampler(given: Given) -> Weights:
+    given.split().loader(given.rows, sampler=torch.utils.data.SequentialSampler(given.rows))
     return []

@@ -15,16 +15,15 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.support.torch_program_parts import (
     CLASSES,
     WIDTH,
+    Given,
+    Weights,
     exact,
     network,
     refused,
-    split_by,
-    split_in_passes,
     update,
     weights,
 )
 
-Shares = tuple[int, ...]
 EPOCHS = 2
 
 
@@ -59,26 +58,24 @@ def learn(split: Any, rows: TensorDataset, log_var: torch.Tensor, **clip: float)
 
 
 @exact
-def log_variances_of_two_tasks_by_rows(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    return learn(split_by(shares), rows, tensor(2))
+def log_variances_of_two_tasks_by_rows(given: Given) -> Weights:
+    return learn(given.split(), given.rows, tensor(2))
 
 
 @exact
-def log_variances_that_are_bare_parameters(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    return learn(split_by(shares), rows, nn.Parameter(tensor(2).detach()))
+def log_variances_that_are_bare_parameters(given: Given) -> Weights:
+    return learn(given.split(), given.rows, nn.Parameter(tensor(2).detach()))
 
 
 @exact
-def log_variances_that_are_clipped(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    return learn(split_by(shares), rows, tensor(2), max_norm=0.3)
+def log_variances_that_are_clipped(given: Given) -> Weights:
+    return learn(given.split(), given.rows, tensor(2), max_norm=0.3)
 
 
 @exact
-def log_variances_by_scaled_losses(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split, log_var = split_by(shares, weigh="loss"), tensor(2)
-    model, loader = split.wrap(network(CLASSES + 1)), split.loader(rows)
+def log_variances_by_scaled_losses(given: Given) -> Weights:
+    split, log_var = given.split(weigh="loss"), tensor(2)
+    model, loader = split.wrap(network(CLASSES + 1)), split.loader(given.rows)
     optimizer = torch.optim.Adam([*model.parameters(), log_var], 0.05)
     for batch in loader:
         update(optimizer, split.scale(two_tasks(model(batch[0]), batch, log_var)))
@@ -86,9 +83,9 @@ def log_variances_by_scaled_losses(shares: Shares, rows: TensorDataset) -> list[
 
 
 @exact
-def log_variances_in_passes(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split, log_var = split_in_passes(shares), tensor(2)
-    model, loader = split.wrap(network(CLASSES + 1)), split.loader(rows)
+def log_variances_in_passes(given: Given) -> Weights:
+    split, log_var = given.split_in_passes(), tensor(2)
+    model, loader = split.wrap(network(CLASSES + 1)), split.loader(given.rows)
     optimizer = torch.optim.Adam([*model.parameters(), log_var], 0.05)
     for _ in range(EPOCHS):
         for batch in loader:
@@ -99,10 +96,10 @@ def log_variances_in_passes(shares: Shares, rows: TensorDataset) -> list[torch.T
 
 
 @exact
-def log_variances_accumulated(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def log_variances_accumulated(given: Given) -> Weights:
     """In windows of two batches, whose last is shorter."""
-    split, log_var = split_by(shares), tensor(2)
-    model, loader = split.wrap(network(CLASSES + 1)), split.loader(rows)
+    split, log_var = given.split(), tensor(2)
+    model, loader = split.wrap(network(CLASSES + 1)), split.loader(given.rows)
     optimizer = torch.optim.Adam([*model.parameters(), log_var], 0.05)
     for _ in range(EPOCHS):
         for number, batch in enumerate(loader):
@@ -117,10 +114,10 @@ def log_variances_accumulated(shares: Shares, rows: TensorDataset) -> list[torch
 
 
 @exact
-def a_temperature_of_its_own_by_rows(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_temperature_of_its_own_by_rows(given: Given) -> Weights:
     """SAC's, as CleanRL writes it: its loss goes through no model, by an optimizer of its own."""
-    split, log_alpha = split_by(shares), tensor(1)
-    model, loader = split.wrap(network()), split.loader(rows)
+    split, log_alpha = given.split(), tensor(1)
+    model, loader = split.wrap(network()), split.loader(given.rows)
     actor = torch.optim.Adam(model.parameters(), 0.05)
     temperature = torch.optim.Adam([log_alpha], 0.05)
     for _ in range(EPOCHS):
@@ -148,13 +145,13 @@ class Numbered(Dataset[Any]):
 
 
 @exact
-def a_code_for_each_of_the_rows(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_code_for_each_of_the_rows(given: Given) -> Weights:
     """An auto-decoder: the codes are a table, of which each rank's rows reach other lines."""
-    split = split_by(shares)
+    split = given.split()
     codes = torch.randn(
-        (len(rows), WIDTH), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        (len(given.rows), WIDTH), generator=torch.Generator().manual_seed(1), dtype=torch.float64
     ).requires_grad_()
-    model, loader = split.wrap(network(WIDTH)), split.loader(Numbered(rows))
+    model, loader = split.wrap(network(WIDTH)), split.loader(Numbered(given.rows))
     optimizer = torch.optim.Adam([*model.parameters(), codes], 0.05)
     for _ in range(EPOCHS):
         for numbers, inputs in loader:
@@ -165,22 +162,22 @@ def a_code_for_each_of_the_rows(shares: Shares, rows: TensorDataset) -> list[tor
 
 
 @exact
-def a_prompt_of_a_frozen_model(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_prompt_of_a_frozen_model(given: Given) -> Weights:
     """Nothing but the tensor is trained."""
-    split, prompt = split_by(shares), tensor(WIDTH)
+    split, prompt = given.split(), tensor(WIDTH)
     net = network().requires_grad_(False)
     optimizer = torch.optim.Adam([prompt], 0.05)
     for _ in range(EPOCHS):
-        for inputs, labels in split.loader(rows):
+        for inputs, labels in split.loader(given.rows):
             update(optimizer, F.cross_entropy(net(inputs + prompt), labels))
     return ended(net, prompt)
 
 
 @exact
-def two_tensors_by_turns(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def two_tensors_by_turns(given: Given) -> Weights:
     """Each reached by some steps only, in one optimizer."""
-    split, shift, scale = split_by(shares), tensor(1), tensor(1)
-    model, loader = split.wrap(network()), split.loader(rows)
+    split, shift, scale = given.split(), tensor(1), tensor(1)
+    model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = torch.optim.SGD([*model.parameters(), shift, scale], 0.1)
     for _ in range(EPOCHS):
         for number, (inputs, labels) in enumerate(loader):
@@ -191,12 +188,10 @@ def two_tensors_by_turns(shares: Shares, rows: TensorDataset) -> list[torch.Tens
 
 
 @exact
-def copies_of_weights_that_the_loop_steps(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
+def copies_of_weights_that_the_loop_steps(given: Given) -> Weights:
     """Their gradients are copied from the wrapped model's, so they are summed already."""
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     copies = [each.detach().clone().requires_grad_() for each in model.parameters()]
     optimizer = torch.optim.Adam(copies, 0.05)
     for inputs, labels in loader:
@@ -212,11 +207,11 @@ def copies_of_weights_that_the_loop_steps(
 
 
 @refused("tensors that no module has, by gradients of this rank's rows alone")
-def a_tensor_whose_gradient_is_assigned(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split, log_var = split_by(shares), tensor(2)
+def a_tensor_whose_gradient_is_assigned(given: Given) -> Weights:
+    split, log_var = given.split(), tensor(2)
     model = split.wrap(network(CLASSES + 1))
     optimizer = torch.optim.Adam([*model.parameters(), log_var], 0.05)
-    for batch in split.loader(rows):
+    for batch in split.loader(given.rows):
         loss = two_tasks(model(batch[0]), batch, log_var)
         (gradient,) = torch.autograd.grad(loss, [log_var], retain_graph=True)
         loss.backward(inputs=list(model.parameters()))
@@ -226,42 +221,40 @@ def a_tensor_whose_gradient_is_assigned(shares: Shares, rows: TensorDataset) -> 
 
 
 @refused("Make it before the loop over split.loader begins")
-def a_tensor_of_an_optimizer_that_is_made_late(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    split, log_var = split_by(shares), tensor(2)
+def a_tensor_of_an_optimizer_that_is_made_late(given: Given) -> Weights:
+    split, log_var = given.split(), tensor(2)
     model, optimizer = split.wrap(network(CLASSES + 1)), None
-    for batch in split.loader(rows):
+    for batch in split.loader(given.rows):
         optimizer = optimizer or torch.optim.Adam([*model.parameters(), log_var], 0.05)
         update(optimizer, two_tasks(model(batch[0]), batch, log_var))
     return ended(model, log_var)
 
 
 @refused("begins with other values on other ranks")
-def a_tensor_that_each_rank_draws(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_tensor_that_each_rank_draws(given: Given) -> Weights:
+    split = given.split()
     drawn = torch.randn(2, generator=torch.Generator().manual_seed(split.rank)).double()
-    return learn(split, rows, drawn.requires_grad_())
+    return learn(split, given.rows, drawn.requires_grad_())
 
 
 @refused("wrap that too: head = split.wrap(head)")
-def a_head_that_the_loss_has(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_head_that_the_loss_has(given: Given) -> Weights:
     """ArcFace, proxies: a module with weights of its own, which the optimizer trains too."""
-    split, head = split_by(shares), nn.Linear(CLASSES, CLASSES).double()
+    split, head = given.split(), nn.Linear(CLASSES, CLASSES).double()
     model = split.wrap(network())
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], 0.05)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         update(optimizer, F.cross_entropy(head(model(inputs)), labels))
     return weights(model, head)
 
 
 @exact
-def a_head_that_is_wrapped_too(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_head_that_is_wrapped_too(given: Given) -> Weights:
+    split = given.split()
     torch.manual_seed(5)
     model, head = split.wrap(network()), split.wrap(nn.Linear(CLASSES, CLASSES).double())
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], 0.05)
     for _ in range(EPOCHS):
-        for inputs, labels in split.loader(rows):
+        for inputs, labels in split.loader(given.rows):
             update(optimizer, F.cross_entropy(head(model(inputs)), labels))
     return weights(model, head)

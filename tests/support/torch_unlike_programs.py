@@ -16,34 +16,33 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
-from tests.support.torch_exchange_programs import Answer, Hiding, Step, adamw, fit, plain
+from tests.support.torch_exchange_programs import Answer, Hiding
 from tests.support.torch_program_parts import (
     CLASSES,
     WIDTH,
+    Given,
+    Loop,
+    Step,
+    Weights,
+    adamw,
     early,
     exact,
     network,
     own_ddp,
+    plain,
     refused,
     sgd,
-    split_by,
-    split_in_passes,
     train,
     update,
     weights,
 )
 
-Shares = tuple[int, ...]
 
-
-def accumulate(
-    shares: Shares, rows: TensorDataset, net: nn.Module, loss: Any, window: int = 2
-) -> list[torch.Tensor]:
+def accumulate(given: Given, net: nn.Module, loss: Any, window: int = 2) -> Weights:
     """Windows of batches; what an epoch leaves over is applied too."""
-    split = split_by(shares)
-    model, loader = split.wrap(net.double()), split.loader(rows)
+    split = given.split()
+    model, loader = split.wrap(net.double()), split.loader(given.rows)
     optimizer = adamw(model)
     for _ in range(2):
         for number, (inputs, labels) in enumerate(loader, 1):
@@ -68,26 +67,21 @@ class Scaled(nn.Module):
 
 
 @exact
-def a_parameter_among_the_outputs(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_parameter_among_the_outputs(given: Given) -> Weights:
     return accumulate(
-        shares,
-        rows,
+        given,
         Scaled(),
         lambda made, labels: F.cross_entropy(made["scores"] * made["scale"], labels),
     )
 
 
 @exact
-def hidden_outputs_in_windows_of_unequal_batches(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    return accumulate(
-        shares, rows, Hiding(), lambda made, labels: F.cross_entropy(made.scores, labels)
-    )
+def hidden_outputs_in_windows_of_unequal_batches(given: Given) -> Weights:
+    return accumulate(given, Hiding(), lambda made, labels: F.cross_entropy(made.scores, labels))
 
 
 @exact
-def complex_weights_in_windows(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def complex_weights_in_windows(given: Given) -> Weights:
     class Waves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -105,11 +99,11 @@ def complex_weights_in_windows(shares: Shares, rows: TensorDataset) -> list[torc
             )
             return made
 
-    return accumulate(shares, rows, Waves(), F.cross_entropy, window=4)
+    return accumulate(given, Waves(), F.cross_entropy, window=4)
 
 
 @exact
-def a_layer_that_trains_for_a_while(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_layer_that_trains_for_a_while(given: Given) -> Weights:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -123,13 +117,11 @@ def a_layer_that_trains_for_a_while(shares: Shares, rows: TensorDataset) -> list
             return made
 
     torch.manual_seed(4)
-    return fit(shares, rows, Late(), plain, bucket_cap_mb=0.0001)
+    return given.fit(Late(), plain, bucket_cap_mb=0.0001)
 
 
 @exact
-def a_gan_in_one_module_whose_halves_are_frozen_in_turn(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_gan_in_one_module_whose_halves_are_frozen_in_turn(given: Given) -> Weights:
     """As Lightning's toggle_optimizer does, from before the first sum on."""
 
     class Gan(nn.Module):
@@ -148,31 +140,29 @@ def a_gan_in_one_module_whose_halves_are_frozen_in_turn(
         update(optimizer, F.softplus(sign * model(inputs)).mean())
         frozen.requires_grad_(True)
 
-    split, net = split_by(shares), Gan()
+    split, net = given.split(), Gan()
     model, halves = split.wrap(net), [sgd(net.generator), sgd(net.critic)]
-    for inputs, _ in split.loader(rows):
+    for inputs, _ in split.loader(given.rows):
         train_half(net.generator, halves[1], inputs, 1.0)
         train_half(net.critic, halves[0], inputs, -1.0)
     return weights(model)
 
 
 @exact
-def parametrized_layers(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def parametrized_layers(given: Given) -> Weights:
     net = network()
     parametrizations.weight_norm(net[0])
     parametrizations.orthogonal(net[2])
-    return fit(shares, rows, net, plain)
+    return given.fit(net, plain)
 
 
 @exact
-def averages_of_a_model_that_was_taken_over(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def averages_of_a_model_that_was_taken_over(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(own_ddp(split, network()))
     optimizer, teacher = sgd(model), copy.deepcopy(model)
     average = torch.optim.swa_utils.AveragedModel(model)
-    for inputs, _ in split.loader(rows):
+    for inputs, _ in split.loader(given.rows):
         with torch.no_grad():
             target = teacher(inputs).softmax(1)
         update(optimizer, F.cross_entropy(model(inputs), target))
@@ -180,67 +170,57 @@ def averages_of_a_model_that_was_taken_over(
     return weights(model, average)
 
 
-def by_step(step: Step) -> Callable[[Shares, TensorDataset], list[torch.Tensor]]:
-    return lambda shares, rows: fit(shares, rows, network(), step)
-
-
 @exact
-def sharpness_aware(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        parameters = list(model.parameters())
+def sharpness_aware(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.optimizer.zero_grad()
+        F.cross_entropy(loop.model(inputs), labels).backward()
+        parameters = list(loop.model.parameters())
         norm = torch.stack([each.grad.norm() for each in parameters]).norm()
         moves = [each.grad * (0.1 / norm) for each in parameters]
         torch._foreach_add_([each.data for each in parameters], moves)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
+        loop.optimizer.zero_grad()
+        F.cross_entropy(loop.model(inputs), labels).backward()
         torch._foreach_sub_([each.data for each in parameters], moves)
-        optimizer.step()
+        loop.optimizer.step()
 
-    return by_step(step)(shares, rows)
-
-
-@exact
-def penalties_with_backward_passes_of_their_own(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        optimizer.zero_grad()
-        (0.1 * sum(each.square().sum() for each in model.parameters())).backward()
-        F.cross_entropy(model(inputs).mul_(2), labels).backward()
-        (0.1 * sum(each.abs().sum() for each in model.parameters())).backward()
-        optimizer.step()
-
-    return by_step(step)(shares, rows)
+    return given.fit(network(), step)
 
 
 @exact
-def called_as_a_function_of_its_weights(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def penalties_with_backward_passes_of_their_own(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.optimizer.zero_grad()
+        (0.1 * sum(each.square().sum() for each in loop.model.parameters())).backward()
+        F.cross_entropy(loop.model(inputs).mul_(2), labels).backward()
+        (0.1 * sum(each.abs().sum() for each in loop.model.parameters())).backward()
+        loop.optimizer.step()
+
+    return given.fit(network(), step)
+
+
+@exact
+def called_as_a_function_of_its_weights(given: Given) -> Weights:
     """And with gradients once more, only to log."""
 
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        outputs = torch.func.functional_call(model, dict(model.named_parameters()), (inputs,))
-        optimizer.zero_grad()
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        outputs = torch.func.functional_call(
+            loop.model, dict(loop.model.named_parameters()), (inputs,)
+        )
+        loop.optimizer.zero_grad()
         F.cross_entropy(outputs, labels).backward()
-        model(inputs).argmax(1)
-        optimizer.step()
+        loop.model(inputs).argmax(1)
+        loop.optimizer.step()
 
-    return by_step(step)(shares, rows)
+    return given.fit(network(), step)
 
 
 @exact
-def one_optimizer_of_two_models_in_turn(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def one_optimizer_of_two_models_in_turn(given: Given) -> Weights:
+    split = given.split()
     first, second = split.wrap(network(WIDTH)), split.wrap(network())
     optimizer = adamw(nn.ModuleList([first, second]))
-    for number, (inputs, labels) in enumerate(split.loader(rows)):
+    for number, (inputs, labels) in enumerate(split.loader(given.rows)):
         optimizer.zero_grad(set_to_none=False)
         hidden = first(inputs)
         loss = (
@@ -253,20 +233,18 @@ def one_optimizer_of_two_models_in_turn(shares: Shares, rows: TensorDataset) -> 
     return weights(first, second)
 
 
-def by_split_step(
-    shares: Shares, rows: TensorDataset, compute: Callable[[Any, Any], torch.Tensor]
-) -> list[torch.Tensor]:
+def by_split_step(given: Given, compute: Callable[[Any, Any], torch.Tensor]) -> Weights:
     """Two batches to a window, the first one without a sum, by a GradScaler whose scale overflows
     once.
     """
-    split = split_in_passes(shares)
+    split = given.split_in_passes()
     model = split.wrap(network())
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def scaled(factor: float, part: Any) -> Any:
         return scaler.scale(compute(model, part)) * factor
 
-    for number, batch in enumerate(split.loader(rows)):
+    for number, batch in enumerate(split.loader(given.rows)):
         with nullcontext() if number % 2 else split.no_sync(model):
             factor = float("inf") if number == 2 else 0.5
             split.step(batch, partial(scaled, factor))
@@ -280,9 +258,7 @@ def by_split_step(
 
 
 @exact
-def split_step_in_windows_with_a_gradient_penalty(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
+def split_step_in_windows_with_a_gradient_penalty(given: Given) -> Weights:
     def compute(model: Any, part: Any) -> torch.Tensor:
         points = part.batch[0].clone().requires_grad_()
         outputs = model(points)
@@ -292,12 +268,12 @@ def split_step_in_windows_with_a_gradient_penalty(
         )
         return made
 
-    return by_split_step(shares, rows, compute)
+    return by_split_step(given, compute)
 
 
 @exact
-def a_gan_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_in_passes(shares)
+def a_gan_by_split_step(given: Given) -> Weights:
+    split = given.split_in_passes()
     generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
     first, second = sgd(generator), sgd(critic)
 
@@ -308,7 +284,7 @@ def a_gan_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tenso
         )
         return made
 
-    for batch in split.loader(rows):
+    for batch in split.loader(given.rows):
         second.zero_grad()
         split.step(batch, judge)
         second.step()
@@ -319,13 +295,11 @@ def a_gan_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tenso
 
 
 @refused("weren't summed over the ranks: their backward pass was under no_sync")
-def what_an_epoch_leaves_over_without_a_sum(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def what_an_epoch_leaves_over_without_a_sum(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
-    for number, (inputs, labels) in enumerate(split.loader(rows), 1):
+    for number, (inputs, labels) in enumerate(split.loader(given.rows), 1):
         with nullcontext() if number % 3 == 0 else split.no_sync(model):
             F.cross_entropy(model(inputs), labels).backward()
         if number % 3 == 0:
@@ -336,11 +310,11 @@ def what_an_epoch_leaves_over_without_a_sum(
 
 
 @refused("different batches: one has left a batch out")
-def a_batch_that_one_rank_leaves_out(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_batch_that_one_rank_leaves_out(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
-    for number, (inputs, labels) in enumerate(split.loader(rows)):
+    for number, (inputs, labels) in enumerate(split.loader(given.rows)):
         loss = F.cross_entropy(model(inputs), labels)
         if not (loss * (float("nan") if number == 1 and split.rank == 1 else 1.0)).isfinite():
             continue
@@ -349,9 +323,7 @@ def a_batch_that_one_rank_leaves_out(shares: Shares, rows: TensorDataset) -> lis
 
 
 @exact
-def a_target_that_follows_in_the_forward_pass(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
+def a_target_that_follows_in_the_forward_pass(given: Given) -> Weights:
     """A momentum encoder moves by itself, also as the loss is checked."""
 
     class Follows(nn.Module):
@@ -369,10 +341,10 @@ def a_target_that_follows_in_the_forward_pass(
             made: torch.Tensor = F.mse_loss(self.online(inputs), self.target(inputs.sin()))
             return made
 
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(Follows())
     optimizer = sgd(model)
-    for batch in split.loader(rows):
+    for batch in split.loader(given.rows):
         optimizer.zero_grad()
         split.step(batch, lambda part: model(part.batch[0]))
         optimizer.step()
@@ -380,9 +352,9 @@ def a_target_that_follows_in_the_forward_pass(
 
 
 @refused("The ranks' weights aren't the same")
-def a_rate_by_a_ranks_own_loss(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+def a_rate_by_a_ranks_own_loss(given: Given) -> Weights:
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for _ in range(4):
@@ -394,21 +366,24 @@ def a_rate_by_a_ranks_own_loss(shares: Shares, rows: TensorDataset) -> list[torc
 
 
 @refused("The ranks' weights aren't the same")
-def a_rate_that_is_a_rounding_apart(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_rate_that_is_a_rounding_apart(given: Given) -> Weights:
     """By so little that it takes thousands of steps to be seen in a figure."""
-    split = split_by(shares)
+    split = given.split()
     model = split.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.2 * (1 + 1e-8 * split.rank))
     for _ in range(4):
-        train(model, split.loader(rows), optimizer)
+        train(model, split.loader(given.rows), optimizer)
     return weights(model)
 
 
 @refused("The ranks' weights aren't the same")
-def a_layer_that_ranks_draw_apart(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_layer_that_ranks_draw_apart(given: Given) -> Weights:
     """Drawn again in each epoch, after masks of which ranks draw unequal numbers."""
-    split, last = split_by(shares), nn.Linear(6, CLASSES).double()
-    model, loader = split.wrap(nn.Sequential(network(6), nn.Dropout(0.1), last)), split.loader(rows)
+    split, last = given.split(), nn.Linear(6, CLASSES).double()
+    model, loader = (
+        split.wrap(nn.Sequential(network(6), nn.Dropout(0.1), last)),
+        split.loader(given.rows),
+    )
     optimizer = sgd(model)
     for _ in range(4):
         last.reset_parameters()
@@ -433,20 +408,20 @@ class OwnLoss(nn.Module):
 
 
 @refused("it isn't a mean over rows")
-def a_weighted_mean_inside_the_model(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_weighted_mean_inside_the_model(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(OwnLoss())
     optimizer = sgd(model)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         update(optimizer, model(inputs, labels))
     return weights(model)
 
 
 @refused("it isn't a mean over rows")
-def advantages_centred_over_the_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def advantages_centred_over_the_batch(given: Given) -> Weights:
     """As PPO has them; the first batch is taken before the loop, to look at its shape."""
-    split = split_by(shares)
-    model, loader = split.wrap(network()), split.loader(rows)
+    split = given.split()
+    model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = sgd(model)
     next(iter(loader))
     for inputs, labels in loader:
@@ -457,23 +432,21 @@ def advantages_centred_over_the_batch(shares: Shares, rows: TensorDataset) -> li
 
 
 @refused("it isn't a mean over rows")
-def weights_of_rows_in_a_loop_that_fetches_ahead(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_by(shares)
+def weights_of_rows_in_a_loop_that_fetches_ahead(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(OwnLoss())
     optimizer = sgd(model)
-    for inputs, labels in early(split.loader(rows)):
+    for inputs, labels in early(split.loader(given.rows)):
         update(optimizer, model(inputs, labels))
     return weights(model)
 
 
 @refused("it is a sum, not a mean over rows")
-def a_sum_in_a_later_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def a_sum_in_a_later_batch(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
-    loader = split.loader(rows)
+    loader = split.loader(given.rows)
     for number, (inputs, labels) in enumerate(chain(loader, loader), 1):
         update(
             optimizer,
@@ -483,18 +456,16 @@ def a_sum_in_a_later_batch(shares: Shares, rows: TensorDataset) -> list[torch.Te
 
 
 @exact
-def sums_that_python_divides_by_the_batch_s_length(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
+def sums_that_python_divides_by_the_batch_s_length(given: Given) -> Weights:
     def loss(made: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         total = F.cross_entropy(made, labels, reduction="sum") / len(labels)
         return total + 0.1 * made.square().sum() * (1 / len(made)) / CLASSES
 
-    return accumulate(shares, rows, network(), loss)
+    return accumulate(given, network(), loss)
 
 
 @exact
-def a_loop_over_the_rows_of_a_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_loop_over_the_rows_of_a_batch(given: Given) -> Weights:
     def loss(made: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         each = [
             F.cross_entropy(made[row : row + 1], labels[row : row + 1])
@@ -502,18 +473,18 @@ def a_loop_over_the_rows_of_a_batch(shares: Shares, rows: TensorDataset) -> list
         ]
         return torch.stack(each).mean()
 
-    return accumulate(shares, rows, network(), loss)
+    return accumulate(given, network(), loss)
 
 
 @exact
-def a_target_that_moves_before_its_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_target_that_moves_before_its_batch(given: Given) -> Weights:
     """In place, as an average of the weights, and part of the loss: computed again, it would move
     further.
     """
-    split, target = split_by(shares), network()
+    split, target = given.split(), network()
     model = split.wrap(network())
     optimizer = sgd(model)
-    for inputs, labels in split.loader(rows):
+    for inputs, labels in split.loader(given.rows):
         with torch.no_grad():
             for own, its in zip(target.parameters(), weights(model), strict=True):
                 own.lerp_(its, 0.3)
@@ -526,13 +497,11 @@ def a_target_that_moves_before_its_batch(shares: Shares, rows: TensorDataset) ->
 
 
 @refused("it isn't a mean over rows")
-def a_mean_over_some_labels_by_split_step(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
-    split = split_in_passes(shares)
+def a_mean_over_some_labels_by_split_step(given: Given) -> Weights:
+    split = given.split_in_passes()
     model = split.wrap(network())
     optimizer = sgd(model)
-    for batch in split.loader(rows):
+    for batch in split.loader(given.rows):
         optimizer.zero_grad()
         split.step(
             batch, lambda part: F.cross_entropy(model(part.batch[0]), part.batch[1], ignore_index=1)
@@ -542,7 +511,7 @@ def a_mean_over_some_labels_by_split_step(
 
 
 @refused("part of its gradients were on their way")
-def errors_that_the_loop_goes_on_after(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def errors_that_the_loop_goes_on_after(given: Given) -> Weights:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -559,55 +528,51 @@ def errors_that_the_loop_goes_on_after(shares: Shares, rows: TensorDataset) -> l
     def fail(_: torch.Tensor) -> None:
         raise ValueError("an error of the program's own")
 
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         try:
-            plain(model, optimizer, inputs, labels)
+            plain(loop, inputs, labels)
         except ValueError:
-            optimizer.zero_grad()
+            loop.optimizer.zero_grad()
 
-    return fit(shares, rows, Net(), step, bucket_cap_mb=0.0001)
+    return given.fit(Net(), step, bucket_cap_mb=0.0001)
 
 
-def in_turns(shares: Shares, rows: TensorDataset, other: Step) -> list[torch.Tensor]:
+def in_turns(given: Given, other: Step, net: nn.Module | None = None) -> Weights:
     """Two usual steps, then another kind."""
     steps = iter([plain, plain])
-    return by_step(lambda *given: next(steps, other)(*given))(shares, rows)
+    return given.fit(net or network(), lambda *batch: next(steps, other)(*batch))
 
 
 @refused("torch.autograd.grad")
-def gradients_that_are_not_accumulated(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        parameters = list(model.parameters())
-        made = torch.autograd.grad(F.cross_entropy(model(inputs), labels), parameters)
+def gradients_that_are_not_accumulated(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        parameters = list(loop.model.parameters())
+        made = torch.autograd.grad(F.cross_entropy(loop.model(inputs), labels), parameters)
         for each, gradient in zip(parameters, made, strict=True):
             each.grad = gradient
-        optimizer.step()
+        loop.optimizer.step()
 
-    return in_turns(shares, rows, step)
+    return in_turns(given, step)
 
 
 @refused("torch.func")
-def gradients_by_a_function_transform(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
+def gradients_by_a_function_transform(given: Given) -> Weights:
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         def loss(parameters: Any) -> torch.Tensor:
-            return F.cross_entropy(torch.func.functional_call(model, parameters, (inputs,)), labels)
+            return F.cross_entropy(
+                torch.func.functional_call(loop.model, parameters, (inputs,)), labels
+            )
 
-        made = torch.func.grad(loss)(dict(model.named_parameters()))
-        for name, each in model.named_parameters():
+        made = torch.func.grad(loss)(dict(loop.model.named_parameters()))
+        for name, each in loop.model.named_parameters():
             each.grad = made[name].detach()
-        optimizer.step()
+        loop.optimizer.step()
 
-    return in_turns(shares, rows, step)
+    return in_turns(given, step)
 
 
 @refused("return auxiliary losses with it")
-def a_loss_that_the_model_keeps(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+def a_loss_that_the_model_keeps(given: Given) -> Weights:
     class Kept(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -619,36 +584,28 @@ def a_loss_that_the_model_keeps(shares: Shares, rows: TensorDataset) -> list[tor
             made: torch.Tensor = self.net(inputs)
             return made
 
-    def step(
-        model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        model(inputs)
-        update(optimizer, model.module.loss)
+    def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loop.model(inputs)
+        loop.update(loop.model.module.loss)
 
-    steps = iter([plain, plain])
-    return fit(shares, rows, Kept(), lambda *given: next(steps, step)(*given))
+    return in_turns(given, step, Kept())
 
 
 @refused("hides its tensors")
-def hidden_outputs_of_a_reentrant_checkpoint(
-    shares: Shares, rows: TensorDataset
-) -> list[torch.Tensor]:
+def hidden_outputs_of_a_reentrant_checkpoint(given: Given) -> Weights:
     class Recomputed(Hiding):
         def forward(self, inputs: torch.Tensor) -> Answer:
             return Answer(checkpoint(self.net[1:], self.net[0](inputs), use_reentrant=True))
 
-    return fit(
-        shares,
-        rows,
+    return given.fit(
         Recomputed(),
-        lambda model, optimizer, x, y: update(optimizer, F.cross_entropy(model(x).scores, y)),
+        lambda loop, x, y: loop.update(F.cross_entropy(loop.model(x).scores, y)),
     )
 
 
 @refused("changed its type since it was wrapped")
-def another_type_after_wrap(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares)
+def another_type_after_wrap(given: Given) -> Weights:
+    split = given.split()
     model = split.wrap(network().float()).double()
-    for batch in split.loader(rows):
-        plain(model, sgd(model), *batch)
+    train(model, split.loader(given.rows))
     return weights(model)
