@@ -18,6 +18,7 @@ from evener.tui.cli.monitor import snapshot_document, snapshot_text
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.trainings import TrainingPanel
 from evener.tui.text.formatting import json_text
+from evener.tui.view.step_bars import INPUT, OWN_WORK, WAITING
 from evener.tui.view.trainings import KEPT_SECONDS
 from tests.support.pilots import text, until
 from tests.support.trainings import AT_SECONDS, make_ranks
@@ -41,8 +42,8 @@ async def test_ranks_and_causes_are_those_of_the_training_under_the_cursor(
         _, quick, slow, legend = text(app, "#ranks").splitlines()
         assert "8.0 ms  152 ms" in quick
         assert "158 ms  2.0 ms" in slow
-        assert quick.count("░") > quick.count("━") > 0
-        assert "▒▒ input" in legend
+        assert quick.count(WAITING.sign) > quick.count(OWN_WORK.sign) > 0
+        assert f"{INPUT.sign * 2} input" in legend
         causes = " ".join(text(app, "#causes").split())
         assert "39 % of the plan's 21 000" in causes
         assert "GPU:1 takes 158 ms for its share; others wait up to 150 ms for it." in causes
@@ -134,6 +135,6 @@ async def test_a_rank_that_is_held_up_for_150_ms_is_seen_in_json_and_in_the_app(
         _, first, second, _ = text(app, "#ranks").splitlines()
         assert f"{1000 * quick['waiting_s']:.0f} ms" in first
         assert f"{1000 * slow['own_work_s']:.0f} ms" in second
-        assert first.count("░") > first.count("━")
-        assert second.count("━") > second.count("░")
+        assert first.count(WAITING.sign) > first.count(OWN_WORK.sign)
+        assert second.count(OWN_WORK.sign) > second.count(WAITING.sign)
         assert "Rank 1 takes" in text(app, "#causes")

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from evener.devices.sampler import History
 from evener.devices.types import LOST, UNSUPPORTED, DeviceSample, value
 from evener.tui.view.cells import span_cells, to_ascii
-from evener.tui.view.timelines import (
-    GraphPlan,
+from evener.tui.view.time_graph import (
+    MOST_STRETCH,
     TickWindow,
-    TimeView,
-    draw_timelines,
-    place_graphs,
+    scale_young,
     ticks_per_dot,
+    time_at,
 )
+from evener.tui.view.timelines import GraphPlan, TimeView, draw_timelines, place_graphs
 
 
 class Kept:
@@ -129,6 +129,28 @@ def test_the_time_asked_for_is_shown(span: float, interval: float, width: int) -
     per_dot = ticks_per_dot(span, interval, width)
     assert per_dot * 2 * width * interval >= span * 0.94
     assert per_dot == 1 or (per_dot - 1) * 2 * width * interval < span
+
+
+@given(st.integers(1, 6), st.integers(1, 700), st.integers(10, 90))
+def test_a_short_history_is_drawn_wide_and_whole(per_dot: int, ticks: int, width: int) -> None:
+    """It fills a good part of the graph, each tick as wide as the others, the newest at the end."""
+    finer, stretch = scale_young(per_dot, ticks, width)
+    assert finer <= per_dot
+    assert stretch == 1 or finer == 1
+    window = TickWindow(width, finer, ticks, stretch)
+    values = tuple(float(tick) for tick in range(ticks))[-window.newest :]
+    dots = window.dots(values)
+    drawn = [dot for dot in dots if dot is not None]
+    assert len(dots) == 2 * width
+    assert len(drawn) >= min(width, MOST_STRETCH * ticks) // 2 - 1
+    assert drawn == sorted(drawn), "from left to right"
+    if stretch > 1:
+        assert sorted(set(drawn)) == list(values)
+        assert {drawn.count(each) for each in drawn} == {stretch}
+        column = next(place for place, dot in enumerate(dots) if dot is not None) // 2
+        times = tuple(range(ticks))
+        assert time_at(window, times, column) == times[0]
+        assert time_at(window, times, width - 1) >= times[-1] - 2  # type: ignore[operator]
 
 
 def test_one_cursor_reads_every_graph_at_one_time(script: Any) -> None:

@@ -4,7 +4,7 @@ that fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,16 +17,24 @@ from evener.live.files import LastStep, LiveDevice, PendingShares, ShareChange, 
 from evener.training.noise_scale import ENDLESS, NoiseScale
 from evener.training.step_sums import RankStep
 from evener.tui.cli.monitor import snapshot_document, snapshot_text
-from evener.tui.view.cells import cells, to_ascii
+from evener.tui.view.cells import Line, cells, to_ascii
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow
 from evener.tui.view.ranks import work_by_device
 from evener.tui.view.share_history import share_lines
-from evener.tui.view.step_bars import OWN_WORK, PARTS, lane_lines, legend_line, part_bar
+from evener.tui.view.step_bars import (
+    INPUT,
+    OWN_WORK,
+    PARTS,
+    WAITING,
+    lane_lines,
+    legend_line,
+    part_bar,
+)
+from evener.tui.view.training_graphs import training_graph_lines
 from evener.tui.view.training_lines import (
     Wanted,
     arrange_trainings,
-    training_graph_lines,
     training_lines,
 )
 from evener.tui.view.trainings import EndedTrainings, TrainingRow, join_trainings
@@ -381,8 +389,8 @@ def test_input_is_most_of_the_bar_where_it_is_most_of_the_step(script: Any) -> N
     ranks = make_ranks(own=(0.01, 0.008), waiting=(0.001, 0.003), input_s=0.293, step_s=0.304)
     row = _only(script, ranks)
     for line in rank_table(row, 120, 5)[0][1:]:
-        assert line.text.count("▒") > 15 * line.text.count("░")
-        assert line.text.count("▒") > 15 * line.text.count("━")
+        assert line.text.count(INPUT.sign) > 15 * line.text.count(WAITING.sign)
+        assert line.text.count(INPUT.sign) > 15 * line.text.count(OWN_WORK.sign)
     assert _kinds(row) == ["input"]
 
 
@@ -416,8 +424,10 @@ def test_lanes_show_the_steps_that_all_ranks_tell_of_on_one_scale(script: Any) -
     row = _only(script, _with_steps(make_ranks()))
     quick, slow, scale = (line.text for line in lane_lines(row.ranks, 150, 5))
     assert "steps 102 to 109" in scale
-    assert quick.count("░") > 4 * quick.count("━")
-    assert slow.count("━") > 4 * slow.count("░")
+    own, waiting = OWN_WORK.sign, WAITING.sign
+    assert quick.count(waiting) > 4 * quick.count(own)
+    assert slow.count(own) > 4 * slow.count(waiting)
+    assert len(quick[7:].split()) == 8, "a blank ends each step"
     assert quick.startswith(" GPU:0 ")
     early, late = _with_steps(make_ranks())
     apart = [early, msgspec.structs.replace(late, last_steps=late.last_steps[-1:])]
@@ -437,14 +447,13 @@ def test_shares_over_time_have_the_number_of_the_change_where_it_was(script: Any
     first, second, marks = (
         line.text for line in share_lines(row.ranks, row.changes, AT_SECONDS, 100, 4)
     )
-    lane = first[7:-10]
-    assert [lane.index(sign) for sign in dict.fromkeys(lane)] == [
-        0,
-        marks.index("1") - 7,
-        marks.index("2") - 7,
-    ]
-    assert first.endswith("694 → 820")
-    assert second.endswith("694 → 568")
+    places = [marks.index(number) for number in "12"]
+    assert [first.index(f" {share} ") for share in (780, 820)] == places
+    assert [second.index(f" {share} ") for share in (608, 568)] == places
+    assert " GPU:0 694 " in first
+    levels = [first[place + 6] for place in places]
+    assert levels == sorted(levels), "a larger share is higher"
+    assert levels[-1] > second[places[-1] + 6]
     said = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 160))
     assert "2 Step 90, 50 s ago: GPU:1 slower by 9 %" in said
     assert share_lines(row.ranks[:1], row.changes, AT_SECONDS, 100, 4) == (), "other ranks"
@@ -484,36 +493,56 @@ def test_a_training_that_ends_keeps_its_last_figures_and_its_summary(script: Any
     assert kept not in ended.add_ended([other], AT_SECONDS + 700)
 
 
+class _Past:
+    """The last ticks of every device, a second apart."""
+
+    def __init__(self, read: Callable[[str, str], tuple[float | None, ...]], ticks: int) -> None:
+        self.ticks = ticks
+        self._read = read
+
+    def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
+        return self._read(key, metric)[-newest:]
+
+    def times(self, newest: int) -> tuple[float, ...]:
+        return tuple(AT_SECONDS + tick for tick in range(self.ticks))[-newest:]
+
+
+def _graph_lines(
+    row: TrainingRow, samples: Sequence[DeviceSample], past: _Past, width: int, height: int
+) -> tuple[Line, ...]:
+    return training_graph_lines(row, samples, past, (width, height), 120.0, 1.0)
+
+
 def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> None:
-    """The plan's figure is the top until the training is faster; with ranks elsewhere there is no
-    sum.
-    """
+    """The plan's figure is marked where it lies; with ranks elsewhere there is no sum."""
     values = {"gpu-0": (4000.0, None, 4800.0), "gpu-1": (3000.0, 3200.0, 3300.0)}
 
-    def history(key: str, metric: str, _newest: int) -> tuple[float | None, ...]:
+    def read(key: str, metric: str) -> tuple[float | None, ...]:
         return values[key] if metric == "samples_per_second" else (300.0, 310.0, 320.0)
 
-    def heads(row: TrainingRow, height: int = 32) -> list[str]:
-        lines = training_graph_lines(
-            row, (script.sample(0), script.sample(1)), history, 100, height
-        )
-        assert len(lines) == height
-        return [line.text for line in lines if "samples/s" in line.text]
+    samples = script.sample(0), script.sample(1)
 
-    whole, first, second = heads(_only(script, make_ranks(plan_samples_per_second=9_000.0)))
-    assert whole.startswith("all devices 8 165 samples/s")
+    def graphs(row: TrainingRow, height: int = 32) -> list[str]:
+        lines = _graph_lines(row, samples, _Past(read, 3), 70, height)
+        assert len(lines) == height
+        return [line.text for line in lines]
+
+    planned = graphs(_only(script, make_ranks(plan_samples_per_second=9_000.0)))
+    heads = [row for row in planned if "samples/s" in row]
+    whole, first, second = heads
+    assert whole.startswith(" all devices 8 165 samples/s")
     assert whole.endswith("plan 9 000")
-    assert first.startswith("GPU:0 4 800 samples/s")
-    assert second.startswith("GPU:1 3 300 samples/s")
-    assert first.endswith("5000")
-    assert second.endswith("5000"), "one scale for all devices"
-    assert not heads(_only(script, make_ranks(plan_samples_per_second=8_000.0)))[0].endswith(
-        "plan 8 000"
-    )
-    assert len(heads(_only(script, make_ranks(world=3)))) == 2
-    (beside,) = heads(_only(script, make_ranks()), 8)
-    assert "GPU" not in beside, "where there is no room for all devices, none is shown"
-    assert "power 640 W" in beside
+    assert first.startswith(" GPU:0 4 800 samples/s")
+    assert second.startswith(" GPU:1 3 300 samples/s")
+    below = [planned[planned.index(head) + 1].split()[0] for head in heads]
+    assert below == ["10k", "5000", "5000"], "one scale for all devices"
+    assert planned[1][6:].startswith("─────")
+    slower = graphs(_only(script, make_ranks(plan_samples_per_second=1_000.0)))
+    assert slower[6][6:].startswith("─────"), "near the lower end"
+    assert len([row for row in graphs(_only(script, make_ranks(world=3))) if "/s" in row]) == 2
+    beside = graphs(_only(script, make_ranks()), 12)
+    assert not any("GPU" in row for row in beside), "there is no room for all devices"
+    assert any("power 640 W" in row for row in beside)
 
 
 @pytest.mark.parametrize(
@@ -523,12 +552,14 @@ def test_a_bound_of_the_noise_scale_is_drawn_as_one(high: float, said: str, scri
     noise = NoiseScale(2700.0, 2700.0, high, 400)
     row = msgspec.structs.replace(_only(script, make_ranks()), noise=noise)
     samples = script.sample(0), script.sample(1)
-    lines = training_graph_lines(row, samples, lambda *_: (2600.0, 2700.0), 100, 32)
+    lines = _graph_lines(row, samples, _Past(lambda *_: (2600.0, 2700.0), 2), 100, 32)
     assert any(f"noise scale {said}" in line.text for line in lines)
 
 
-@given(st.integers(1, 12), st.integers(20, 250), st.integers(1, 60))
-def test_graphs_fill_their_panel_at_every_size(devices: int, width: int, height: int) -> None:
+@given(st.integers(1, 12), st.integers(20, 250), st.integers(1, 60), st.integers(1, 400))
+def test_graphs_fill_their_panel_at_every_size(
+    devices: int, width: int, height: int, ticks: int
+) -> None:
     samples = [
         DeviceSample(device=Device(f"gpu-{index}", index, "", "gpu", None))
         for index in range(devices)
@@ -538,10 +569,11 @@ def test_graphs_fill_their_panel_at_every_size(devices: int, width: int, height:
         for index in range(devices)
     ]
     (row,) = join_trainings(msgspec.structs.replace(snapshot_with(*ranks), devices=tuple(samples)))
-    lines = training_graph_lines(row, samples, lambda *_: (1.0, None, 3.0), width, height)
+    past = _Past(lambda *_: ((1.0, None, 3.0) * ticks)[:ticks], ticks)
+    lines = _graph_lines(row, samples, past, width, height)
     assert len(lines) == (height if height >= 5 else 0)
     assert all(cells(line.text) <= width for line in lines)
-    (why,) = training_graph_lines(row, (), lambda *_: (1.0,), max(width, 50), height)
+    (why,) = _graph_lines(row, (), past, max(width, 50), height)
     assert why.text.strip() == "The monitor sees none of its devices."
 
 

@@ -16,7 +16,7 @@ from textual.widgets import Input, Static
 from ..base_app import INTERVALS_SECONDS, BaseApp
 from ..settings import ThemeName
 from ..view.cells import text_lines
-from ..view.timelines import SPANS
+from ..view.time_graph import SPANS
 from ..widgets.lists import OneOf
 from .dialogs import Dialog, Text
 

@@ -19,13 +19,14 @@ from ..view.ranks import RankRow
 from ..view.share_history import share_lines
 from ..view.step_bars import lane_lines, legend_line
 from ..view.table import Grid, table_lines
+from ..view.time_graph import nearest_span
+from ..view.training_graphs import training_graph_lines
 from ..view.training_lines import (
     LEGEND_ROWS,
     TRAININGS,
     Wanted,
     arrange_trainings,
     rank_grid,
-    training_graph_lines,
     training_lines,
 )
 from ..view.trainings import EndedTrainings, TrainingRow, join_trainings
@@ -111,8 +112,15 @@ class TrainingsScreen(SnapshotScreen):
                 at_seconds = snapshot.at_seconds - row.ended_s
                 return share_lines(row.ranks, row.changes, at_seconds, width, height)
             case _:
-                history = self.evener.publisher.history
-                return training_graph_lines(row, snapshot.devices, history, width, height)
+                app = self.evener
+                return training_graph_lines(
+                    row,
+                    snapshot.devices,
+                    app.publisher,
+                    panel.size,
+                    nearest_span(app.settings.graph_seconds),
+                    app.publisher.interval_seconds,
+                )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
         """Rows for the log of a training that was started here; most of them until it reports."""

@@ -1,7 +1,7 @@
-"""Figures in cells: readings as short texts, with the reason where there is no value; bars,
-sparklines and graphs.
+"""Figures in cells: readings as short texts, with the reason where there is no value; bars and
+sparklines.
 
-Charts with axes are in `plot`.
+Charts with axes are in `plot`, graphs over time in `time_graph`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State, value
 
-from .cells import Line, Mark, Span, Tone, cells, pad, span_cells
+from .cells import Mark, Span, Tone, cells
 
 History = Callable[
     [str, str, int], tuple[float | None, ...]
@@ -236,47 +235,3 @@ def axis_ticks(highest: float, most: int) -> list[float]:
     """Round numbers from 0 to at most `highest`, about `most` of them."""
     step = nice_ceiling(highest / max(1, most))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]
-
-
-class Graph(NamedTuple):
-    """A graph: caption, newest figure, values oldest first, the top of its axis as number and text,
-    tone.
-    """
-
-    caption: str
-    newest: str
-    values: tuple[float | None, ...]
-    highest: float
-    axis: str
-    tone: Tone
-
-    @property
-    def is_empty(self) -> bool:
-        """True for a graph without any value."""
-        return all(value is None for value in self.values)
-
-
-def draw_graphs(graphs: Sequence[Graph], width: int, height: int, columns: int) -> tuple[Line, ...]:
-    """Rows of `columns` graphs, all of one size, that fill the height."""
-    rows = -(-len(graphs) // columns)
-    each = (width - 2 * (columns - 1)) // columns
-    lines: list[Line] = []
-    for row in range(rows):
-        own = height * (row + 1) // rows - height * row // rows
-        drawn = [_draw(one, each, own) for one in graphs[row * columns : (row + 1) * columns]]
-        beside = zip(*drawn, strict=True)
-        lines += [
-            Line(tuple(span for part in parts for span in (Span("  "), *part))[1:])
-            for parts in beside
-        ]
-    return tuple(lines)
-
-
-def _draw(one: Graph, width: int, height: int) -> list[tuple[Span, ...]]:
-    caption = (Span(f"{one.caption} ", "title"), Span(one.newest, one.tone))
-    room = width - len(one.axis) - 1
-    head = pad(caption, width)
-    if span_cells(caption) <= room and not one.is_empty:
-        head = (*pad(caption, room), Span(f" {one.axis}", "dim"))
-    rows = graph(one.values, width, height - 1, one.highest)
-    return [head, *((Span(row, one.tone),) for row in rows)]

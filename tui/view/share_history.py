@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from evener.live.files import ShareChange
 
-from .cells import Line, Mark, Span, cells, device_tone
+from .cells import Line, Mark, Span, Tone, cells, device_tone
 from .ranks import RankRow
 
 LEAST_LANE = 16  # cells
 MARGIN = 0.15  # of the time shown: before the first change
-LOWEST, HIGHEST = 2, 7  # eighths of a cell, for the least and the most of a share
+HIGHEST = 7  # eighths of a cell, for the largest share: lanes don't touch
 
 
 def share_lines(
@@ -25,29 +25,36 @@ def share_lines(
     numbers below; nothing where shares haven't changed, or ranks aren't those that changed.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
-    lanes = max(0, height - 1)
-    if not known or not lanes:
+    shown = rows[: max(0, height - 1)]
+    if not known or not shown:
         return ()
-    labels = [row.device or f"rank {row.rank}" for row in rows[:lanes]]
+    labels = [row.device or f"rank {row.rank}" for row in shown]
     label_cells = max(map(cells, labels)) + 1
-    figures = [
-        f" {each.before[rank]} → {row.share}" for each in known[:1] for rank, row in enumerate(rows)
-    ]
-    room = width - label_cells - 1 - max(map(cells, figures))
-    if room < LEAST_LANE:
+    room = width - label_cells - 2
+    figure_cells = max(len(str(row.share)) for row in shown) + 3
+    if room < LEAST_LANE + figure_cells:
         return ()
-    ends = [_place(each, known, at_seconds, room) for each in known]
+    last = room - figure_cells  # the figure of the newest share has its place behind it
+    ends = [min(last, _place(each, known, at_seconds, room)) for each in known]
+    most = max(max(*each.before, *each.after) for each in known)
     lines = []
-    for rank, label in enumerate(labels):
+    for rank, (row, label) in enumerate(zip(shown, labels, strict=True)):
         shares = [each.before[rank] for each in known] + [known[-1].after[rank]]
-        lane = _draw_lane(shares, ends, room)
-        first, figure = Span(f" {label:<{label_cells}}", "dim"), Span(figures[rank])
-        lines.append(Line((first, Span(lane, device_tone(rank)), figure)))
+        tone: Tone = "dim" if row.ended_s else device_tone(rank)
+        lane = _draw_lane(shares, ends, most, room, tone)
+        head = Span(f" {label:<{label_cells}}", "dim")
+        lines.append(Line((head, *lane)))
+    head = Span(f" {'':<{label_cells}}")
+    return (*lines, Line((head, Span(_number_changes(ends, room), "dim"))))
+
+
+def _number_changes(ends: Sequence[int], room: int) -> str:
+    """The number of each change where it lies."""
     marks = [" "] * room
     for number, place in enumerate(ends, 1):
         for sign, where in zip(str(number), range(place, room), strict=False):
             marks[where] = sign
-    return (*lines, Line((Span(f" {'':<{label_cells}}"), Span("".join(marks), "dim"))))
+    return "".join(marks)
 
 
 def _place(change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int) -> int:
@@ -58,14 +65,19 @@ def _place(change: ShareChange, every: Sequence[ShareChange], at_seconds: float,
     return min(room - 1, max(0, round(part * room)))
 
 
-def _draw_lane(shares: Sequence[int], ends: Sequence[int], room: int) -> str:
-    """A share's level in each cell, between the least and the most that it was; it ends where the
-    next one begins.
+def _draw_lane(
+    shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
+) -> Iterator[Span]:
+    """A share's level in each cell, 0 to the most of any device's; each begins with its figure,
+    where there is room for it.
     """
-    least, most = min(shares), max(shares)
-    signs = []
-    for place in range(room):
-        newest = sum(place >= end for end in ends)
-        part = (shares[newest] - least) / (most - least) if most > least else 0.5
-        signs.append(Mark.LEVELS[round(LOWEST + part * (HIGHEST - LOWEST))])
-    return "".join(signs)
+    starts = [0, *ends]
+    behind = [*ends, room]
+    for share, start, end in zip(shares, starts, behind, strict=True):
+        level = Mark.LEVELS[max(1, round(HIGHEST * share / max(1, most)))]
+        figure = f" {share} " if start else f"{share} "
+        length = max(0, end - start)
+        if len(figure) >= length:
+            figure = ""
+        yield Span(figure, "strong" if end == room else "text")
+        yield Span(level * (length - len(figure)), tone)

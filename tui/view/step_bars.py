@@ -23,15 +23,16 @@ class PartStyle(NamedTuple):
     sign: str
 
 
-INPUT = PartStyle("input", "memory", "▒")
-OWN_WORK = PartStyle("own work", "speed", Mark.FULL)
-WAITING = PartStyle("waiting", "warn", Mark.SHADE)
+INPUT = PartStyle("input", "memory", "▓")
+OWN_WORK = PartStyle("own work", "speed", "▇")  # not a whole cell: ranks don't touch
+WAITING = PartStyle("waiting", "warn", "▒")
 EXCHANGE = PartStyle("exchange", "accent", "▚")
 BETWEEN = PartStyle("between steps", "dim", Mark.DOT)
 PARTS = (INPUT, OWN_WORK, WAITING, EXCHANGE, BETWEEN)  # in the order of a step
 LEAST_LANE = 10  # cells
 STEP_CELLS = 9  # of a step in a lane, about
 LEAST_IN_COMMON = 3  # steps that all ranks report, for lanes of the same ones
+LEAST_WITH_GAP = 4  # cells of a step in a lane, from which on a blank one ends it
 
 
 def legend_line(width: int) -> Line:
@@ -59,6 +60,17 @@ def _stack(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span
     """Parts one behind the other, each with its cells; empty ones are left out."""
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
+    counts = _count_cells(seconds, longest_s, width)
+    spans = [
+        Span(part.sign * count, part.tone)
+        for part, count in zip(PARTS, counts, strict=True)
+        if count
+    ]
+    return (*spans, Span(" " * (width - sum(counts))))
+
+
+def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
+    """The cells of each part; own work has one at least where there is any."""
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
         so_far_s += part_s
@@ -68,12 +80,7 @@ def _stack(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span
     own = PARTS.index(OWN_WORK)
     if seconds[own] > 0 and not counts[own]:
         _give_one(counts, own, width)
-    spans = [
-        Span(part.sign * count, part.tone)
-        for part, count in zip(PARTS, counts, strict=True)
-        if count
-    ]
-    return (*spans, Span(" " * (width - sum(counts))))
+    return counts
 
 
 def _give_one(counts: list[int], place: int, width: int) -> None:
@@ -103,6 +110,8 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
     lines = []
     for label, steps, row in zip(labels, shown, lanes, strict=True):
         lane = _draw_lane(steps, row.step.exchange_s, span_s, room)
+        if row.ended_s:
+            lane = [Span(span.text, "dim") for span in lane]
         lines.append(Line((Span(f" {label:<{label_cells}}", "dim"), *lane)))
     written = duration(span_s) if span_s >= 1 else milliseconds(span_s)
     below = cut(f" {'':<{label_cells}}{words}, {written}", width)
@@ -134,22 +143,23 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Some steps, each in its parts, over `width` cells of `span_s`."""
-    signs: list[PartStyle | None] = [None] * width
-    at_s = 0.0
+    """Some steps over `width` cells of `span_s`, each in its parts, with a blank between them."""
+    if span_s <= 0:
+        return [Span(" " * width)]
+    spans: list[Span] = []
+    at_s, drawn = 0.0, 0
     for step in steps:
-        exchange = min(exchange_s, step.meeting_s)
-        parts = (step.input_s, step.own_work_s, step.meeting_s - exchange, exchange, step.between_s)
-        for style, seconds in zip(PARTS, parts, strict=True):
-            start, at_s = at_s, at_s + seconds
-            if span_s > 0:
-                _fill(signs, style, start / span_s, at_s / span_s)
-    return [Span(" ") if style is None else Span(style.sign, style.tone) for style in signs]
+        at_s += _seconds(step)
+        end = min(width, round(width * min(1.0, at_s / span_s)))
+        room, drawn = end - drawn, end
+        gap = int(room >= LEAST_WITH_GAP)
+        spans += _stack(_parts(step, exchange_s), _seconds(step), room - gap)
+        spans.append(Span(" " * gap))
+    return [*spans, Span(" " * (width - drawn))]
 
 
-def _fill(signs: list[PartStyle | None], style: PartStyle, start: float, end: float) -> None:
-    """Give a part the cells whose middle lies in it."""
-    width = len(signs)
-    first, behind = round(start * width), round(min(1.0, end) * width)
-    for place in range(first, behind):
-        signs[place] = style
+def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
+    """A step in the order of `PARTS`."""
+    exchange_s = min(exchange_s, step.meeting_s)
+    waiting_s = step.meeting_s - exchange_s
+    return step.input_s, step.own_work_s, waiting_s, exchange_s, step.between_s

@@ -1,17 +1,12 @@
 """Graphs over time: a row for each device and a column for each metric, on one time axis, with one
 cursor.
-
-A cell has two columns of dots; a column of dots is one tick, or several. Cells lie on fixed ticks,
-so a picture moves on by whole cells and doesn't flicker.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from evener.devices.sampler import HISTORY_TICKS
 from evener.devices.types import DeviceSample, Reading
@@ -19,6 +14,7 @@ from evener.devices.types import DeviceSample, Reading
 from .cells import Line, Mark, Span, Tone, cut, fit, pad
 from .charts import gib, nice_ceiling, reading_text, short, temperature_tone, whole
 from .devices import short_name
+from .time_graph import PastTicks, TickWindow, axis_text, draw_columns, mean, shade_tone, time_at
 
 LABEL_CELLS = 9  # the device in front of its graphs
 GUTTER_CELLS = 6  # in front of each graph: its newest figure, and the ends of its axis
@@ -26,25 +22,6 @@ LEAST_GRAPH = 14  # cells of a graph, below which a column is left out
 LEAST_ROWS, MOST_ROWS = 2, 14  # of a graph
 MIDDLE_ROWS = 5  # from which on the middle of the axis is named too
 COLDEST = 20.0  # °C, the lower end of temperatures
-SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # seconds that graphs may show
-_ROUND_SECONDS = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 86400)
-_CELLS_PER_LABEL = 9
-_LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)  # dots of a braille sign's left column, from below
-_RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
-
-
-class PastTicks(Protocol):
-    """The readings of the last ticks, as a sampler keeps them."""
-
-    @property
-    def ticks(self) -> int:
-        """How many ticks there were since the start."""
-
-    def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
-        """A metric of a device, oldest first."""
-
-    def times(self, newest: int) -> tuple[float, ...]:
-        """When these ticks were, oldest first."""
 
 
 class GraphMetric(NamedTuple):
@@ -78,51 +55,6 @@ METRICS = (
 )
 
 
-class TickWindow(NamedTuple):
-    """The ticks that graphs of `width` cells show; the last cell is the newest, perhaps half full.
-
-    Only whole columns of dots are drawn, so that those that are there never change.
-    """
-
-    width: int
-    per_dot: int
-    ticks: int  # so far
-
-    @property
-    def last_cell(self) -> int:
-        """The number of the newest cell since the start."""
-        return max(0, self.ticks // self.per_dot - 1) // 2
-
-    @property
-    def first_cell(self) -> int:
-        """The number of the cell at the left end; below 0 there is nothing."""
-        return self.last_cell - self.width + 1
-
-    @property
-    def newest(self) -> int:
-        """How many of the newest ticks are shown."""
-        return self.ticks - self.first_cell * 2 * self.per_dot
-
-    def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """The figure of each column of dots: the mean of its ticks, None where there is none."""
-        padded = (None,) * (self.newest - len(values)) + tuple(values)
-        if self.per_dot > 1:
-            whole_dots = len(padded) - len(padded) % self.per_dot
-            starts = range(0, whole_dots, self.per_dot)
-            padded = tuple([_mean(padded[start : start + self.per_dot]) for start in starts])
-        return [*padded, *[None] * (2 * self.width - len(padded))]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [number for number in values if number is not None]
-    return sum(known) / len(known) if known else None
-
-
-def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """The ticks of a column of dots with which graphs of `width` cells show at least this time."""
-    return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
-
-
 class TimeView(NamedTuple):
     """What of the past is drawn; `cursor` is the number of a cell, None without one."""
 
@@ -130,6 +62,7 @@ class TimeView(NamedTuple):
     cursor: int | None = None
     common_top: bool = False  # all devices' samples/s and watts on one scale
     chosen: str = ""  # the key of the device under the list's cursor
+    stretch: int = 1  # columns of dots of a tick, for a short history
 
 
 class GraphPlan(NamedTuple):
@@ -189,7 +122,7 @@ def draw_timelines(
     plan: GraphPlan, past: PastTicks, view: TimeView, width: int
 ) -> tuple[Line, ...]:
     """The heading, each device's graphs, and the time axis."""
-    window = TickWindow(plan.graph, view.per_dot, past.ticks)
+    window = TickWindow(plan.graph, view.per_dot, past.ticks, view.stretch)
     column = None if view.cursor is None else view.cursor - window.first_cell
     if column is not None and not 0 <= column < plan.graph:
         column = None
@@ -271,15 +204,8 @@ def _graph(
     column: int | None,
 ) -> Iterator[tuple[Span, ...]]:
     """A graph with its gutter, row by row from the top."""
-    steps = 4 * rows
-    scale = steps / (top - metric.low) if top > metric.low else 0.0
-    counts = [0 if number is None else _count(number - metric.low, scale, steps) for number in dots]
-    stacks = [
-        _stack(left, right, rows) for left, right in zip(counts[::2], counts[1::2], strict=True)
-    ]
     gutter = _gutter(sample, metric, top, dots, rows, column)
-    for row, signs in enumerate(zip(*stacks, strict=True)):
-        text = "".join(signs)
+    for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
         tone = _row_tone(sample, metric, top, rows, row)
         graph: tuple[Span, ...] = (Span(text, tone),)
         if column is not None:
@@ -292,21 +218,6 @@ def _graph(
         yield (*gutter[row], *graph, Span(" "))
 
 
-def _count(number: float, scale: float, most: int) -> int:
-    """The height of a figure in dots; what was read has one at least."""
-    return max(1, min(most, round(number * scale)))
-
-
-@lru_cache(maxsize=16384)
-def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
-    """The signs of one cell's column, from the top down, for two heights in dots."""
-    signs = []
-    for row in range(rows - 1, -1, -1):
-        bits = _LEFT[max(0, min(4, left - 4 * row))] | _RIGHT[max(0, min(4, right - 4 * row))]
-        signs.append(chr(0x2800 + bits) if bits else " ")
-    return tuple(signs)
-
-
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
     """Brighter from below; temperatures by the heat that a row stands for."""
     height = (rows - row) / rows
@@ -314,10 +225,7 @@ def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, 
         heat = temperature_tone(sample)(metric.low + (top - metric.low) * (height - 0.5 / rows))
         if heat != "text":
             return heat
-    if height > 2 / 3:
-        return metric.tone
-    shade = "mid" if height > 1 / 3 else "low"
-    return f"{metric.tone}.{shade}"  # type: ignore[return-value] # METRICS have tones with shades
+    return shade_tone(metric.tone, height)
 
 
 def _gutter(
@@ -335,7 +243,7 @@ def _gutter(
     if column is None:
         figure = _figure(getattr(sample, metric.field), metric, room)
     else:
-        then = _mean(dots[2 * column : 2 * column + 2])
+        then = mean(dots[2 * column : 2 * column + 2])
         figure = Span(Mark.NONE if then is None else metric.draw(then), "strong")
     texts = [Span("")] * rows
     texts[-1] = Span(whole(metric.low), "dim")
@@ -356,9 +264,9 @@ def _axis(
     plan: GraphPlan, window: TickWindow, times: Sequence[float], column: int | None, width: int
 ) -> Line:
     """The time axis below each column; at the cursor, the time there."""
-    then = _time_at(window, times, column) if column is not None else None
+    then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:
-        each: tuple[Span, ...] = (Span(_axis_text(plan.graph, window, times), "dim"),)
+        each: tuple[Span, ...] = (Span(axis_text(plan.graph, window, times), "dim"),)
     else:
         label = time.strftime("%H:%M:%S", time.localtime(then))
         start = max(0, min(column - len(label) // 2, plan.graph - len(label)))
@@ -368,40 +276,3 @@ def _axis(
     for _ in plan.metrics:
         spans += [Span(" " * GUTTER_CELLS), *each, Span(" ")]
     return Line(pad(tuple(spans), width))
-
-
-def _time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """When the first tick of a cell was."""
-    tick = column * 2 * window.per_dot - (window.newest - len(times))
-    return times[tick] if 0 <= tick < len(times) else None
-
-
-def _axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """The axis with round times before now, each at its cell."""
-    signs = list("─" * width)
-    signs[-4:] = " now"
-    if len(times) < 2:
-        return "".join(signs)[:width]
-    now = times[-1]
-    per_cell = (now - times[0]) / (len(times) - 1) * 2 * window.per_dot
-    step = next(
-        (each for each in _ROUND_SECONDS if each >= _CELLS_PER_LABEL * per_cell * 0.9),
-        _ROUND_SECONDS[-1],
-    )
-    seconds = step
-    while per_cell > 0 and seconds / per_cell < width:
-        label = f"┴{_ago(seconds)} "
-        start = width - 1 - round(seconds / per_cell)
-        if start >= 0 and start + len(label) <= width - 3:
-            signs[start : start + len(label)] = label
-        seconds += step
-    return "".join(signs)
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        minutes, rest = divmod(int(seconds), 60)
-        return f"{minutes}:{rest:02}" if rest else f"{minutes} min"
-    return f"{seconds / 3600:g} h"

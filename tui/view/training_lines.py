@@ -4,7 +4,7 @@ sentences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from evener.balancer.number_format import (
@@ -15,14 +15,12 @@ from evener.balancer.number_format import (
     step_time,
     write_share,
 )
-from evener.devices.types import DeviceSample
 from evener.live.files import ShareChange
 from evener.printable import plain
 from evener.training.limits import LimitKind
-from evener.training.noise_scale import NoiseScale, describe, write_scale
+from evener.training.noise_scale import describe
 
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
-from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts
 from .ranks import DOING, RankRow
 from .step_bars import part_bar
 from .table import Cell, Column, Grid, text_cell
@@ -66,9 +64,11 @@ def arrange_trainings(height: int, frame: int, trainings: int, wanted: Wanted) -
         rows = count + 1 + frame if count else 0
         placed[name] = rows if rows <= left else 0
         left -= placed[name]
-    graphs = left if left >= _LEAST_GRAPHS + frame else 0
-    sizes = {"#ranks": middle, "#causes": text + left - graphs, **placed}
-    return {"#trainings": top, **sizes, "#training-graphs": graphs}
+    placed["#training-graphs"] = left if left >= _LEAST_GRAPHS + frame else 0
+    sizes = {"#trainings": top, "#ranks": middle, "#causes": text, **placed}
+    lowest = [name for name, rows in sizes.items() if rows][-1]
+    sizes[lowest] += height - sum(sizes.values())
+    return sizes
 
 
 def _plan(row: TrainingRow, _width: int) -> tuple[Span, ...]:
@@ -239,11 +239,11 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     """A training's figures beside its plan's, what holds it up, what would mend it, and how its
     shares changed.
     """
-    late = 0 < row.of_plan < AS_PLANNED
-    lines = [*text_lines(_figures(row), width, 3, "warn" if late else "text")]
-    if row.ended_s:
-        lines += [*_ended_lines(row, width)]
-    elif late and not row.causes:
+    late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
+    lines = [*_ended_lines(row, width)] if row.ended_s else []
+    tone: Tone = "warn" if late else "text"
+    lines += text_lines(_figures(row), width, 3, "dim" if row.ended_s else tone)
+    if late and not row.causes:
         lines += text_lines(_exclude(row), width, 4)
     for cause in row.causes:
         lines += _marked(cause.text, "warn", Mark.ALARM, width)
@@ -355,103 +355,4 @@ def _change_words(change: ShareChange, at_seconds: float) -> str:
     ago = duration(max(0.0, at_seconds - change.at))
     return (
         f"Step {count_words(change.step)}, {ago} ago: {plain(change.reason)}; {before} to {after}."
-    )
-
-
-LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # of a graph
-GOOD_HEIGHT = 8  # from which they are stacked, for longer histories
-Values = tuple[float | None, ...]
-
-
-def training_graph_lines(
-    row: TrainingRow, samples: Sequence[DeviceSample], history: History, width: int, height: int
-) -> tuple[Line, ...]:
-    """The graphs of a training, as many as fit, or why there are none."""
-    devices = {rank.device for rank in row.ranks}
-    keys = {
-        sample.device.label: sample.device.key
-        for sample in samples
-        if sample.device.label in devices
-    }
-    most = max(1, width // LEAST_WIDTH)
-    if not keys:
-        why = (
-            "The monitor sees none of its devices."
-            if any(devices)
-            else "The training names no device."
-        )
-        return text_lines(why, width, 1, "dim")[:height]
-    graphs = _choose(row, keys, history, width, most * (height // LEAST_HEIGHT))
-    if not graphs:
-        return ()
-    columns = next(
-        (count for count in range(1, most) if -(-len(graphs) // count) * GOOD_HEIGHT <= height),
-        most,
-    )
-    return draw_graphs(graphs, width, height, min(columns, len(graphs)))
-
-
-def _choose(
-    row: TrainingRow, keys: Mapping[str, str], history: History, ticks: int, most: int
-) -> list[Graph]:
-    """The whole training, then each of its devices if there is room for all, then their power."""
-    speeds = [history(key, "samples_per_second", ticks) for key in keys.values()]
-    top = nice_ceiling(_highest(speeds))
-    whole = [] if row.missing_ranks else [_whole(row, _add(speeds))]
-    each = [
-        Graph(label, samples_rate(_newest(values)), values, top, short(top), "speed")
-        for label, values in zip(keys, speeds, strict=True)
-    ]
-    power = (
-        [_power(_add([history(key, "power_watts", ticks) for key in keys.values()]))]
-        if row.watts
-        else []
-    )
-    noise = [_noise(row.noise, history(row.training, "noise_scale", ticks))] if row.noise else []
-    every = [*whole, *(each if len(each) > 1 or not whole else ()), *power, *noise]
-    return every if len(every) <= most else [*whole, *power, *noise][:most]
-
-
-def _power(values: Values) -> Graph:
-    top = nice_ceiling(_highest([values]))
-    return Graph("power", watts(_newest(values)), values, top, watts(top), "power")
-
-
-def _noise(noise: NoiseScale, values: Values) -> Graph:
-    top = nice_ceiling(_highest([values]))
-    return Graph("noise scale", write_scale(noise), values, top, short(top), "accent")
-
-
-def _whole(row: TrainingRow, values: Values) -> Graph:
-    """All devices together; the top is the plan's figure unless it was faster."""
-    plan, highest = row.plan_samples_per_second, _highest([values])
-    if plan >= highest > 0:
-        return Graph(
-            "all devices",
-            samples_rate(row.samples_per_second),
-            values,
-            plan,
-            f"plan {rate(plan)}",
-            "accent",
-        )
-    top = nice_ceiling(highest)
-    return Graph(
-        "all devices", samples_rate(row.samples_per_second), values, top, short(top), "accent"
-    )
-
-
-def _add(histories: Sequence[Values]) -> Values:
-    """Tick by tick, where every device has a value."""
-    return tuple(
-        None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
-    )
-
-
-def _newest(values: Values) -> float:
-    return (values[-1] if values else None) or 0.0
-
-
-def _highest(histories: Sequence[Values]) -> float:
-    return max(
-        (value for values in histories for value in values if value is not None), default=0.0
     )

@@ -9,15 +9,8 @@ from textual.events import MouseScrollDown, MouseScrollUp
 from evener.devices.types import DeviceSample
 
 from ..view.charts import run_time
-from ..view.timelines import (
-    SPANS,
-    GraphPlan,
-    TickWindow,
-    TimeView,
-    draw_timelines,
-    place_graphs,
-    ticks_per_dot,
-)
+from ..view.time_graph import SPANS, TickWindow, nearest_span, scale_young, ticks_per_dot
+from ..view.timelines import GraphPlan, TimeView, draw_timelines, place_graphs
 from .lines import Lines
 
 
@@ -30,12 +23,12 @@ class TimelinePanel(Lines):
         self._samples: Sequence[DeviceSample] = ()
         self._chosen: DeviceSample | None = None
         self._plan: GraphPlan | None = None
+        self._scale = 1, 1  # ticks of a column of dots, and columns of dots of a tick
 
     @property
     def span(self) -> float:
         """Seconds that are shown at least: of those to choose from, the nearest to the setting."""
-        wanted = self.evener.settings.graph_seconds
-        return min(SPANS, key=lambda span: abs(span - wanted))
+        return nearest_span(self.evener.settings.graph_seconds)
 
     def take(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
         """Draw these devices, whose past the app's sampler has."""
@@ -50,24 +43,35 @@ class TimelinePanel(Lines):
         if self._plan is None:
             self.show(())
             return
+        self._settle_scale(self._plan)
         common = self.evener.settings.common_scale
-        view = TimeView(self._per_dot(self._plan), self.cursor, common, chosen)
+        per_dot, stretch = self._scale
+        view = TimeView(per_dot, self.cursor, common, chosen, stretch)
         self.show(draw_timelines(self._plan, self.evener.publisher, view, width))
         self._entitle(self._plan)
 
-    def _per_dot(self, plan: GraphPlan) -> int:
-        return ticks_per_dot(self.span, self.evener.publisher.interval_seconds, plan.graph)
+    def _settle_scale(self, plan: GraphPlan) -> None:
+        """Choose the scale of time; the cursor, which is a cell, means nothing in another one."""
+        publisher = self.evener.publisher
+        per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
+        scale = scale_young(per_dot, publisher.ticks, plan.graph)
+        if scale != self._scale:
+            self.cursor = None
+        self._scale = scale
 
     def _entitle(self, plan: GraphPlan) -> None:
-        seconds = plan.graph * 2 * self._per_dot(plan) * self.evener.publisher.interval_seconds
+        per_dot, stretch = self._scale
+        ticks = plan.graph * 2 * per_dot / stretch
         hidden = len(self._samples) - len(plan.devices)
         more = f", {hidden} more device{'s' * (hidden > 1)}" if hidden else ""
+        seconds = ticks * self.evener.publisher.interval_seconds
         self.entitle(f"Last {run_time(seconds)}{more}", "← → read, [ ] time")
 
     def _window(self) -> TickWindow | None:
         if self._plan is None:
             return None
-        return TickWindow(self._plan.graph, self._per_dot(self._plan), self.evener.publisher.ticks)
+        per_dot, stretch = self._scale
+        return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
         """Move the cursor by cells; the first step shows it at the newest."""

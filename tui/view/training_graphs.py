@@ -1,0 +1,235 @@
+"""Graphs over time of a training: samples/s of all its devices together beside the plan's, of each
+device, their power, and the noise scale of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from evener.balancer.number_format import rate
+from evener.devices.types import DeviceSample
+from evener.training.noise_scale import NoiseScale, write_scale
+
+from .cells import Line, Mark, Span, Tone, fit, pad, spread, text_lines
+from .charts import nice_ceiling, samples_rate, short, watts, whole
+from .time_graph import (
+    PastTicks,
+    TickWindow,
+    axis_text,
+    draw_columns,
+    scale_young,
+    shade_tone,
+    ticks_per_dot,
+)
+from .trainings import TrainingRow
+
+LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # of a graph
+GOOD_HEIGHT = 8  # from which they are stacked, for longer histories
+GUTTER_CELLS = 6  # in front of each graph: the ends of its axis
+BETWEEN_CELLS = 2  # graphs that are beside each other
+Values = tuple[float | None, ...]
+
+
+class Graph(NamedTuple):
+    """A graph: its caption and newest figure, the values oldest first, the top of its axis, and a
+    level that is marked in it, as the plan's; 0: none.
+    """
+
+    caption: str
+    newest: str
+    values: Values
+    top: float
+    tone: Tone
+    draw: Callable[[float], str] = short
+    level: float = 0.0
+    level_words: str = ""
+
+
+class Reader(NamedTuple):
+    """The newest values of metrics, as many as a graph of this window shows."""
+
+    past: PastTicks
+    window: TickWindow
+
+    def read(self, key: str, metric: str) -> Values:
+        """The values of a device, or of a training."""
+        return self.past.history(key, metric, self.window.newest)
+
+
+def training_graph_lines(
+    row: TrainingRow,
+    samples: Sequence[DeviceSample],
+    past: PastTicks,
+    size: tuple[int, int],
+    seconds: float,
+    interval_seconds: float,
+) -> tuple[Line, ...]:
+    """The graphs of a training in so many cells and rows, as many as fit, or why there are none.
+
+    `seconds` are shown at least, of readings that are `interval_seconds` apart.
+    """
+    width, height = size
+    devices = {rank.device for rank in row.ranks}
+    keys = {
+        sample.device.label: sample.device.key
+        for sample in samples
+        if sample.device.label in devices
+    }
+    if not keys:
+        sees = "The monitor sees none of its devices."
+        why = sees if any(devices) else "The training names no device."
+        return text_lines(why, width, 1, "dim")[:height]
+    most = max(1, width // LEAST_WIDTH)
+    captions = _list_captions(row, keys, most * (height // LEAST_HEIGHT))
+    if not captions:
+        return ()
+    ticks = seconds / interval_seconds
+    columns = max(_least_columns(len(captions), most, height), _most_columns(width, most, ticks))
+    columns = min(len(captions), columns)
+    cells = max(1, _graph_cells(width, columns))
+    per_dot = ticks_per_dot(seconds, interval_seconds, cells)
+    per_dot, stretch = scale_young(per_dot, past.ticks, cells)
+    window = TickWindow(cells, per_dot, past.ticks, stretch)
+    each = cells + GUTTER_CELLS
+    reader = Reader(past, window)
+    graphs = _make_graphs(row, keys, captions, reader)
+    return _draw_graphs(graphs, reader, each, height, columns)
+
+
+def _graph_cells(width: int, columns: int) -> int:
+    """The cells of each of so many graphs beside each other."""
+    return (width - BETWEEN_CELLS * (columns - 1)) // columns - GUTTER_CELLS
+
+
+def _most_columns(width: int, most: int, ticks: float) -> int:
+    """The most columns in which each tick still has a column of dots."""
+    fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
+    return max(fine, default=1)
+
+
+def _least_columns(count: int, most: int, height: int) -> int:
+    """The fewest columns in which so many graphs have a good height."""
+    for columns in range(1, most):
+        if -(-count // columns) * GOOD_HEIGHT <= height:
+            return columns
+    return most
+
+
+ALL, POWER, NOISE = "all devices", "power", "noise scale"
+
+
+def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
+    """The whole training, then each of its devices if there is room for all, then their power."""
+    together = [] if row.missing_ranks else [ALL]
+    each = [*keys] if len(keys) > 1 or not together else []
+    others = [*([POWER] if row.watts else []), *([NOISE] if row.noise else [])]
+    every = [*together, *each, *others]
+    return every if len(every) <= most else [*together, *others][:most]
+
+
+def _make_graphs(
+    row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
+) -> list[Graph]:
+    """A graph for each caption; those of single devices have one scale."""
+    speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
+    top = nice_ceiling(_highest(speeds.values()))
+    graphs = []
+    for caption in captions:
+        if caption == ALL:
+            graphs.append(_graph_all(row, _add([*speeds.values()])))
+        elif caption == POWER:
+            graphs.append(_graph_power([reader.read(key, "power_watts") for key in keys.values()]))
+        elif caption == NOISE and row.noise is not None:
+            graphs.append(_graph_noise(row.noise, reader.read(row.training, "noise_scale")))
+        else:
+            values = speeds[caption]
+            newest = samples_rate(_newest(values))
+            graphs.append(Graph(caption, newest, values, top, "speed"))
+    return graphs
+
+
+def _graph_all(row: TrainingRow, values: Values) -> Graph:
+    """All devices together, with the plan's figure marked."""
+    plan = row.plan_samples_per_second
+    top = nice_ceiling(max(plan, _highest([values])))
+    newest = samples_rate(row.samples_per_second)
+    words = f"plan {rate(plan)}" if plan else ""
+    return Graph(ALL, newest, values, top, "accent", level=plan, level_words=words)
+
+
+def _graph_power(values: Sequence[Values]) -> Graph:
+    summed = _add(values)
+    top = nice_ceiling(_highest([summed]))
+    return Graph(POWER, watts(_newest(summed)), summed, top, "power", whole)
+
+
+def _graph_noise(noise: NoiseScale, values: Values) -> Graph:
+    top = nice_ceiling(_highest([values]))
+    return Graph(NOISE, write_scale(noise), values, top, "memory")
+
+
+def _draw_graphs(
+    graphs: Sequence[Graph], reader: Reader, width: int, height: int, columns: int
+) -> tuple[Line, ...]:
+    """Rows of `columns` graphs of so many cells each, that fill the height."""
+    rows = -(-len(graphs) // columns)
+    lines: list[Line] = []
+    for row in range(rows):
+        own = height * (row + 1) // rows - height * row // rows
+        beside = graphs[row * columns : (row + 1) * columns]
+        drawn = [_draw(one, reader, width, own) for one in beside]
+        for parts in zip(*drawn, strict=True):
+            spans: list[Span] = []
+            for place, part in enumerate(parts):
+                spans += (*([Span(" " * BETWEEN_CELLS)] if place else []), *part)
+            lines.append(Line(tuple(spans)))
+    return tuple(lines)
+
+
+def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
+    """A graph in exactly so many rows: the caption, the columns, the time axis."""
+    rows = height - 2
+    window = reader.window
+    lines = draw_columns(window.dots(one.values), 0.0, one.top, rows)
+    level = rows - 1 - min(rows - 1, int(one.level / one.top * rows)) if one.level else -1
+    drawn = [_caption(one, width)]
+    for row, text in enumerate(lines):
+        label = {0: one.draw(one.top), rows - 1: "0"}.get(row, "")
+        gutter = Span(f"{fit(label, GUTTER_CELLS - 1, 'right')} ", "dim")
+        tone = shade_tone(one.tone, (rows - row) / rows)
+        drawn.append((gutter, *(_mark(text, tone) if row == level else (Span(text, tone),))))
+    axis = axis_text(window.width, window, reader.past.times(window.newest))
+    return [*drawn, (Span(" " * GUTTER_CELLS), Span(axis, "dim"))]
+
+
+def _caption(one: Graph, width: int) -> tuple[Span, ...]:
+    """What is shown and its newest figure; at the right end, the level that is marked."""
+    head = (Span(f" {one.caption} ", "title"), Span(one.newest, one.tone))
+    words = Span(f"{Mark.TRACK} {one.level_words}" if one.level_words else "", "warn")
+    return spread(head, (words,), width).spans if one.level_words else pad(head, width)
+
+
+def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
+    """The row in which a level lies: a dashed line where the graph doesn't reach."""
+    spans = []
+    for sign in text:
+        free = sign in " \u2800"
+        spans.append(Span(Mark.TRACK if free else sign, "warn" if free else tone))
+    return tuple(spans)
+
+
+def _add(histories: Sequence[Values]) -> Values:
+    """Tick by tick, where every device has a value."""
+    return tuple(
+        None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
+    )
+
+
+def _newest(values: Values) -> float:
+    return (values[-1] if values else None) or 0.0
+
+
+def _highest(histories: Iterable[Values]) -> float:
+    """The highest value of any, 0 without one."""
+    return max((value for values in histories for value in filter(None, values)), default=0.0)
