@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -37,6 +38,18 @@ def advise(optimizer: Any, loader: Any) -> str:
     return f"To train on all of them, add before its loop{first}:" + "".join(
         f"\n    {each}" for each in lines
     )
+
+
+def advise_lightning() -> str:
+    """Two lines of Lightning for a script whose Trainer trains on one device, as the first of
+    several ranks. They keep the global batch: each rank has a loader of its own.
+    """
+    devices = int(os.environ["WORLD_SIZE"])
+    lines = (
+        f'trainer = L.Trainer(devices={devices}, strategy="ddp", ...)  # the rest as it was',
+        f"loader = DataLoader(..., batch_size=batch_size // {devices})",
+    )
+    return "To train on all of them, write:" + "".join(f"\n    {each}" for each in lines)
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:

@@ -195,11 +195,21 @@ class Program:
         """
         if self.notebook.why:
             return
-        if not is_started_rank() or is_released():
+        if not self.is_alone:
             self.stay(views.NO_GROUP)
             return
         loader = None if self._newest_loader is None else self._newest_loader()
-        self.notebook.stay(views.FOR_ONE, f". {advise(optimizer, loader)}")
+        self.stay_for_one(advise(optimizer, loader))
+
+    @property
+    def is_alone(self) -> bool:
+        """True while the other ranks wait for this one to make a process group."""
+        has_group = dist.is_available() and dist.is_initialized()
+        return not has_group and is_started_rank() and not is_released()
+
+    def stay_for_one(self, advice: str) -> None:
+        """Say that the program trains on one device, and what would change that."""
+        self.notebook.stay(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:

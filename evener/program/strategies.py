@@ -16,6 +16,7 @@ from ..torch.audit.state import kept_state
 from ..torch.rows.loader import LOADER_OPTIONS
 from ..torch.rows.sampler import RowOrder
 from ..torch.step.loose import trains_others
+from .advice import advise_lightning
 from .loops import draw_ranks, join_ranks
 from .program import PROGRAM, taken_over
 from .views import OUTSIDE, find_fault
@@ -43,6 +44,8 @@ class ProgramStrategy(PlanStrategy):
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Leave the loops of a Trainer to this file."""
+    if PROGRAM.is_alone:
+        PROGRAM.stay_for_one(advise_lightning())
     with PROGRAM.left_alone():
         return wrapped(*arguments, **keywords)
 

@@ -111,6 +111,45 @@ def test_a_script_for_one_gpu_runs_once_and_its_lines_work(start: Start, tmp_pat
     )
 
 
+LIGHTNING_FOR_ONE = """
+import sys
+import lightning as L
+import torch
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, number):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
+L.Trainer(max_epochs=1, accelerator="cpu", devices=1, enable_checkpointing=False, **quiet).fit(
+    Module(), torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=8)
+)
+print("has trained")
+"""
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_lightning_trainer_for_one_device_runs_once(start: Start, tmp_path: Path) -> None:
+    """It says which options would have it train on all of them."""
+    skip_without("lightning")
+    script = tmp_path / "one.py"
+    script.write_text(LIGHTNING_FOR_ONE)
+    alone = start("python", str(script))
+    printed, errors = alone.communicate(SECONDS)
+    assert not alone.returncode, errors
+    assert printed.count("has trained") == 1
+    assert "it runs once, on its first device alone" in errors
+    assert 'devices=2, strategy="ddp"' in errors
+
+
 @two_cores
 @pytest.mark.slow
 def test_ctrl_c_ends_a_launcher_and_all_that_it_has_started(start: Start, tmp_path: Path) -> None:
