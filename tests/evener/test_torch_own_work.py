@@ -347,7 +347,7 @@ def test_live_files_tell_the_rank_whose_backward_pass_is_slow(
         assert quick.own_work_s < 0.5 * late.own_work_s
         assert quick.waiting_s > 0.5 * SLEEP_SECONDS > late.waiting_s
         assert quick.own_work_s + quick.waiting_s == pytest.approx(
-            late.own_work_s + late.waiting_s, rel=0.2
+            late.own_work_s + late.waiting_s, rel=0.4
         )
         assert (fast.rank, slow.rank, fast.world, slow.world) == (0, 1, 2, 2)
         assert fast.training == slow.training != ""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
+from operator import add
 from threading import get_ident
 from typing import Any, Final, Literal, NamedTuple
 
@@ -175,6 +176,7 @@ class StepTimer:
         self.has_own_work = True  # False where ranks wait for each other within a pass
         self._clock = clock  # a HostClock or a GpuClock
         self._alone = alone
+        self._on_host = isinstance(clock, HostClock)
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
         self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: (
@@ -183,14 +185,15 @@ class StepTimer:
         self._updates = 0  # of optimizers
         self._marks: list[tuple[Phase, Any]] = []  # of the batch that is trained
         self._apart: list[tuple[Phase, Any]] = []  # since the last loop has ended
-        self._before: list[tuple[Phase, Any]] = []  # the same, of the batch that began a loop
+        self._before: Sequence[tuple[Phase, Any]] = ()  # the same, of the batch that began a loop
         self._validates = False  # since the last update, or the end of the last loop
         self._batches = 0  # that were begun
         self._computed = self._applied = False  # gradients of the batch
         self._disturbed = False  # the step
         self._behind = math.nan
-        self._computed_s = (math.nan, math.nan)  # as own work began, and when gradients were ready
-        self._all_computed_s = (math.nan, math.nan)  # the same, by all threads of the process
+        # computed by the loop's thread as own work began, and when gradients were ready
+        self._began_s = self._ready_s = math.nan
+        self._all_began_s = self._all_ready_s = math.nan  # by all threads of the process
         self._thread = 0  # in which own work began
         self._idle_s = math.nan  # of this thread so far, as the loop asked for its batch
         self._idle_input_s = math.nan  # of the newest batch
@@ -206,17 +209,21 @@ class StepTimer:
     def begin(self, sizes: tuple[int, ...]) -> None:
         """Begin a batch of which the ranks have these rows."""
         self.sizes = sizes
-        self._note_files(self._apart)
-        self._before, self._apart = self._apart, []
-        self._idle_input_s = _idle_seconds() - self._idle_s
+        self._before = ()
+        if self._apart:
+            self._note_files(self._apart)
+            self._before, self._apart = self._apart, []
+        computed_s = self._clock.computed()
+        thread_s = computed_s if self._on_host else time.thread_time()
+        self._idle_input_s = time.perf_counter() - thread_s - self._idle_s
         self._marks = [(OWN, self._clock.mark())]
         self._batches += 1
-        self._computed = self._applied = self._validates = False
-        self._disturbed, self._behind, self._thread = False, math.nan, get_ident()
-        self._computed_s = (self._clock.computed(), math.nan)
-        self._all_computed_s = (math.nan, math.nan)
+        self._computed = self._applied = self._validates = self._disturbed = False
+        self._behind, self._thread = math.nan, get_ident()
+        self._began_s, self._ready_s = computed_s, math.nan
+        self._all_began_s = self._all_ready_s = math.nan
         if self._batches % SAMPLED == 0:
-            self._all_computed_s = (self._clock.computed_by_all(), math.nan)
+            self._all_began_s = self._clock.computed_by_all()
         self.begun(sizes, self._updates)
 
     def disturb(self) -> None:
@@ -264,17 +271,18 @@ class StepTimer:
         elif marks and marks[-1][0] == BETWEEN:  # of another pass, or before another update
             marks[-1] = (OWN, marks[-1][1])
         self._enter(SUM, OWN)
-        ready_s = self._clock.computed() if get_ident() == self._thread else math.nan
-        self._computed_s = (self._computed_s[0], ready_s)
+        self._ready_s = self._clock.computed() if get_ident() == self._thread else math.nan
         if self._batches % SAMPLED == 0:
-            self._all_computed_s = (self._all_computed_s[0], self._clock.computed_by_all())
+            self._all_ready_s = self._clock.computed_by_all()
 
     def note_sent(self) -> None:
         """Note that the host has enqueued the sum of all gradients.
 
         A GPU that hasn't come to the last gradient by now is behind its host.
         """
-        if self._marks and self._marks[-1][0] == SUM and math.isnan(self._clock.computed()):
+        if self._on_host or not math.isnan(self._clock.computed()):
+            return
+        if self._marks and self._marks[-1][0] == SUM:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_backward(self) -> None:
@@ -288,7 +296,7 @@ class StepTimer:
             if marks and marks[-1][0] == BETWEEN:  # another backward pass, before this update
                 marks[-1] = (OWN, marks[-1][1])
             self._enter(UPDATE, OWN)
-        elif self._alone and marks and [doing for doing, _ in marks[-2:]] != [SUM, BETWEEN]:
+        elif self._alone and marks and not _is_after_sum(marks):
             self.note_gradients()  # nothing else says that they are ready
         self._applied = True
         self._updates += 1
@@ -356,8 +364,6 @@ class StepTimer:
         computed, counts = self._computed, self._computed or self._applied
         if self._marks:
             self._note_files(self._marks)
-            began_s, ready_s = self._computed_s
-            all_began_s, all_ready_s = self._all_computed_s
             step = _Marked(
                 self.sizes,
                 self._asked,
@@ -368,9 +374,9 @@ class StepTimer:
                 counts,
                 self._disturbed,
                 self._behind,
-                ready_s - began_s,
+                self._ready_s - self._began_s,
                 self._idle_input_s,
-                all_ready_s - all_began_s,
+                self._all_ready_s - self._all_began_s,
             )
             self._marked.append(step)
             if len(self._marked) >= TIMED_AT_ONCE:
@@ -389,7 +395,7 @@ class StepTimer:
 
     def _forget(self) -> None:
         self._asked, self._marks, self._idle_s = None, [], math.nan
-        self._before = []
+        self._before = ()
         self._computed = self._applied = self._validates = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
@@ -441,39 +447,65 @@ class StepTimer:
         )
 
     def _time(self, marked: _Marked) -> TimedStep:
-        seconds, asked, marks = self._clock.seconds, marked.asked, marked.marks
-        input_s = math.nan if asked is None else seconds(asked, marks[0][1])
-        spans = known = _add_spans(marks, marked.done, seconds)
-        if marks[-1][0] in (OWN, SUM, UPDATE):  # nothing says when these end
-            known = _add_spans(marks[:-1], marks[-1][1], seconds)
-        own_s = known.get(OWN, math.nan)
-        between = [known[each] for each in (BETWEEN, FILES, VALIDATION) if each in known]
+        asked, marks = marked.asked, marked.marks
+        first = marks[0][1]
+        input_s = math.nan if asked is None else self._clock.seconds(asked, first)
+        spans, last_s = self._add_spans(marks, marked.done)
+        sums = self._sum_up(marked, spans, 0.0 if asked is None else input_s)
+        last = marks[-1][0]
+        if last in (OWN, SUM, UPDATE):  # nothing says when these end
+            spans[last] -= last_s
+            if not any(phase == last for phase, _ in marks[:-1]):
+                del spans[last]
+        own_s, waiting_s = spans.get(OWN, math.nan), spans.get(SUM, math.nan)
+        between = [spans[each] for each in (BETWEEN, FILES, VALIDATION) if each in spans]
         return TimedStep(
             marked.sizes,
             own_s if self.has_own_work else math.nan,
-            known.get(SUM, math.nan) if self.has_own_work else math.nan,
+            waiting_s if self.has_own_work else math.nan,
             input_s,
-            math.nan if asked is None else seconds(asked, marked.done),
+            math.nan if asked is None else self._clock.seconds(asked, marked.done),
             sum(between) if between else math.nan,
             marked.number,
             marked.disturbed,
             marked.behind,
             marked.computed_s / own_s if own_s > 0 else math.nan,
             min(input_s, marked.idle_input_s),
-            self._sum_up(marked, spans, 0.0 if asked is None else input_s),
+            sums,
         )
+
+    def _add_spans(
+        self, marks: Sequence[tuple[Phase, Any]], end: Any
+    ) -> tuple[dict[Phase, float], float]:
+        """The seconds of each phase, from the first mark to `end`, and those after the last
+        mark.
+        """
+        seconds, took_s = self._clock.seconds, 0.0
+        spans: dict[Phase, float] = {}
+        phase, start = marks[0]
+        for following, stop in (*marks[1:], (phase, end)):
+            took_s = max(0.0, seconds(start, stop))  # streams of a GPU may overlap
+            spans[phase] = spans.get(phase, 0.0) + took_s
+            phase, start = following, stop
+        return spans, took_s
 
     def _sum_up(
         self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
         """All of a step's seconds, with those since the loop before."""
-        first = marked.marks[0][1]
-        apart = _add_spans(marked.apart, first, self._clock.seconds) if marked.apart else {}
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
+        files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
+        between_s, idle_own_s = spans.get(BETWEEN, 0.0), 0.0
+        if marked.apart:
+            apart, _ = self._add_spans(marked.apart, marked.marks[0][1])
+            files_s += apart.get(FILES, 0.0)
+            validation_s += apart.get(VALIDATION, 0.0)
+            between_s += apart.get(BETWEEN, 0.0)
         if not (self.has_own_work or self._alone):
             own_s, meeting_s, undivided_s = 0.0, 0.0, own_s + meeting_s
-        idle_input_s = min(input_s, max(0.0, _zero_for_nan(marked.idle_input_s)))
-        computed_s = own_s if math.isnan(marked.all_computed_s) else marked.all_computed_s
+        if not math.isnan(marked.all_computed_s):
+            idle_own_s = SAMPLED * max(0.0, own_s - marked.all_computed_s)
+        idle_s = marked.idle_input_s
         return (
             float(marked.counts),
             input_s,
@@ -481,34 +513,23 @@ class StepTimer:
             meeting_s,
             undivided_s,
             spans.get(UPDATE, 0.0),
-            spans.get(FILES, 0.0) + apart.get(FILES, 0.0),
-            spans.get(VALIDATION, 0.0) + apart.get(VALIDATION, 0.0),
-            spans.get(BETWEEN, 0.0) + apart.get(BETWEEN, 0.0),
-            idle_input_s,
-            SAMPLED * max(0.0, own_s - computed_s),
+            files_s,
+            validation_s,
+            between_s,
+            0.0 if math.isnan(idle_s) else min(input_s, max(0.0, idle_s)),
+            idle_own_s,
         )
 
 
-def _add_spans(
-    marks: Sequence[tuple[Phase, Any]], end: Any, seconds: Callable[[Any, Any], float]
-) -> dict[Phase, float]:
-    """The seconds of each phase, from the first mark to `end`."""
-    spans: dict[Phase, float] = {}
-    for place, (phase, start) in enumerate(marks, 1):
-        stop = marks[place][1] if place < len(marks) else end
-        took_s = max(0.0, seconds(start, stop))  # streams of a GPU may overlap
-        spans[phase] = spans.get(phase, 0.0) + took_s
-    return spans
+def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
+    """True if the sum of gradients has just ended."""
+    return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
     """Input, own work, the meeting, and what lies between steps; sums are as in StepSums."""
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
-
-
-def _zero_for_nan(seconds: float) -> float:
-    return 0.0 if math.isnan(seconds) else seconds
 
 
 class RunningSums:
@@ -526,8 +547,7 @@ class RunningSums:
 
     def add(self, step: Sequence[float], seconds: float) -> None:
         """Add a step, in the order of StepSums, or what is part of the next one."""
-        for place, figure in enumerate(step):
-            self._now[place] += figure
+        self._now = list(map(add, self._now, step))
         self._bin_s += seconds
         if step[0] and self._bin_s >= BIN_SECONDS:
             self._bin_s = 0.0
@@ -606,6 +626,7 @@ class StepReporter:
             names = tuple(map(describe, shares.shares))
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
+        self._script = os.path.basename(sys.argv[0])
         self._lines = 0  # of other ranks' retreats that the journal has
         self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
@@ -617,9 +638,12 @@ class StepReporter:
         padding.
         """
         now = self.shares
-        workload = now.workload or os.path.basename(sys.argv[0])
         self._reporter.report(
-            rows, devices=(now.share,), framework="torch", workload=workload, tokens=tokens
+            rows,
+            devices=(now.share,),
+            framework="torch",
+            workload=now.workload or self._script,
+            tokens=tokens,
         )
 
     def note_change(self, change: ShareChange) -> None:
