@@ -33,7 +33,7 @@ REMEDIES = {
         " on one device."
     ),
 }
-PROCESSES = 2  # for which a few rows are cut into parts
+PROCESSES = 2  # that few rows are cut for, and by which a trainer may multiply its loss
 FEW = 2  # rows of a pass
 _OURS = "evener."
 
@@ -47,7 +47,7 @@ class TrainerAudit:
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
         self._trainer = trainer
         self._audits: TrainingAudits = trainer._planned.audits
-        self._gathering = gathering
+        self.ways = TrainerWays(trainer, gathering)
         self._dataset = dataset
         self._collate = collate
         self._audits.remedies |= REMEDIES
@@ -65,14 +65,24 @@ class TrainerAudit:
         few = self._audits.take_rows(self._dataset, self._collate, numbers)
         if few is None:
             return None
-        return audit(self._bench(), self._ways(few, loss), moves)
+        made = self.ways.make(few, loss, self._audits.follows_launcher)
+        return audit(self.ways.bench(), made, moves)
 
-    def _bench(self) -> Bench:
+
+class TrainerWays:
+    """The ways to compute a trainer's own loss of a few rows."""
+
+    def __init__(self, trainer: Any, gathering: Gathering) -> None:
+        self._trainer = trainer
+        self._gathering = gathering
+
+    def bench(self) -> Bench:
+        """A bench for the trainer's model, on which nothing of a step happens."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
         own = partial(_find_own_loss(type(trainer)), *held)
-        return self._audits.make_bench(
+        bench: Bench = trainer._planned.audits.make_bench(
             [trainer.model],
             [] if trainer.optimizer is None else [trainer.optimizer],
             holders=[trainer],
@@ -81,33 +91,50 @@ class TrainerAudit:
             around=[self._gathering.alone, partial(silent, trainer)],
             losses_only=is_sharded(trainer.model),
         )
+        return bench
 
-    # ------------------------------------------------------------------ the ways
+    def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Ways:
+        """The right gradient of a few rows, and that of shares whose passes are weighted by what
+        the loss is a mean over.
 
-    def _ways(self, few: FewRows, loss: TrainerLoss) -> Ways:
+        Right is one process's, or that of equal parts, as the program's own launcher has them.
+        """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
-        trained = self._way(few.parts, few.sizes, loss, micro)
+        excess = follows_launcher and self._trainer.excess > 1
+        by_shares = partial(self.by_shares, sizes=few.sizes, loss=loss, excess=excess)
+        trained = by_shares(few.parts, micro=micro)
         changes = {"sum": AuditChange([Piece(each.loss) for each in trained])}
         if micro:
-            changes["passes"] = AuditChange(self._way(few.parts, few.sizes, loss, 0))
+            changes["passes"] = AuditChange(by_shares(few.parts))
         if few.cut is not None and few.cut is not few.parts:
-            changes["collation"] = AuditChange(self._way(few.cut, few.sizes, loss, micro))
-        if self._audits.follows_launcher:
-            reference = self._launchers_way(few)
-        else:
-            reference = [Piece(self._loss(few.whole, self._count_items([few.whole]), 1))]
+            changes["collation"] = AuditChange(by_shares(few.cut, micro=micro))
+        reference = self._by_launcher(few) if follows_launcher else self.at_once(few)
         digest = digest_rows(few.whole)
         return Ways(reference, trained, changes, few.sizes, digest, few.pads)
 
-    def _way(
-        self, batches: Sequence[Any], sizes: Sequence[int], loss: TrainerLoss, micro: int
+    def at_once(self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0) -> Way:
+        """All rows, as one of `world` processes computes them, with so many times their items."""
+        items = self.count_items([few.whole])
+        return [
+            Piece(self._loss(few.whole, None if items is None else times * items, world), weight)
+        ]
+
+    def by_shares(
+        self,
+        batches: Sequence[Any],
+        sizes: Sequence[int],
+        loss: TrainerLoss,
+        micro: int = 0,
+        excess: bool = False,
     ) -> Way:
-        """The parts as shares compute them, in passes of up to `micro` rows."""
+        """The parts as shares compute them, in passes of up to `micro` rows; 0: in one. `excess`:
+        with the factor by which the trainer's own loss is too large.
+        """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
             parts += _cut_passes(batch, rows, micro)
         total = sum(rows for _, rows in parts)
-        items = self._count_items([batch for batch, _ in parts])
+        items = self.count_items([batch for batch, _ in parts])
         if loss.mean_over == ROWS:
             weights = [rows / total for _, rows in parts]
         elif loss.mean_over == ITEMS:
@@ -115,20 +142,19 @@ class TrainerAudit:
         else:
             counts = [loss.count(batch) for batch, _ in parts]
             weights = [count / (sum(counts) or 1.0) for count in counts]
-        # a trainer multiplies its loss by the processes, which are two here
-        multiplied = PROCESSES if loss.multiplied > 1 else 1
-        excess = multiplied if self._trainer.excess > 1 else 1
+        world = min(PROCESSES, self._trainer._shares.world)
+        divisor = world if loss.multiplied > 1 and not excess else 1
         return [
-            Piece(self._loss(batch, items, PROCESSES), weight * excess / multiplied)
+            Piece(self._loss(batch, items, world), weight / divisor)
             for (batch, _), weight in zip(parts, weights, strict=True)
             if weight
         ]
 
-    def _launchers_way(self, few: FewRows) -> Way:
+    def _by_launcher(self, few: FewRows) -> Way:
         """Equal parts, as the program's own launcher has them: a mean over processes."""
-        items = self._count_items(few.even)
+        items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
-            own = [self._count_items([each]) for each in few.even]
+            own = [self.count_items([each]) for each in few.even]
         else:
             own = [items] * len(few.even)
         return [
@@ -136,8 +162,8 @@ class TrainerAudit:
             for batch, count in zip(few.even, own, strict=True)
         ]
 
-    def _count_items(self, batches: Sequence[Any]) -> Any:
-        """The items that a loss of all these batches is a mean over."""
+    def count_items(self, batches: Sequence[Any]) -> Any:
+        """The items that a loss of all these batches is a mean over; None where nothing asks."""
         trainer = self._trainer
         with processes(trainer.accelerator, 1):
             return trainer._get_num_items_in_batch(list(batches), trainer.args.device)

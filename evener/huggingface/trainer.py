@@ -24,8 +24,9 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import RequestError
 from ..plan.file import Plan
+from ..torch.audit.rows import CANDIDATES, FewRows, fetch_rows
+from ..torch.audit.rows import ROWS as ROWS_COMPUTED
 from ..torch.audit.state import kept_attributes
-from ..torch.loss.check import make_check_batch
 from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, open_plan
 from ..torch.step.part import Part
@@ -37,10 +38,10 @@ from .loss import (
     ROWS,
     TrainerLoss,
     assume_loss,
-    find_loss,
     has_ignored,
     has_uneven_labels,
 )
+from .meaning import find_loss
 from .notice import end_on_notice
 from .passes import TrainerPasses, count_tokens, weigh_loss, weigh_passes
 from .rows import (
@@ -175,7 +176,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
         rows, args = make_sampler(self, self._planned, dataset, order), self.args
-        self._rows_checked = partial(make_check_batch, dataset, rows, collate)
+        self._fetch_few = partial(_fetch_few, rows, dataset, collate)
         self._sampler = PassSampler(rows, shares.passes[shares.rank])
         self._audit = TrainerAudit(self, self._gathering, dataset, collate)
         self._batches = AheadLoader(
@@ -264,20 +265,26 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._to_come = deque(zip(rows, weights, strict=True))
         return items
 
-    def _find_loss(self, ignores: bool, in_parts: bool = False) -> TrainerLoss:
+    def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
+        """The meaning of the loss; `in_parts` is the number of rows of which one process asks that
+        needs smaller passes.
+        """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
             return assume_loss(self, world)
-        return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores, in_parts)
+        fetch = partial(self._fetch_few, in_parts or ROWS_COMPUTED)
+        return find_loss(
+            self, self._audit.ways, fetch, self._gathering, ignores, in_parts=in_parts > 0
+        )
 
     def check_loss(self) -> None:
         """RequestError on every rank if the loss is no mean, before the training; its loader is
         there.
         """
-        checked = self._rows_checked()
-        self._loss = self._find_loss(checked is not None and has_ignored(checked.whole))
+        few = self._fetch_few()
+        self._loss = self._find_loss(few is not None and has_ignored(few.whole))
         by_labels = self._loss.mean_over not in (ITEMS, ROWS)
-        if by_labels and self.keeps_launcher and checked and has_uneven_labels(checked.whole):
+        if by_labels and self.keeps_launcher and few and has_uneven_labels(few.whole):
             raise RequestError(
                 "its loss is a mean over a rank's own labels, of which rows have different "
                 "numbers: its own launcher averages the means of ranks, and by shares it would be "
@@ -290,7 +297,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         needs them.
         """
         if self._shares.world * sum(self._shares.passes) == 1:
-            self._loss = self._find_loss(has_ignored(part.batch), in_parts=True)
+            self._loss = self._find_loss(has_ignored(part.batch), in_parts=rows)
 
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
@@ -434,3 +441,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
         return found
+
+
+def _fetch_few(
+    sampler: Any, dataset: Any, collate: Any, most: int = ROWS_COMPUTED
+) -> FewRows | None:
+    """Up to `most` rows, of the next ones and of the whole epoch: the same on every rank."""
+    more = CANDIDATES - ROWS_COMPUTED if most == ROWS_COMPUTED else 0
+    return fetch_rows(dataset, collate, sampler.sample_rows(most, more))

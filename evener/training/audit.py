@@ -53,6 +53,7 @@ MIXED = "float64 by float32"  # models of float64 often compute norms and softma
 # 25 steps; 2e-5 with 100 million); the mildest wrong losses that were tried differ by 2.4e-4 and
 # 1.2e-3.
 FLOORS = {"float64": 1e-10, MIXED: 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+LOSS_SAFETY = 0.1  # of a gradient's floor may a loss differ by rounding
 SAFETY = 10.0  # a difference counts where it is as many times the largest one by rounding
 SMALL = 1e-4  # of the largest gradient's size: tensors with less than that are judged by it
 SEEN_LOSS = 1e-6  # of the loss: the least by which two losses differ visibly
@@ -115,6 +116,14 @@ def _compare(
 ) -> GradientDifference | None:
     worst = find_largest(reference, trained, noises)
     return worst if worst is not None and worst.relative > worst.allowed else None
+
+
+def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
+    """True if the losses of two sketches differ by no more than rounding, as `compare` takes it."""
+    scale = max(abs(reference.loss), abs(other.loss))
+    rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
+    precision = LOSS_SAFETY * max(map(floor, reference.kinds.values()), default=0.0)
+    return abs(other.loss - reference.loss) <= max(precision * scale, SAFETY * rounding)
 
 
 def find_largest(

@@ -39,9 +39,7 @@ EXACT = (
 )
 REFUSED = {
     "CLIP | own | transformers | at once | even | 2": "it isn't a mean over rows",
-    "encoder | class weights | transformers | passes | tail | 1": (
-        "it isn't a mean over rows or labels"
-    ),
+    "encoder | class weights | transformers | passes | tail | 1": ("it isn't a mean over rows"),
     "decoder | sum | transformers | passes | tail | 1": "it is a sum, not a mean",
     "experts' auxiliary loss | own | transformers | passes | tail | 1": "auxiliary loss",
     "CLIP | own | PyTorch | passes | tail | 1": "it isn't a mean over rows",

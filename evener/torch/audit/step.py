@@ -10,6 +10,7 @@ import msgspec
 
 from ...training.audit import (
     LOSS,
+    LOSS_SAFETY,
     REPEATS,
     GradientDifference,
     Sketch,
@@ -22,7 +23,6 @@ from .compute import Bench, Piece
 
 Way = Sequence[Piece]
 REENTRANT = "use_reentrant=True"  # in PyTorch's words for such a checkpoint
-LOSS_SAFETY = 0.1  # of a gradient's floor may a loss differ by rounding
 NEAR = 1e-5  # of two losses that are the same but for rounding
 
 

@@ -48,8 +48,12 @@ def own_collectives() -> Iterator[None]:
         _own += count_foreign() - before
 
 
+class MeetingError(RequestError):
+    """A loss that is computed on one rank alone meets the others."""
+
+
 def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for this rank alone: RequestError at the end of a call that has met other
+    """The function, for this rank alone: MeetingError at the end of a call that has met other
     ranks.
     """
 
@@ -57,7 +61,7 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
         before = count_foreign()
         result = compute(*arguments)
         if count_foreign() != before:
-            raise RequestError(
+            raise MeetingError(
                 "The loss meets other ranks, by torch.distributed or in a layer.",
                 "Gather figures after the step.",
             )
