@@ -230,7 +230,8 @@ def _check_clashes() -> list[Check]:
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
-        if (version := _version(extra)) and _version(needed):
+        version = _version(extra)
+        if version and _version(needed):
             remedy = f"Remove it, and install {needed} again: both provide the same module."
             checks.append(
                 Check(f"{extra} package", "note", f"{version}, in addition to {needed}", remedy)
@@ -433,11 +434,10 @@ def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Place, str]]:
         for agent in agents:
             others = [place for other in agents if other is not agent for place in places[other]]
             calls[agent] = agent.begin("call", find_unreachable, others)
-        return [
-            (agent.host, place, why)
-            for agent, call in calls.items()
-            for place, why in agent.finish(call)
-        ]
+        found = []
+        for agent, call in calls.items():
+            found += [(agent.host, place, why) for place, why in agent.finish(call)]
+        return found
 
 
 def _check_devices(spec: str, address: str) -> Check:

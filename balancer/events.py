@@ -101,7 +101,8 @@ class EventThread:
     """
 
     def __init__(self) -> None:
-        self._halt, self._going = threading.Event(), threading.Event()
+        self._halt = threading.Event()
+        self._going = threading.Event()
         self._going.set()
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._emit: Callable[[Event], object] = self._events.put

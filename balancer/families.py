@@ -161,7 +161,8 @@ class SoloFamily(Family):
 
 def device_counts(devices: int) -> tuple[int, ...]:
     """2, 4, 8, ... and all of them: how many devices an even split is measured on."""
-    counts, count = [], 2
+    counts = []
+    count = 2
     while count < devices:
         counts.append(count)
         count *= 2
@@ -189,7 +190,8 @@ def is_even(layout: Layout, quantum: int = 1) -> bool:
 class EvenFamily(Family):
     """One training whose devices have equal shares."""
 
-    name, kind = "even", "split"
+    name = "even"
+    kind = "split"
     fewest_devices = 2
     simplicity = 1
     start_cost = 1.5  # its processes have to meet
@@ -335,14 +337,12 @@ class PlaceFamily(Family):
         return f"{layout.global_batch} on {where}, the model's parts placed as {layout.placement}"
 
 
-SOLO, EVEN, SPLIT, SHARD, PACK, PLACE = (
-    SoloFamily(),
-    EvenFamily(),
-    SplitFamily(),
-    ShardFamily(),
-    PackFamily(),
-    PlaceFamily(),
-)
+SOLO = SoloFamily()
+EVEN = EvenFamily()
+SPLIT = SplitFamily()
+SHARD = ShardFamily()
+PACK = PackFamily()
+PLACE = PlaceFamily()
 
 FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHARD, PACK, PLACE)}
 

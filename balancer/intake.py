@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 
 import msgspec
 
@@ -74,7 +75,8 @@ def read_job(header: Header) -> Job:
 
 def _check_fit(job: Job, settings: object) -> None:
     """RequestError for an option or a setting that the devices or the framework can't follow."""
-    request, devices = job.request, job.devices
+    request = job.request
+    devices = job.devices
     if job.machine is not None:
         for name, option in REAL_ALONE.items():
             if getattr(request, name) != getattr(Request(), name):
@@ -216,7 +218,9 @@ def check_request(request: Request) -> None:
 
 
 def _check_batches(request: Request) -> None:
-    unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
+    unit = request.multiple_of
+    batch = request.global_batch
+    largest = request.max_global_batch
     sizes = {
         "--multiple-of": unit,
         "--global-batch": batch,
@@ -267,7 +271,9 @@ def _check_numbers(request: Request) -> None:
 
 def check_problem(problem: Problem) -> None:
     """Raise RequestError for a problem that has no answer."""
-    quantum, batch, largest = problem.multiple_of, problem.global_batch, problem.largest_share
+    quantum = problem.multiple_of
+    batch = problem.global_batch
+    largest = problem.largest_share
     if not 1 <= problem.devices <= MOST_DEVICES:
         raise RequestError(
             f"{problem.devices} devices can't be balanced.",
@@ -386,9 +392,8 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
         notes.append(
             "--try workers was left out: the rows of a built-in workload are in memory already."
         )
-    left_out = [WORKERS] if notes else []
-    able = [knob for word in tried if word not in left_out for knob in KNOBS[word]]
-    return tuple(able), tuple(notes)
+    able = [word for word in tried if not (notes and word == WORKERS)]
+    return tuple(chain.from_iterable(KNOBS[word] for word in able)), tuple(notes)
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
@@ -413,7 +418,8 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
     """Why a family of layouts can't be measured; empty if it can."""
-    traits, machine = family.traits, resolved.machine
+    traits = family.traits
+    machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:
         return f"{family.name} needs two devices, and there is one ({resolved.devices[0].label})"
     if traits.sharded and not _can_shard(resolved):

@@ -146,7 +146,8 @@ class Record(msgspec.Struct, frozen=True):
         """The time at which the session's clock goes on: the start of an unanswered asking, or the
         last observation.
         """
-        if (pending := self.pending) is not None:
+        pending = self.pending
+        if pending is not None:
             return pending[0].at_seconds
         return max((entry.at_seconds for entry in self.seen), default=0.0)
 
@@ -179,7 +180,8 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Write one line; UnwrittenError if that fails, and what was there before is unchanged."""
-        descriptor, content = self._stream.fileno(), msgspec.json.encode(entry) + b"\n"
+        descriptor = self._stream.fileno()
+        content = msgspec.json.encode(entry) + b"\n"
         before = os.lseek(descriptor, 0, os.SEEK_END)
         remedy = "Free disk space, then go on with evener balance --resume."
         with _writing(self.path, remedy, UnwrittenError):
@@ -292,7 +294,8 @@ class _Stamp(msgspec.Struct):
 def _check_schema(text: bytes, path: Path) -> None:
     """RequestError for a first line of a newer evener, whatever else is in it."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        if (schema := msgspec.json.decode(text, type=_Stamp).schema) > SCHEMA:
+        schema = msgspec.json.decode(text, type=_Stamp).schema
+        if schema > SCHEMA:
             message = f"{path} has schema {schema}; this evener reads up to {SCHEMA}."
             raise RequestError(message, "Update evener on this machine.")
 
@@ -329,16 +332,14 @@ def _is_sound(entry: LaterEntry, header: Header) -> bool:
 
 def _layout_sound(layout: Layout, devices: int) -> bool:
     shares = layout.shares
-    return (
-        len(shares) == len(layout.pass_rows) == devices
-        and any(shares)
-        and len(layout.costs) == len(layout.tokens) in (0, devices)
-        and all(cost.is_valid() for cost in layout.costs if cost)
-        and all(
-            min(1, share) <= rows <= share
-            for rows, share in zip(layout.pass_rows, shares, strict=True)
-        )
-    )
+    if not any(shares) or not len(shares) == len(layout.pass_rows) == devices:
+        return False
+    if len(layout.costs) not in (0, devices) or len(layout.costs) != len(layout.tokens):
+        return False
+    if not all(cost.is_valid() for cost in layout.costs if cost):
+        return False
+    pairs = zip(layout.pass_rows, shares, strict=True)
+    return all(min(1, share) <= rows <= share for rows, share in pairs)
 
 
 def _timed_sound(seen: Timed, devices: int) -> bool:

@@ -31,7 +31,10 @@ def efficiency(samples_per_joule: float) -> str:
 def milliseconds(seconds: float) -> str:
     """Milliseconds with two significant digits at least: 0.48 ms, 7.1 ms, 157 ms."""
     count = seconds * 1000
-    return f"{count:.{0 if count >= 9.95 else 1 if count >= 0.995 else 2}f} ms"
+    if count >= 9.95:
+        return f"{count:.0f} ms"
+    digits = 1 if count >= 0.995 else 2
+    return f"{count:.{digits}f} ms"
 
 
 def percent(share: float, digits: int = 0) -> str:

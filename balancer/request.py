@@ -78,11 +78,10 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def problem(self) -> Problem:
         """The problem that a search is to solve, for a new job as for one that a journal has."""
-        request, devices = self.request, self.devices
-        micro, hosts = (
-            allows_passes(request, self.framework),
-            _number(device.host for device in devices),
-        )
+        request = self.request
+        devices = self.devices
+        micro = allows_passes(request, self.framework)
+        hosts = _number(device.host for device in devices)
         return Problem(
             devices=len(devices),
             memory_bytes=tuple(device.usable_memory_bytes for device in devices),

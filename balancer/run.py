@@ -121,7 +121,8 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         _check_hope(record)
         header = record.header
         _check_request(header, request)
-        before, budget = _read_budget(record), _choose_budget(record, request, extend_seconds)
+        before = _read_budget(record)
+        budget = _choose_budget(record, request, extend_seconds)
         wanted = msgspec.structs.replace(
             header.request,
             pace=request.pace,
@@ -167,7 +168,8 @@ def _read_budget(record: Record) -> float | None:
 
 def _check_request(header: Header, request: Request) -> None:
     """RequestError if an option differs from the run's own, whose measurements would not apply."""
-    kept, unsaid = msgspec.structs.replace(header.request, workload=header.workload), Request()
+    kept = msgspec.structs.replace(header.request, workload=header.workload)
+    unsaid = Request()
     for field in Request.__struct_fields__:
         given = getattr(request, field)
         if field not in CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):

@@ -162,7 +162,8 @@ def _runs(
     length: RunLength,
     stop: threading.Event,
 ) -> Iterator[TimedRun]:
-    samples, spent = 0, 0.0
+    samples = 0
+    spent = 0.0
     stage: Stage = "split" if layout.traits.together else "solo"
     alone: tuple[float | None, ...] = ()
     for turn in range(repeat):
@@ -304,7 +305,8 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
 
 def _keep_first(job: Job) -> Job:
     """The job on its first device alone, with an even split's part of a fixed batch at the most."""
-    machine, request = job.machine, job.request
+    machine = job.machine
+    request = job.request
     if machine is not None:
         machine = msgspec.structs.replace(
             machine, devices=machine.devices[:1], limits=machine.limits[:1]

@@ -114,10 +114,11 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
     So of all `micro` that mean the same passes one is kept, and none where every share is one pass.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
-    rows = (
-        tuple(max(split_passes(b, m)) if b else 0 for b, m in zip(shares, micro, strict=True))
-        if micro
-        else ()
+    if not micro:
+        return Layout(kind, shares)
+    rows = tuple(
+        max(split_passes(share, most)) if share else 0
+        for share, most in zip(shares, micro, strict=True)
     )
     return Layout(kind, shares, micro=() if rows == shares else rows)
 
@@ -258,10 +259,9 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         """True if a device, or the one at `position`, is known to have been throttled during the
         measurement.
         """
-        slowed = [
-            one.device for one in self.warnings if one.code == "throttled" and one.device >= 0
-        ]
-        return position in slowed or (position < 0 and bool(slowed))
+        throttled = [one.device for one in self.warnings if one.code == "throttled"]
+        slowed = [device for device in throttled if device >= 0]
+        return bool(slowed) if position < 0 else position in slowed
 
     @property
     def power(self) -> Power | None:

@@ -60,15 +60,14 @@ def choose_devices(
                 f"Unset it, or name {kind}s as in {kind.lower()}:0.",
             )
         chosen += [limited(device, term.limit) for device in picked]
-    crowded = [
-        (
-            f"{device.label} has {used / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB in "
-            f"use by others."
-        )
-        for device in chosen
-        if device.memory_bytes
-        and (used := listing.used_bytes.get(device.id) or 0) > CROWDED * device.memory_bytes
-    ]
+    crowded = []
+    for device in chosen:
+        used = listing.used_bytes.get(device.id) or 0
+        if device.memory_bytes and used > CROWDED * device.memory_bytes:
+            crowded.append(
+                f"{device.label} has {used / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB "
+                f"in use by others."
+            )
     return Discovery(tuple(chosen), (*listing.notes, *crowded), driver=listing.driver)
 
 
@@ -282,10 +281,8 @@ class Backend(Protocol):
 
         DeviceError: there are none, or all are hidden. RequestError: one that is named isn't there.
         """
-        listing, hidden = (
-            self.list_devices(),
-            f"{self.visible_variable}={variables.get(self.visible_variable)!r}",
-        )
+        listing = self.list_devices()
+        hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
         return choose_devices(listing, terms, self.visible(listing.devices, variables), hidden)
 
     def visible(

@@ -99,7 +99,8 @@ class CpuSource:
         builder: SnapshotBuilder | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self._devices, self._notes = tuple(devices), notes
+        self._devices = tuple(devices)
+        self._notes = notes
         self._builder = builder or SnapshotBuilder()
         self._slow_due = 0.0
         self._heat: tuple[Reading, Reading] = (UNSUPPORTED, UNSUPPORTED)
@@ -200,7 +201,8 @@ class CpuSlices(Backend):
 
     def write_term(self, device_id: str) -> str:
         """A plan's slice as `--devices` names it: cpu/2:0 for cpu-0-of-2."""
-        if not (found := re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)):
+        found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
+        if not found:
             raise PlanError(
                 f"The plan's device {device_id} isn't a slice of a CPU.", "Write it as cpu-0-of-2."
             )

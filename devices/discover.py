@@ -37,7 +37,9 @@ def discover(
     else this machine's) can't be used.
     """
     terms = parse_request(spec)
-    variables = (os.environ if environ is None else environ) if only_visible else {}
+    variables: Mapping[str, str] = {}
+    if only_visible:
+        variables = os.environ if environ is None else environ
     if terms[0].host is not None:
         from .cluster.discovery import discover_cluster
 
@@ -56,7 +58,8 @@ def _check_limit(device: Device) -> None:
     """RequestError for a limit of memory that the device doesn't have, as after a slip of the
     unit.
     """
-    wanted, there = device.limit.memory_bytes, _all_memory(device)
+    wanted = device.limit.memory_bytes
+    there = _all_memory(device)
     if wanted is not None and there is not None and wanted > there:
         raise RequestError(
             f"{device.label} can't be limited to {wanted / GIB:.4g} GiB of memory: it has "
@@ -94,9 +97,12 @@ BUSY_PERCENT = 20.0  # of the time; a desktop takes less
 MOST_NAMED = 3
 # A device with less than this free is full: a framework's context and libraries alone take about as
 # much.
-FULL_SHARE, FULL_LEAST_BYTES, FULL_MOST_BYTES = 0.05, 600 << 20, 2 << 30
+FULL_SHARE = 0.05
+FULL_LEAST_BYTES = 600 << 20
+FULL_MOST_BYTES = 2 << 30
 # a driver takes a while to reclaim the memory of a process that ended
-SETTLE_SECONDS, SETTLE_READS = (0.4, 3)
+SETTLE_SECONDS = 0.4
+SETTLE_READS = 3
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -139,10 +145,8 @@ def _full_note(device: Device, seen: Vitals) -> str:
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
-    free, enough = (
-        total - seen.used_bytes,
-        min(max(FULL_SHARE * total, FULL_LEAST_BYTES), FULL_MOST_BYTES),
-    )
+    free = total - seen.used_bytes
+    enough = min(max(FULL_SHARE * total, FULL_LEAST_BYTES), FULL_MOST_BYTES)
     if free >= min(enough, device.usable_memory_bytes or enough):
         return ""
     pids = _name_pids(seen)

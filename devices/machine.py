@@ -26,7 +26,8 @@ from .types import Device, Limit
 
 MIB = 1 << 20
 # at full load, where a file says nothing; at rest, as a part of it
-USUAL_WATTS, IDLE_POWER = (250.0, 0.08)
+USUAL_WATTS = 250.0
+IDLE_POWER = 0.08
 SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
 LARGEST = 1e12  # of any number in a machine file, so that no product of two overflows
 
@@ -242,7 +243,8 @@ class Machine(msgspec.Struct, frozen=True):
         """One device's own part of a step; `busy_together`: other devices compute at the same
         time.
         """
-        device, percent = self.devices[position], self.limit(position).percent
+        device = self.devices[position]
+        percent = self.limit(position).percent
         seconds = device.seconds(share, passes) * (100 / percent if percent else 1.0)
         return seconds * (1 + device.contention) if busy_together else seconds
 
@@ -290,10 +292,8 @@ class Machine(msgspec.Struct, frozen=True):
 
     def usable_memory_bytes(self, position: int) -> int:
         """Memory that a training process can have on the device, under the limit."""
-        own, capped = (
-            round(self.devices[position].memory_mib * MIB),
-            self.limit(position).memory_bytes,
-        )
+        own = round(self.devices[position].memory_mib * MIB)
+        capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:

@@ -40,9 +40,9 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""
-    return {
-        variable: interface for variable in VARIABLES if interface and variable not in os.environ
-    }
+    if not interface:
+        return {}
+    return {variable: interface for variable in VARIABLES if variable not in os.environ}
 
 
 def find_interface(host: str) -> str:
@@ -136,7 +136,8 @@ def parse_address(text: str, option: str) -> Address:
     """`127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`; RequestError for anything else."""
     try:
         parts = urlsplit(f"//{text}")
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
         if host and port is not None and parts.netloc == text and "@" not in text:
             return Address(
                 "127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host)), port

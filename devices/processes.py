@@ -24,7 +24,8 @@ from evener.system.cores import parse_cpu_list
 from .types import HostSample, ProcessSample
 
 ONLINE = Path("/sys/devices/system/cpu/online")
-TICKS_PER_SECOND, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SHORTEST_SECONDS = 1e-3  # between two looks at a process
 LONGEST_COMMAND = 4096
 FIRST_WAIT_SECONDS = 0.03  # a few of the kernel's ticks: the first line would show 0 % otherwise
@@ -95,10 +96,14 @@ class ProcessTable:
         """The process `pid` and its use; of other containers' or users' processes perhaps only the
         pid is known.
         """
-        before, now, stat = self._known.pop(pid, None), time.monotonic(), read_stat(pid)
+        before = self._known.pop(pid, None)
+        now = time.monotonic()
+        stat = read_stat(pid)
         if not stat:
             return ProcessReading(pid)
-        started, cpu_ticks, percent = stat[19], int(stat[11]) + int(stat[12]), None
+        started = stat[19]
+        cpu_ticks = int(stat[11]) + int(stat[12])
+        percent = None
         if before is not None and before.started == started:
             facts = before.facts
             percent = (
@@ -124,10 +129,8 @@ class ProcessTable:
 
 def _look_up(process: psutil.Process) -> ProcessReading:
     found = process.as_dict(["cmdline", "name", "username"], ad_value="")
-    command, user = (
-        clean_text(" ".join(found["cmdline"] or ()) or found["name"]),
-        clean_text(found["username"]),
-    )
+    command = clean_text(" ".join(found["cmdline"] or ()) or found["name"])
+    user = clean_text(found["username"])
     return ProcessReading(process.pid, process.create_time(), user, command)
 
 

@@ -74,7 +74,8 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
     """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
-    limit, faults = terms[0].limit, []
+    limit = terms[0].limit
+    faults = []
     for backend in all_backends():
         if backend.own_memory:
             try:
@@ -118,10 +119,8 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
     backend = find_backend(kind)
     if backend.simulated:
         return ChildEnvironment({})
-    made, hidden = (
-        backend.child_environment(devices, framework),
-        [other.show(()) for other in all_backends()],
-    )
+    made = backend.child_environment(devices, framework)
+    hidden = [other.show(()) for other in all_backends()]
     return msgspec.structs.replace(made, variables=dict(ChainMap(made.variables, *hidden)))
 
 

@@ -99,7 +99,8 @@ class Sampler:
     def latest(self) -> Snapshot | None:
         """The newest snapshot, marked stale when the source is overdue; None before the first."""
         with self._lock:
-            last, age = self._last, time.monotonic() - self._sampled_at
+            last = self._last
+            age = time.monotonic() - self._sampled_at
         if last is None or age <= OVERDUE_INTERVALS * self.interval_seconds:
             return last
         return stale(last, age)
@@ -142,7 +143,8 @@ class Sampler:
             log.exception("the source failed; its last readings turn stale")
             return
         with self._lock:
-            self._last, self._sampled_at = snapshot, time.monotonic()
+            self._last = snapshot
+            self._sampled_at = time.monotonic()
             self._history.add(snapshot)
         self._notify(snapshot)
 
@@ -251,12 +253,10 @@ def stale(
 
 
 def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
-    changed = {
-        field.name: reading.aged(reading.age_seconds + age_seconds, State.STALE)
-        for field in msgspec.structs.fields(sample)
-        if isinstance(reading := getattr(sample, field.name), Reading)
-        and reading.state is State.VALUE
-    }
+    changed = {}
+    for name, reading in msgspec.structs.asdict(sample).items():
+        if isinstance(reading, Reading) and reading.state is State.VALUE:
+            changed[name] = reading.aged(reading.age_seconds + age_seconds, State.STALE)
     return msgspec.structs.replace(sample, **changed)
 
 

@@ -181,10 +181,8 @@ def _explain(message: str, table: Any, where: str) -> str:
         seen = seen[key or int(position)]
     found = re.fullmatch(r"\.(device|placement|event)\[(\d+)\](.*)", path.rstrip("`"))
     if found:
-        where, path = (
-            _where(where, found[1], int(found[2]), table[found[1]][int(found[2])]),
-            found[3],
-        )
+        where = _where(where, found[1], int(found[2]), table[found[1]][int(found[2])])
+        path = found[3]
     text = text.replace("Object contains unknown field", "unknown key")
     text = text.replace("Object missing required field", "missing key")
     key = path.strip(".`")
@@ -206,9 +204,12 @@ def _check_memory_keys(table: dict[str, Any], where: str) -> None:
 
 
 MIB = 1 << 20
-AMBIENT_CELSIUS, FULL_LOAD_CELSIUS, SLOWDOWN_CELSIUS = 31.0, 76.0, 84.0
+AMBIENT_CELSIUS = 31.0
+FULL_LOAD_CELSIUS = 76.0
+SLOWDOWN_CELSIUS = 84.0
 HEAT_LAG_SECONDS = 25.0
-IDLE_MHZ, FULL_MHZ = 210.0, 1900.0
+IDLE_MHZ = 210.0
+FULL_MHZ = 1900.0
 IDLE_MEMORY_BYTES = 12 * MIB
 BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
 # per second, in both directions, when steps follow each other without a pause
@@ -243,7 +244,8 @@ class _LoadMeter:
     def read(self, now: float) -> SimulatedLoad:
         """The mean since the last reading; of memory, which isn't given back at once, the most."""
         self._note(now)
-        past, self._past = self._past, []
+        past = self._past
+        self._past = []
         seconds = sum(length for length, _ in past)
         if seconds <= 0:
             return self._load
@@ -334,7 +336,8 @@ class SimulatedSource:
 
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
         """The load of a device: it is busy for steps per second times seconds per step."""
-        physics, busy = self.machine.devices[position], 0.0
+        physics = self.machine.devices[position]
+        busy = 0.0
         if samples_per_second and share:
             busy = min(
                 1.0,
@@ -348,10 +351,12 @@ class SimulatedSource:
 
     def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
         """One device now; one that trains alone exchanges nothing."""
-        device, state = self._devices[position], self._states[position]
+        device = self._devices[position]
+        state = self._states[position]
         interval = self._builder.interval_seconds
         physics = self.machine.devices[position]
-        busy, effort = load.busy, load.effort
+        busy = load.busy
+        effort = load.effort
         limit = physics.power_watts or USUAL_WATTS
         jitter = state.random.gauss(0.0, 0.006)
         watts = min(limit, load.watts * (1 + jitter))

@@ -52,7 +52,8 @@ class SnapshotBuilder:
     def begin(self) -> float:
         """Begin a tick, and return its time by the clock."""
         now = self.clock()
-        self.interval_seconds, self._started = max(0.0, now - self._started), now
+        self.interval_seconds = max(0.0, now - self._started)
+        self._started = now
         return now
 
     def snapshot(
@@ -108,10 +109,8 @@ class SnapshotBuilder:
 def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice]:
     """The processes on one device: seen by its driver, or known only by their own reports."""
     known = {each.pid for each in seen}
-    reported = [
-        OnDevice(pid) for pid, identity in rates if identity == device.id and pid not in known
-    ]
-    return [*seen, *reported]
+    reported = [pid for pid, identity in rates if identity == device.id]
+    return [*seen, *(OnDevice(pid) for pid in reported if pid not in known)]
 
 
 def _row(
@@ -157,7 +156,8 @@ class TrainingRates:
         read: Callable[[], Sequence[Training]] = read_trainings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._read, self._clock = read, clock
+        self._read = read
+        self._clock = clock
         self._next_read = -1.0
         self._trainings: Sequence[Training] = ()
         # ranks whose process has gone while others of their training go on
@@ -193,11 +193,8 @@ class TrainingRates:
         self._trainings = self._read()
         going = {each.training for each in self._trainings if each.training}
         ranks = {(each.training, each.rank) for each in self._trainings}
-        self._ended = [
-            each
-            for each in before
-            if each.training in going and (each.training, each.rank) not in ranks
-        ]
+        left = [each for each in before if (each.training, each.rank) not in ranks]
+        self._ended = [each for each in left if each.training in going]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
         """Tokens/s and padding in per cent of the process, as `by_process` read them last."""

@@ -161,7 +161,8 @@ def parse_limit(text: str) -> Limit:
         if kind in found:
             raise RequestError(f"The limit {text!r} gives two {kind}s.", LIMIT_REMEDY)
         found[kind] = number * UNITS.get(unit, 1)
-    percent, size = found.get("percentage"), found.get("size")
+    percent = found.get("percentage")
+    size = found.get("size")
     if percent is not None and not 0 < percent <= 100:
         raise RequestError(
             f"The limit {text!r} is not a share of a device.", "Give more than 0 and at most 100 %."

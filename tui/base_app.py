@@ -119,14 +119,13 @@ class SessionThread:
                     self._session.stop()
                 self._session.run(self._report)
         except EvenerError as error:
-            fault, remedy = error.message, error.remedy
+            fault = error.message
+            remedy = error.remedy
         except (
             Exception
         ) as error:  # a bug becomes a sentence on the screen, with its traceback kept
-            fault, remedy = (
-                f"The session crashed: {error!r}.",
-                f"The traceback is in {write_crash_log(error)}.",
-            )
+            fault = f"The session crashed: {error!r}."
+            remedy = f"The traceback is in {write_crash_log(error)}."
         self._post(SessionEnded(self.source, fault, remedy))
 
 
@@ -301,10 +300,8 @@ class BaseApp(App[int]):
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
         elif not self.searches:
-            state, self._before = (
-                first_state(devices, request.workload or "", kept=kept),
-                self.balance,
-            )
+            state = first_state(devices, request.workload or "", kept=kept)
+            self._before = self.balance
             self._follow(lambda: self._session_maker(request, **resumed), state, devices)
 
     def replay(self, record: Record, speed: float = 8.0) -> None:
@@ -314,7 +311,8 @@ class BaseApp(App[int]):
         if self.searches:
             self.say("A search is running here: stop it to replay a run.", severity="warning")
             return
-        header, self._before = record.header, None
+        header = record.header
+        self._before = None
         state = first_state(header.devices, header.workload, header.run)
         self._follow(lambda: RunReplay(recorded_events(record), speed=speed), state)
 
@@ -326,8 +324,10 @@ class BaseApp(App[int]):
     ) -> None:
         """Start a session in place of the last one; a replay trains on no `devices`."""
         self.forget_session()
-        self._session, self._session_devices = SessionThread(make, self.post_message), devices or ()
-        self.balance, self.replays = state, devices is None
+        self._session = SessionThread(make, self.post_message)
+        self._session_devices = devices or ()
+        self.balance = state
+        self.replays = devices is None
         self._session.start()
 
     def forget_session(self) -> None:

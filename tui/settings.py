@@ -69,9 +69,11 @@ def save_settings(path: Path, settings: Settings) -> None:
 def _changed(settings: msgspec.Struct, usual: msgspec.Struct) -> dict[str, object]:
     found: dict[str, object] = {}
     for name in settings.__struct_fields__:
-        value, before = getattr(settings, name), getattr(usual, name)
+        value = getattr(settings, name)
+        before = getattr(usual, name)
         if isinstance(value, msgspec.Struct):
-            value, before = _changed(value, before), {}
+            value = _changed(value, before)
+            before = {}
         if value != before:
             found[name] = value
     return found

@@ -22,7 +22,9 @@ from evener.training.rebalance import Rebalancer
 CARDS = ("gtx1080ti", "gtx1080")
 PAIR = f"sim:{','.join(CARDS)}"
 PERIOD_SECONDS = 70.0
-HOT_FROM, HOT_UNTIL = 10.0, 45.0  # of each period
+# of each period
+HOT_FROM = 10.0
+HOT_UNTIL = 45.0
 SLOWED = 0.3  # the first device loses this share of its speed
 WINDOW_SECONDS = 2.0  # between two figures for the rule
 NOISE = 0.004
@@ -34,20 +36,23 @@ class TrainingSource(SimulatedSource):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(catalogue(CARDS), builder=SnapshotBuilder(TrainingRates(tuple), clock))
-        self._clock, self._epoch = clock, time.time() - clock()
+        self._clock = clock
+        self._epoch = time.time() - clock()
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
         """Train by this plan, which has a share for each device, from the next reading on; from any
         thread.
         """
-        shares, names = plan.layout.share, [device.label for device in self.devices()]
+        shares = plan.layout.share
+        names = [device.label for device in self.devices()]
         most = [share.most for share in shares]
         self._rule = Rebalancer(
             plan.layout.batches, read_curves(shares), most, passes=False, names=names
         )
         self._begun = self._ticked = self._observed = self._clock()
-        self._steps, self._changes = 0.0, list[ShareChange]()
+        self._steps = 0.0
+        self._changes = list[ShareChange]()
         first = Training(
             "simulated", plan.workload, 0.0, 0, 0.0, (), training="simulated", pid=os.getpid()
         )
@@ -85,7 +90,8 @@ class TrainingSource(SimulatedSource):
         ]
         step_s = max(own) + self.machine.sync_seconds(range(len(own)))
         self._steps += (now - self._ticked) / step_s
-        self._ticked, step = now, round(self._steps)
+        self._ticked = now
+        step = round(self._steps)
         changes = tuple(self._changes[-3:])
         report = msgspec.structs.replace(
             first,
@@ -105,7 +111,8 @@ class TrainingSource(SimulatedSource):
         return tuple(self._of_rank(rank, report, rows[rank], own[rank]) for rank in range(len(own)))
 
     def _of_rank(self, rank: int, report: Training, rows: int, own_s: float) -> Training:
-        device, speed = self.devices()[rank], rows / report.step_s
+        device = self.devices()[rank]
+        speed = rows / report.step_s
         self.set_load(rank, speed, rows)
         waiting_s = report.step_s - own_s
         live = LiveDevice(device.id, rank, rows, speed, rows, own_s, waiting_s, own_spread=NOISE)

@@ -227,7 +227,8 @@ def find_imports(name: str, framework: str) -> tuple[str, ...]:
     from . import user_code
 
     with suppress(EvenerError, OSError, SyntaxError, ValueError):
-        module, script = find(name, framework).home.partition(":")[0], name.rpartition(":")[0]
+        module = find(name, framework).home.partition(":")[0]
+        script = name.rpartition(":")[0]
         libraries = (
             user_code.find_library_imports(Path(script)) if user_code.names_a_file(script) else ()
         )

@@ -13,7 +13,7 @@ import symtable
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module, util
 from pathlib import Path
@@ -183,12 +183,11 @@ def find_line(error: BaseException, name: str = "") -> str:
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
     module = sys.modules.get(name.rpartition(":")[0])
-    own = [
-        f"{file}:{line}"
-        for file, line in places
-        if file == getattr(module, "__file__", "") or is_user_file(file)
-    ]
-    return own[-1] if own else ""
+    script = getattr(module, "__file__", "")
+    for file, line in reversed(places):
+        if file == script or is_user_file(file):
+            return f"{file}:{line}"
+    return ""
 
 
 # folders of packages, also of an environment that this one sees
@@ -202,13 +201,13 @@ def is_user_file(file: str) -> bool:
         *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
     ]
     try:
-        paths = {Path(file), Path(file).resolve()}
-        return file.endswith(".py") and not any(
-            INSTALLED & {*path.parts} or path.is_relative_to(folder)
-            for path in paths
-            for each in folders
-            for folder in (each, each.resolve())
-        )
+        if not file.endswith(".py"):
+            return False
+        real = {*folders, *(folder.resolve() for folder in folders)}
+        for path in (Path(file), Path(file).resolve()):
+            if INSTALLED & {*path.parts} or any(map(path.is_relative_to, real)):
+                return False
+        return True
     except (OSError, ValueError):  # the text of an error may name anything
         return False
 
@@ -263,11 +262,7 @@ def _without_function(name: str, path: Path) -> RequestError:
     """The words to write instead of a file alone, with its functions that could return the
     model.
     """
-    functions = [
-        node
-        for node in _parsed(path).body
-        if isinstance(node, ast.FunctionDef) and _could_build(node)
-    ]
+    functions = [node for node in _functions(path) if _could_build(node)]
     free = [node for node in functions if not _required(node)]
     known = " or ".join(node.name for node in free or functions)
     could = f"it could be {known}" if known else "it has none yet that could give a model"
@@ -301,9 +296,14 @@ def _list_models(path: Path) -> list[str]:
     """The functions of one file that could be called for a model."""
     if not script_framework(path):
         return []
-    functions = [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)]
-    callable_ones = [node for node in functions if _could_build(node) and not _required(node)]
+    functions = [node for node in _functions(path) if _could_build(node)]
+    callable_ones = [node for node in functions if not _required(node)]
     return [f"{path.name}:{node.name}" for node in callable_ones if node.name != "main"]
+
+
+def _functions(path: Path) -> list[ast.FunctionDef]:
+    """The functions of a file that stand at its top."""
+    return [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)]
 
 
 def _rank_model(name: str) -> int:
@@ -317,14 +317,19 @@ def _could_build(function: ast.FunctionDef) -> bool:
     """Public, makes no data, and returns something."""
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
-    inner = [
-        node for node in ast.walk(function) if isinstance(node, _SCOPES) and node is not function
-    ]
-    others = {id(node) for scope in inner for node in ast.walk(scope)}
-    return any(
-        isinstance(node, ast.Return) and node.value and id(node) not in others
-        for node in ast.walk(function)
-    )
+    return any(node.value is not None for node in _own_returns(function))
+
+
+def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
+    """The return statements of a function, without those of functions and classes inside."""
+    left: list[ast.AST] = [*function.body]
+    while left:
+        node = left.pop()
+        if isinstance(node, _SCOPES):
+            continue
+        if isinstance(node, ast.Return):
+            yield node
+        left += ast.iter_child_nodes(node)
 
 
 def _required(function: ast.FunctionDef) -> bool:

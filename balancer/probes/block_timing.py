@@ -32,7 +32,9 @@ MOST_BLOCKS = 400
 # in a whole run, which may be long, each block takes at least 1 / this of the steps before it
 FINEST = 200
 BLOCKS_PER_PROBE = 16  # a block is meant to take the probe's seconds / this,
-SHORTEST_BLOCK_SECONDS, LONGEST_BLOCK_SECONDS = 0.02, 0.5  # within these
+# within these
+SHORTEST_BLOCK_SECONDS = 0.02
+LONGEST_BLOCK_SECONDS = 0.5
 
 NOISY = 0.03  # half-width / mean
 DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
@@ -167,7 +169,8 @@ class BlockTimer:
         windows = self._windows
         if len(windows) < 2:
             return False
-        before, last = windows[-2].step_seconds, windows[-1].step_seconds
+        before = windows[-2].step_seconds
+        last = windows[-1].step_seconds
         gap = abs(before - last) / max(before, last, 1e-12)
         full = (
             windows[-1].wall_seconds >= self._block_seconds / 2
@@ -192,7 +195,8 @@ class BlockTimer:
             return False
         self._unsteady = tuple(warning for warning in timing.warnings if warning.code in UNSTEADY)
         if self._unsteady:
-            self._blocks, self._seconds = [], self._seconds * AGAIN_SHARE
+            self._blocks = []
+            self._seconds = self._seconds * AGAIN_SHARE
         return bool(self._unsteady)
 
     def _done(self) -> int:
@@ -205,7 +209,8 @@ class BlockTimer:
         if not self._whole:
             return self._steps
         done = self._done()
-        steps, left = max(self._steps, done // FINEST), self._steps_asked - done
+        steps = max(self._steps, done // FINEST)
+        left = self._steps_asked - done
         return min(steps, left) if left > 0 else steps
 
     def _over(self) -> bool:
@@ -228,7 +233,8 @@ class BlockTimer:
 
     def _clean(self) -> list[Block]:
         """The blocks that were not disturbed and took no new memory, or all where too few are."""
-        clean = [block for block in self._blocks if not (block.disturbed or block.grew)]
+        undisturbed = [block for block in self._blocks if not block.disturbed]
+        clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:

@@ -72,7 +72,8 @@ class ChildProber:
         start_seconds: float = 0.0,
         error_file: Path | None = None,
     ) -> None:
-        self._resolved, self._devices = resolved, resolved.devices
+        self._resolved = resolved
+        self._devices = resolved.devices
         self._timeouts = timeouts or Timeouts()
         self._error_file = error_file
         self._began = time.monotonic() - start_seconds
@@ -321,7 +322,8 @@ class ChildProber:
             except BaseException:
                 group.end()
                 raise
-        facts, engine = cast(Built, replies[0]).facts, choose_engine(self._resolved, key)
+        facts = cast(Built, replies[0]).facts
+        engine = choose_engine(self._resolved, key)
         engine = facts.get("engine", engine) if engine not in ("", "auto") else ""
         with self._lock:
             self._facts = add_facts(self._facts, facts, engine, self._resolved)

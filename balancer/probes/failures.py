@@ -152,10 +152,8 @@ def names_hardware(text: str) -> bool:
     """True if an error's text mentions a GPU or its libraries, so that the fault may be that of one
     device.
     """
-    lowered, makers = (
-        text.lower(),
-        [word for backend in all_backends() for word in backend.device_words],
-    )
+    lowered = text.lower()
+    makers = [word for backend in all_backends() for word in backend.device_words]
     return any(sign in lowered for sign in (*_HARDWARE, *makers))
 
 

@@ -81,7 +81,9 @@ class ForkServer:
     """Forks children that run `run`, which gets this process' pid, and says how they end."""
 
     def __init__(self, channel: socket.socket, run: Callable[[int], object]) -> None:
-        self._channel, self._run, self._own = channel, run, os.getpid()
+        self._channel = channel
+        self._run = run
+        self._own = os.getpid()
         self._pids: dict[int, int] = {}  # key -> pid of a child that isn't reaped
         self._keys: dict[int, int] = {}  # its pidfd -> key
 
@@ -286,7 +288,10 @@ class ServerProcess:
 
     def _read(self) -> None:
         with suppress(OSError):
-            while data := self._channel.recv(LONGEST_REQUEST):
+            while True:
+                data = self._channel.recv(LONGEST_REQUEST)
+                if not data:
+                    break
                 match _answer_decoder.decode(data):
                     case Forked(key, pid):
                         self._children[key].pid = pid
@@ -294,7 +299,8 @@ class ServerProcess:
                         self._children.pop(key).finish(code, peak_bytes)
         for child in filter(lambda each: each.pid, self._children.values()):
             child.finish(-signal.SIGKILL)  # by the kernel
-        code, self._last_words = self._process.wait(), self.read_log()
+        code = self._process.wait()
+        self._last_words = self.read_log()
         for child in filter(lambda each: not each.pid, tuple(self._children.values())):
             child.finish(code)
         self._resources.close()

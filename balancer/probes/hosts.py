@@ -208,9 +208,11 @@ class RemoteChild(RunningChild):
     """A child on another host, as a group uses it."""
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
-        self.rank, self._inbox = rank, inbox
+        self.rank = rank
+        self._inbox = inbox
         self.alive = True  # by its last message
-        self._host, self._key = host, key
+        self._host = host
+        self._key = key
         self.generation = host.servant.generation  # of the actor that it runs in
 
     def send(self, command: Command) -> None:
@@ -330,16 +332,15 @@ class RemoteHost:
                 self._lose(error)
                 return
             for key, message in messages:
-                if (child := self._children.get(key)) is not None:
+                child = self._children.get(key)
+                if child is not None:
                     child.receive(message)
 
     def _lose(self, error: Exception) -> None:
         """The host has gone: so have its children."""
-        self._lost = (
-            error
-            if isinstance(error, HostLostError)
-            else HostLostError(self._name, f"failed: {error}")
-        )
+        if not isinstance(error, HostLostError):
+            error = HostLostError(self._name, f"failed: {error}")
+        self._lost = error
         for child in tuple(self._children.values()):
             child.receive(HostLost(self._lost.message))
 
@@ -348,7 +349,8 @@ class Hosts:
     """All hosts of these devices; DeviceError if one of them can't be reached."""
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
-        self._devices, self._framework = devices, framework
+        self._devices = devices
+        self._framework = framework
         self._by_name: dict[str, LocalHost | RemoteHost] = {}
         for name in group_by_host(devices):
             self._by_name[name] = (

@@ -33,8 +33,10 @@ RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may ans
 SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be trained on
 # times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
 PATIENCE = 3.0
-SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: use that may be the driver's own,
-SPREAD_SMALL = 0.1  # which is at most this part of a small GPU
+# of a GPU's memory: use that may be the driver's own, at most this part of a small GPU
+SPREAD = 0.02
+SPREAD_BYTES = 1 << 30
+SPREAD_SMALL = 0.1
 # of a device's memory: bytes that others hold are rounded up to this, so small changes are not
 # reported
 STEP = 0.01
@@ -56,7 +58,8 @@ class InterferenceMonitor:
     def __init__(
         self, devices: Sequence[Device], host: str = "", silent_seconds: float = SILENT_SECONDS
     ) -> None:
-        self._devices, self._host = devices, host
+        self._devices = devices
+        self._host = host
         self._silent_seconds = silent_seconds
         self._watches: dict[int, VitalsWatch | None] = {}  # None: nothing is known of such a device
         self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
@@ -113,7 +116,8 @@ class InterferenceMonitor:
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
             if not vitals.busy.keys() & own:
                 continue  # they may have other numbers there than here
-            others = {pid: part for pid, part in vitals.busy.items() if pid not in own and part}
+            busy = {pid: part for pid, part in vitals.busy.items() if part}
+            others = {pid: part for pid, part in busy.items() if pid not in own}
             names = sorted({name_process(pid) for pid in others})
             found[position] = Neighbours(min(1.0, sum(others.values())), ", ".join(names))
         return found
@@ -192,7 +196,8 @@ class InterferenceMonitor:
 
     def _short_now(self, position: int, own: Collection[int], clean: bool) -> int | None:
         device = self._devices[position]
-        usable, whole = device.usable_memory_bytes, device.memory_bytes
+        usable = device.usable_memory_bytes
+        whole = device.memory_bytes
         if usable is None or whole is None:
             return None
         if device.on_cpu:
@@ -230,7 +235,9 @@ class ProbeInterference:
         positions: Sequence[int],
         idle: Mapping[int, Vitals] | None = None,
     ) -> None:
-        self._monitor, self._positions, self._idle = monitor, positions, idle or {}
+        self._monitor = monitor
+        self._positions = positions
+        self._idle = idle or {}
         self._before = monitor.read(positions)
         self._first = {**self._idle, **self._before}
 
@@ -238,7 +245,8 @@ class ProbeInterference:
         """The block, with what the drivers say of its time; GroupError if a device has gone
         meanwhile.
         """
-        before, self._before = self._before, self._monitor.read(self._positions)
+        before = self._before
+        self._before = self._monitor.read(self._positions)
         held = [
             (_share_of_time(before.get(i), now, "held_seconds"), i)
             for i, now in self._before.items()
@@ -321,8 +329,11 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
     """Bytes that others hold; None if the session's own can't be separated."""
     if vitals.used_bytes is None:
         return None
-    mine = [size for pid, size in vitals.processes.items() if pid in own and size is not None]
-    return max(0, vitals.used_bytes - sum(mine)) if clean or mine else None
+    sizes = [vitals.processes[pid] for pid in own if pid in vitals.processes]
+    mine = [size for size in sizes if size is not None]
+    if not clean and not mine:
+        return None
+    return max(0, vitals.used_bytes - sum(mine))
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
@@ -331,7 +342,8 @@ def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
-    first, last = getattr(before, counter), getattr(now, counter)
+    first = getattr(before, counter)
+    last = getattr(now, counter)
     if first is None or last is None:
         return 0.0
     return float(min(1.0, max(0.0, (last - first) / (now.at_seconds - before.at_seconds))))

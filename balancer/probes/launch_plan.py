@@ -100,7 +100,8 @@ def build_commands(
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
     """The build command of each child; a group's ranks meet at `peers`, one address for each."""
-    request, grouped = resolved.request, bool(peers)
+    request = resolved.request
+    grouped = bool(peers)
     commands = []
     for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
         place = Place(
@@ -219,7 +220,8 @@ class MemoryBudget:
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
         # the latter: of the host with the least
-        self._devices, self._available_bytes = (devices, available_bytes)
+        self._devices = devices
+        self._available_bytes = available_bytes
         self._peaks: dict[int, dict[int, int]] = {}
         self._short: dict[int, int] = {}
 

@@ -203,7 +203,8 @@ class LinkGroup:
     def _meet(self) -> None:
         everyone = range(len(self._ranks))
         self._expect(RankReady, everyone, START_SECONDS, START, LATE_SECONDS)
-        file, world = make_memory_file(), len(self._ranks)
+        file = make_memory_file()
+        world = len(self._ranks)
         for rank, process in enumerate(self._ranks):
             process.send(Join(file, rank, world, process.place, JOIN_SECONDS))
         self._expect(Joined, everyone, JOIN_SECONDS, JOIN)

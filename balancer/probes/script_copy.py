@@ -59,7 +59,8 @@ class WrittenScript:
     """A script's files in a temporary folder of this host, until it is closed."""
 
     def __init__(self, script: ScriptCopy) -> None:
-        self._script, self._folder = script, tempfile.mkdtemp(prefix="evener-")
+        self._script = script
+        self._folder = tempfile.mkdtemp(prefix="evener-")
         for name, content in script.files.items():
             path = Path(self._folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)

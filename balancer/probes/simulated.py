@@ -87,7 +87,8 @@ class SimulatedProber:
 
     def facts(self) -> Facts:
         """A digest of the machine, which serves as the workload's too."""
-        machine, shards = msgspec.structs.asdict(self._machine), self._machine.shards
+        machine = msgspec.structs.asdict(self._machine)
+        shards = self._machine.shards
         if shards is None:
             del machine["shards"]  # the digest of a machine is that of its older files
         digest = blake2b(msgspec.json.encode(machine), digest_size=8).hexdigest()
@@ -110,7 +111,10 @@ class SimulatedProber:
         """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
-        while self._pace and (left := until - time.monotonic()) > 0:
+        while self._pace:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
             if stop.wait(min(left, TICK_SECONDS)) or self._closed.is_set():
                 return False
         self._clock = max(self._clock, at)
@@ -123,12 +127,13 @@ class _SimulatedProbe:
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
     ) -> None:
-        self._machine, self._probe, self._start = machine, probe, start_seconds
-        layout = {
-            name: value
-            for name, value in msgspec.structs.asdict(probe.layout).items()
-            if name not in LATER or value
-        }
+        self._machine = machine
+        self._probe = probe
+        self._start = start_seconds
+        layout = msgspec.structs.asdict(probe.layout)
+        for name in LATER:
+            if not layout[name]:
+                del layout[name]
         drawn = {
             "layout": layout,
             "stage": probe.stage,
@@ -143,10 +148,13 @@ class _SimulatedProbe:
         self.seen = self._measure()
 
     def _measure(self) -> Observation:
-        layout, machine = self._probe.layout, self._machine
-        if missing := self._missing():
+        layout = self._probe.layout
+        machine = self._machine
+        missing = self._missing()
+        if missing:
             return self._failed(missing)
-        if lost := self._lost(0.0):
+        lost = self._lost(0.0)
+        if lost:
             return lost
         if layout.traits.placed:
             placement = machine.placement(layout.placement)
@@ -158,10 +166,9 @@ class _SimulatedProbe:
             machine.short_bytes(i, self._start) if share else 0
             for i, share in enumerate(layout.shares)
         )
+        needed = [size or 0 for size in self._memory()]
         full = tuple(
-            i
-            for i, size in enumerate(self._memory())
-            if size is not None and size > machine.usable_memory_bytes(i) - short[i]
+            i for i, size in enumerate(needed) if size > machine.usable_memory_bytes(i) - short[i]
         )
         if full:
             self._report(step, "building", None, None)
@@ -183,7 +190,8 @@ class _SimulatedProbe:
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
         """Seconds of one step and of each active device's own part in it, without noise."""
-        layout, machine = self._probe.layout, self._machine
+        layout = self._probe.layout
+        machine = self._machine
         active = layout.active
         crowd = len(self._busy | set(active)) > 1 if not layout.traits.together else len(active) > 1
         parts = tuple(
@@ -195,8 +203,10 @@ class _SimulatedProbe:
         return max(SHORTEST_STEP_SECONDS, slowest + machine.sync_seconds(active)), parts
 
     def _own_seconds(self, position: int, crowd: bool) -> float:
-        layout, machine = self._probe.layout, self._machine
-        share, processes = layout.shares[position], layout.processes
+        layout = self._probe.layout
+        machine = self._machine
+        share = layout.shares[position]
+        processes = layout.processes
         if processes > 1:
             return machine.pack_seconds(position, share, processes, crowd)
         passes = (
@@ -211,8 +221,12 @@ class _SimulatedProbe:
         watts = self._watts(step, parts)
         timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
         elapsed = first = step * self._draw(noise, 1)
-        while steps := timer.next_steps():
-            if lost := self._lost(elapsed):
+        while True:
+            steps = timer.next_steps()
+            if not steps:
+                break
+            lost = self._lost(elapsed)
+            if lost:
                 return lost
             slowed, slowest = self._slowed(elapsed)
             held, own = self._hold_back(step, parts, elapsed)
@@ -243,7 +257,8 @@ class _SimulatedProbe:
         """The power of each device; None if another probe uses it, or its power isn't written
         down.
         """
-        layout, found = self._probe.layout, list[float | None]()
+        layout = self._probe.layout
+        found = list[float | None]()
         if layout.traits.placed:  # how busy its parts are isn't written down either
             return ()
         for position, device in enumerate(self._machine.devices):

@@ -174,7 +174,8 @@ def try_lock(descriptor: int) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
-            if pid := find_holder(descriptor):
+            pid = find_holder(descriptor)
+            if pid:
                 return pid
     return 0
 
@@ -220,7 +221,8 @@ def _describe_note(note: Note) -> str:
     """The holder as " (process 12, run 20261122-…)"; anything that no lock of ours says is left
     out.
     """
-    pid, run = note.get("pid"), note.get("run")
+    pid = note.get("pid")
+    run = note.get("run")
     words = [f"process {pid}"] if isinstance(pid, int) else []
     if (
         isinstance(run, str)
@@ -235,7 +237,8 @@ def _describe_note(note: Note) -> str:
 def _describe_process(pid: int) -> str:
     if not pid:
         return ""
-    user, name = _user_id(pid), ""
+    user = _user_id(pid)
+    name = ""
     with suppress(KeyError):
         name = f" of {pwd.getpwuid(user).pw_name}" if user is not None else ""
     return f" (process {pid}{name})"

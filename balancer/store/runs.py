@@ -351,7 +351,8 @@ def _summarize(run: str, trainings: Trainings) -> RunSummary:
         record = journal.read(journal_path(run))
     except EvenerError as fault:
         return RunSummary(run, "", (), "", "unreadable", 0, None, (), fault.message)
-    header, ended = record.header, record.ended
+    header = record.header
+    ended = record.ended
     state, trouble = _find_state(record)
     return RunSummary(
         run=run,
@@ -461,7 +462,8 @@ def recorded_events(record: Record) -> Iterator[Event]:
             yield Observed(
                 entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds
             )
-    if record.ended is not None and (end := _find_end(record, header.run)) is not None:
+    end = None if record.ended is None else _find_end(record, header.run)
+    if end is not None:
         yield end
     if isinstance(record.last_end, FailedEntry):
         raise NoLayoutError(record.last_end.message or "The run failed.")

@@ -43,7 +43,8 @@ class HostLostError(DeviceError):
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"its host {host} {why}", "Check it with ray status.")
-        self.host, self.why = host, why
+        self.host = host
+        self.why = why
 
 
 class ActorLostError(HostLostError):
@@ -100,9 +101,12 @@ class Agent:
     """The actor of one host, as this process sees it."""
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
-        self.node, self.host, self.reserves = node, node.host, reserves
+        self.node = node
+        self.host = node.host
+        self.reserves = reserves
         self.generation = 0  # how often its actor was started again
-        self._actor, self._gpus = actor, node.free_gpus if reserves else 0
+        self._actor = actor
+        self._gpus = node.free_gpus if reserves else 0
         self._kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._restarting = threading.Lock()
         self._held_cpus = 0.0
@@ -203,7 +207,8 @@ class Agent:
 
         if self._group is not None:
             remove_placement_group(self._group)
-        self._held_cpus, self._group = 0.0, None
+        self._held_cpus = 0.0
+        self._group = None
         if cpus > 0:
             self._group = placement_group(
                 [{"CPU": cpus}], bundle_label_selector=[{NODE_LABEL: self.node.id}]
@@ -223,7 +228,8 @@ class Kept:
     """An object that an agent keeps on its host."""
 
     def __init__(self, agent: Agent, name: str) -> None:
-        self._agent, self._name = agent, name
+        self._agent = agent
+        self._name = name
 
     @property
     def generation(self) -> int:

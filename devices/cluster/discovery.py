@@ -65,10 +65,10 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
     """Reserve the CPUs of slices; a note for each host of which other jobs hold some."""
     notes = []
     for agent in agents:
-        cores = sum(
-            len(device.cores) for device in devices if device.host == agent.host and device.on_cpu
-        )
-        if lacking := agent.hold_cpus(cores):
+        slices = [device for device in devices if device.on_cpu]
+        cores = sum(len(device.cores) for device in slices if device.host == agent.host)
+        lacking = agent.hold_cpus(cores)
+        if lacking:
             notes.append(
                 f"{agent.host}: other jobs of the cluster hold {lacking:g} of the {cores} "
                 f"CPUs to be measured."
@@ -302,7 +302,8 @@ class ClusterSource:
     def __init__(
         self, devices: Sequence[Device], notes: tuple[str, ...], open_host: OpenHost
     ) -> None:
-        self._devices, self._notes = tuple(devices), notes
+        self._devices = tuple(devices)
+        self._notes = notes
         self._hosts: dict[str, Kept] = {}
         for host, own in group_by_host(devices).items():
             local = tuple(msgspec.structs.replace(device, host="") for device in own)

@@ -21,7 +21,8 @@ from .nvml_library import GONE_WORDS, driver_fault, error_code, find_gpu, list_g
 from .source import NvmlSource
 
 # of NVIDIA's daemon, and where it listens
-MPS_PROGRAM, MPS_FOLDER = ("nvidia-cuda-mps-control", "/tmp/nvidia-mps")
+MPS_PROGRAM = "nvidia-cuda-mps-control"
+MPS_FOLDER = "/tmp/nvidia-mps"
 
 
 class NvmlVitals:
@@ -30,7 +31,8 @@ class NvmlVitals:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device, self._nvml = device, load()
+        self._device = device
+        self._nvml = load()
         self._open = False
         self._reader: GpuReader | None = None
 

@@ -17,7 +17,9 @@ VALUE = 0x5EED
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
     """True if the first visible GPU sets and returns 4 MiB."""
-    device, context, memory = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
+    memory = ctypes.c_uint64()
     found = (ctypes.c_uint32 * WORDS)()
     calls: tuple[tuple[Any, ...], ...] = (
         (cuda.cuInit, 0),

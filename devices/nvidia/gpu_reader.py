@@ -41,13 +41,24 @@ CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms
 THROTTLE_SECONDS = 3.9  # counters of throttling, 1 to 3 ms, which miss nothing in between
 SHORTEST_WINDOW_SECONDS = 0.4  # for rates: drivers renew some counters ten times a second
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
-MIB, KIB = 1 << 20, 1 << 10
+MIB = 1 << 20
+KIB = 1 << 10
 
 # Field ids of nvml.h; those of throttling count nanoseconds
-ECC_UNCORRECTED, POWER_CAP, SYNC_BOOST, ENERGY = 4, 74, 76, 83
-LINK_SEND_KIB, LINK_RECEIVE_KIB, POWER_AVERAGE, POWER_LIMIT = 138, 139, 185, 190
-PCIE_SEND_BYTES, PCIE_RECEIVE_BYTES, RECOVERY_ACTION = 197, 198, 230
-SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE = 269, 270, 271
+ECC_UNCORRECTED = 4
+POWER_CAP = 74
+SYNC_BOOST = 76
+ENERGY = 83
+LINK_SEND_KIB = 138
+LINK_RECEIVE_KIB = 139
+POWER_AVERAGE = 185
+POWER_LIMIT = 190
+PCIE_SEND_BYTES = 197
+PCIE_RECEIVE_BYTES = 198
+RECOVERY_ACTION = 230
+SOFTWARE_HEAT = 269
+HARDWARE_HEAT = 270
+POWER_BRAKE = 271
 
 THROTTLING = {
     POWER_CAP: "power cap",
@@ -72,7 +83,8 @@ RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
 }
 HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
 # of the reasons' mask, for chips without the counters
-HELD_BITS, CAPPED_BITS = (0x08 | 0x20 | 0x40 | 0x80, 0x04)
+HELD_BITS = 0x08 | 0x20 | 0x40 | 0x80
+CAPPED_BITS = 0x04
 SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
 
 
@@ -86,7 +98,9 @@ class GpuReader:
     def __init__(
         self, nvml: Library, handle: Handle, device: Device, parent: Handle | None = None
     ) -> None:
-        self.nvml, self.handle, self.device = nvml, handle, device
+        self.nvml = nvml
+        self.handle = handle
+        self.device = device
         self.processes = GpuProcesses(nvml, handle, parent is not None)
         instance = None if parent is None else nvml.nvmlDeviceGetGpuInstanceId(handle)
         self._activity = Activity(nvml, handle if parent is None else parent, instance)
@@ -103,9 +117,12 @@ class GpuReader:
         }
         self.first_joules: float | None = None  # the energy counter when the sampler started
         self._probe_fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP, ENERGY])
-        self._mask, self._mask_at = 0, time.monotonic()
+        self._mask = 0
+        self._mask_at = time.monotonic()
         self._held = self._capped = 0.0
-        self._joules, self._watts, self._watts_at = 0.0, 0.0, 0.0
+        self._joules = 0.0
+        self._watts = 0.0
+        self._watts_at = 0.0
         self._full = Vitals()  # the last full reading
         # seconds held back and capped, as last read
         self._slowed_before: tuple[float | None, float | None] = (None, None)
@@ -191,7 +208,8 @@ class GpuReader:
             return None
         if self._watts_at:
             self._joules += (self._watts + watts) / 2 * (now - self._watts_at)
-        self._watts, self._watts_at = watts, now
+        self._watts = watts
+        self._watts_at = now
         return self._joules
 
     def _slowed(
@@ -219,10 +237,12 @@ class GpuReader:
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None
-        mask, elapsed = int(reasons), now - self._mask_at
+        mask = int(reasons)
+        elapsed = now - self._mask_at
         self._held += elapsed * (bool(mask & HELD_BITS) + bool(self._mask & HELD_BITS)) / 2
         self._capped += elapsed * (bool(mask & CAPPED_BITS) + bool(self._mask & CAPPED_BITS)) / 2
-        self._mask, self._mask_at = mask, now
+        self._mask = mask
+        self._mask_at = now
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
@@ -247,7 +267,8 @@ class GpuReader:
             self._activity.close()
 
     def _calls(self) -> list[tuple[str, Callable[[], float], float]]:
-        nvml, handle = self.nvml, self.handle
+        nvml = self.nvml
+        handle = self.handle
         slowdown = nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         return [
             ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.0),
@@ -369,7 +390,9 @@ class GpuProcesses:
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool) -> None:
-        self._nvml, self._handle, self._is_mig = nvml, handle, is_mig
+        self._nvml = nvml
+        self._handle = handle
+        self._is_mig = is_mig
         self._due = 0.0
         self._looks = 0
         self._memory: dict[str, dict[int, int | None]] = {"compute": {}, "graphics": {}}

@@ -88,12 +88,15 @@ class Schedule:
         What failed for a passing reason keeps its last value, marked stale.
         """
         if code == SUCCESS and math.isfinite(number):
-            self._last, self._at, self._due = value(number), now, now + self._period
+            self._last = value(number)
+            self._at = now
+            self._due = now + self._period
             return self._last
         raise_if_gone(code)
         reading = failed_reading(code)
         if reading.state in RETRY_SECONDS:
-            self._last, self._due = reading, now + RETRY_SECONDS[reading.state]
+            self._last = reading
+            self._due = now + RETRY_SECONDS[reading.state]
             return reading
         last = self.kept(now)
         self._due = now + min(self._period, FAILED_RETRY_SECONDS)
@@ -161,7 +164,8 @@ class Fields(Batch):
         scopes: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(nvml, ids, period)
-        self._handle, self._scopes = handle, scopes or {}
+        self._handle = handle
+        self._scopes = scopes or {}
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
         asked = [(field, self._scopes[field]) if field in self._scopes else field for field in due]
@@ -192,9 +196,11 @@ class Counter:
         """Units per second since the last fresh reading."""
         number = reading.current
         if number is None and reading.state is not State.STALE:
-            self._number, self._rate = None, PENDING
+            self._number = None
+            self._rate = PENDING
             return reading
-        before, elapsed = self._number, now - self._at
+        before = self._number
+        elapsed = now - self._at
         if number is None or reading.age_seconds > 0:
             return self._aged(reading.state, elapsed)
         if before is None or number < before:
@@ -203,7 +209,8 @@ class Counter:
             return self._aged(State.VALUE, elapsed)
         else:
             self._rate = value((number - before) / elapsed)
-        self._number, self._at = number, now
+        self._number = number
+        self._at = now
         return self._rate
 
     def _aged(self, state: State, age_seconds: float) -> Reading:
@@ -222,8 +229,16 @@ def first_value(*readings: Reading) -> Reading:
     )
 
 
-SM, OCCUPANCY, TENSOR, DRAM = 2, 3, 5, 10  # percent
-PCIE_SEND, PCIE_RECEIVE, LINK_RECEIVE, LINK_SEND = 20, 21, 60, 61  # MiB/s
+# percent
+SM = 2
+OCCUPANCY = 3
+TENSOR = 5
+DRAM = 10
+# MiB/s
+PCIE_SEND = 20
+PCIE_RECEIVE = 21
+LINK_RECEIVE = 60
+LINK_SEND = 61
 METRICS = (SM, OCCUPANCY, TENSOR, DRAM, PCIE_SEND, PCIE_RECEIVE, LINK_RECEIVE, LINK_SEND)
 SHORTEST_SECONDS = 0.1  # between two samples, by nvml.h
 LARGEST = 1e12  # more is no measurement
@@ -236,7 +251,8 @@ class Activity(Batch):
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:
         super().__init__(nvml, METRICS)
-        self._handle, self._instance = handle, instance
+        self._handle = handle
+        self._instance = instance
         self._samples: list[Any] = []
         # the newer one; None: there is none yet, or the last call failed
         self._sampled_at: float | None = None
@@ -260,10 +276,12 @@ class Activity(Batch):
             nvml.nvmlGpmSampleGet(self._handle, oldest)
         else:
             nvml.nvmlGpmMigSampleGet(self._handle, self._instance, oldest)
-        self._samples, self._sampled_at = [oldest, newer], now
+        self._samples = [oldest, newer]
+        self._sampled_at = now
         if before is None:
             return {}
-        self._request.sample1, self._request.sample2 = newer, oldest
+        self._request.sample1 = newer
+        self._request.sample2 = oldest
         nvml.nvmlGpmMetricsGet(self._request)
         return {slot.metricId: _outcome(slot) for slot in self._request.metrics[: len(METRICS)]}
 

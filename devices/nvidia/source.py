@@ -189,7 +189,8 @@ class NvmlSource:
     def _find_again(self, slot: _Slot, now: float) -> None:
         slot.retry_at = now + RETRY_GPU_SECONDS
         try:
-            if gpu := find_gpu(self._nvml, slot.device.id):
+            gpu = find_gpu(self._nvml, slot.device.id)
+            if gpu:
                 self._attach(gpu)
         except self._nvml.NVMLError as error:
             slot.note = GONE_WORDS.get(error_code(error), slot.note)
@@ -242,7 +243,11 @@ def _drop(slot: _Slot) -> None:
 WAIT_MILLISECONDS = 250
 JOIN_SECONDS = 1.5
 KEPT = 5  # events for each GPU
-XID, DOUBLE_BIT, SINGLE_BIT_STORM, UNAVAILABLE, RECOVERY = 0x8, 0x2, 0x200, 0x4000, 0x8000
+XID = 0x8
+DOUBLE_BIT = 0x2
+SINGLE_BIT_STORM = 0x200
+UNAVAILABLE = 0x4000
+RECOVERY = 0x8000
 KINDS = {
     DOUBLE_BIT: "uncorrectable memory error (ECC)",
     SINGLE_BIT_STORM: "many correctable memory errors (ECC)",
@@ -305,7 +310,8 @@ class EventWatch:
         return True
 
     def _register(self, handles: Sequence[Handle]) -> Any:
-        nvml, registered = self._nvml, False
+        nvml = self._nvml
+        registered = False
         try:
             event_set = nvml.nvmlEventSetCreate()
         except (nvml.NVMLError, AttributeError):

@@ -88,7 +88,8 @@ def launch_on_cluster(
             if not agents:
                 break
             if gone:
-                before, plan = plan, _leave_out_hosts(planned, agents)
+                before = plan
+                plan = _leave_out_hosts(planned, agents)
                 say(f"{', '.join(sorted(gone))} is left out: {compare_rows(before, plan)} rows")
             who = "all others" if gone else "all"
             say(f"{who} start again, {attempt + 1} of {max_restarts} times")
@@ -138,7 +139,8 @@ def _train(
         code = wait_for_hosts(parts, caught)
     except HostLostError as gone:
         say(f"the host {gone.host} {gone.why}")
-        code, lost = LOST_EXIT_CODE, {gone.host}
+        code = LOST_EXIT_CODE
+        lost = {gone.host}
     finally:
         for part in reversed(parts):  # the first host last: the others meet there
             part.end()
@@ -152,7 +154,8 @@ class HostPart:
         self._end_seconds = end_seconds
         self.code: int | None = None
         self.lost = False
-        self.host, self._training = host, training
+        self.host = host
+        self._training = training
         self._thread = threading.Thread(target=self._relay, name=host, daemon=True)
         self._thread.start()
 
@@ -175,7 +178,8 @@ class HostPart:
                     )
         except HostLostError as gone:
             say(f"the host {gone.host} {gone.why}")
-            self.lost, code = True, LOST_EXIT_CODE
+            self.lost = True
+            code = LOST_EXIT_CODE
         self.code = code
 
 

@@ -23,7 +23,8 @@ class GuardedTraining:
     """
 
     def __init__(self, run: str, folder: Path) -> None:
-        self.run, self.folder = run, folder
+        self.run = run
+        self.folder = folder
         self.well = False
 
 

@@ -234,7 +234,8 @@ def _choose_meeting(plan: Plan, meeting: str | None) -> tuple[str, int]:
     if meeting:
         host, port = _parse_meeting(meeting)
     else:
-        host, port = plan.layout.active[0].host, RENDEZVOUS_PORT
+        host = plan.layout.active[0].host
+        port = RENDEZVOUS_PORT
     if host and not resolve(host):
         raise DeviceError(
             f"The host {host} can't be found.", "Give its address: --rendezvous ADDRESS:PORT."

@@ -121,7 +121,8 @@ class _LineNames:
     """What a process's lines begin with."""
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
-        self._name, self._has_several = f"[{name}] ".encode(), has_several
+        self._name = f"[{name}] ".encode()
+        self._has_several = has_several
         self._is_named = False
 
     def find(self) -> bytes:
@@ -146,7 +147,8 @@ def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
             text, found, _ = (begun + pipe.read(LONGEST_LINE)).partition(end)
             *lines, begun = _ENDS.split(text)
             if found or len(begun) > LONGEST_LINE:
-                lines, begun = [*lines, begun and begun + b"\n" * bool(found)], b""
+                lines = [*lines, begun and begun + b"\n" * bool(found)]
+                begun = b""
             name = names.find()
             for line in lines:
                 if line not in (b"", _EMPTY):
@@ -191,7 +193,8 @@ def _rank(job: HostJob) -> dict[str, str]:
     """The variables of the only rank of a program, as PyTorch's agent sets them, which takes two
     seconds to import.
     """
-    address, attempt = _find_address(), str(job.attempt)
+    address = _find_address()
+    attempt = str(job.attempt)
     host, _, port = address.partition(":")
     numbers = {
         "RANK": "0",

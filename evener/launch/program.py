@@ -73,7 +73,8 @@ def read_command(words: Sequence[str]) -> ProgramCommand:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
     first, *rest = words
     if first == "-m" or first.endswith(".py"):
-        first, rest = sys.executable, [*words]
+        first = sys.executable
+        rest = [*words]
     executable = shutil.which(first)
     if executable is None:
         raise RequestError(
@@ -150,9 +151,9 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
     found = discover(devices).devices
     if any(find_backend(device.kind).simulated for device in found):
         raise DeviceError("A simulated device trains nothing.", "Name real devices.")
-    if limited := [
-        f"{device.label} @{limit}" for device in found if (limit := write_limit(device.limit))
-    ]:
+    limits = {device.label: write_limit(device.limit) for device in found}
+    limited = [f"{label} @{limit}" for label, limit in limits.items() if limit]
+    if limited:
         raise RequestError(
             f"A program isn't held to a limit: {', '.join(limited)}.",
             (

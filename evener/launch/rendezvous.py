@@ -28,7 +28,9 @@ from ..torch.stores import open_tcp_store
 from ..training.launched import is_here
 from .job import HostJob
 
-ALONE, SEVERAL = "evener-alone", "evener-several"  # names of the ways for PyTorch
+# names of the ways for PyTorch
+ALONE = "evener-alone"
+SEVERAL = "evener-several"
 
 
 class AloneRendezvous(RendezvousHandler):  # type: ignore[misc]

@@ -57,7 +57,8 @@ def run_job(first: HostJob, max_restarts: int) -> int:
         if caught:
             return 128 + caught[0]
         first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
-        before, job = job, _make_next(first, broken)
+        before = job
+        job = _make_next(first, broken)
         _say_changes(before.plan, job.plan)
         say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
@@ -160,7 +161,8 @@ def find_broken(
 
 
 def _start_check(device: Device, framework: str) -> subprocess.Popen[bytes]:
-    child, module = child_environment((device,), framework), find_backend(device.kind).check_module
+    child = child_environment((device,), framework)
+    module = find_backend(device.kind).check_module
     start = {
         "variables": {**child.variables, DEVICE: device.id},
         "cores": child.cores,

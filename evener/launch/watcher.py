@@ -37,10 +37,10 @@ def main() -> None:
         os.close(1)
     if sys.stdin.buffer.read() != WELL:
         began = time.monotonic()
-        while (age := time.monotonic() - began) < LONGEST_SECONDS and find_and_signal(
-            run, age > GRACE_SECONDS
-        ):
+        age = 0.0
+        while age < LONGEST_SECONDS and find_and_signal(run, kill=age > GRACE_SECONDS):
             time.sleep(POLL_SECONDS)
+            age = time.monotonic() - began
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -40,7 +40,8 @@ def figures() -> dict[str, float]:
     reporter = newest_reporter()
     if reporter is None:
         return {}
-    cache, now = _cache, time.monotonic()
+    cache = _cache
+    now = time.monotonic()
     if cache is None or cache.reporter() is not reporter or cache.pid != os.getpid():
         cache = _cache = _Cache(reporter)
     if now >= cache.until:
@@ -54,12 +55,9 @@ def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
     """The newest records of all ranks of a training that this machine sees."""
     if not own.training:
         return (own,)
-    others = [
-        each
-        for each in read_trainings()
-        if each.training == own.training and each.rank != own.rank and each.pid != os.getpid()
-    ]
-    return (own, *others)
+    every = [each for each in read_trainings() if each.training == own.training]
+    others = [each for each in every if each.pid != os.getpid()]
+    return (own, *(each for each in others if each.rank != own.rank))
 
 
 def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:

@@ -171,7 +171,8 @@ def live_folders() -> tuple[Path, ...]:
     """The folders for reports, best first: EVENER_LIVE_DIR alone, else the runtime folder, then the
     state folder.
     """
-    if override := os.environ.get("EVENER_LIVE_DIR"):
+    override = os.environ.get("EVENER_LIVE_DIR")
+    if override:
         return (Path(override),)
     runtime = [os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"]
     folders = [
@@ -244,12 +245,15 @@ def _read_folder(folder: Path) -> Iterator[Training]:
         if not _is_ours(os.fstat(descriptor)):
             return
         for named in filter(None, map(_NAME.fullmatch, os.listdir(descriptor)[:MOST_FILES])):
-            pid, ticks = int(named[1]), int(named[2])
+            pid = int(named[1])
+            ticks = int(named[2])
             if start_ticks(pid) != ticks:
                 with contextlib.suppress(OSError):
                     os.unlink(named[0], dir_fd=descriptor)
-            elif named[4] == "json" and (record := _read_record(named[0], descriptor)) is not None:
-                yield Training(**msgspec.structs.asdict(record), pid=pid)
+            elif named[4] == "json":
+                record = _read_record(named[0], descriptor)
+                if record is not None:
+                    yield Training(**msgspec.structs.asdict(record), pid=pid)
     finally:
         os.close(descriptor)
 

@@ -128,7 +128,8 @@ class TrainingRecord(msgspec.Struct, frozen=True):
     @property
     def state(self) -> TrainingState:
         """The state of the training; one that was killed or interrupted has stopped."""
-        last, start = self.entries[-1], self.start
+        last = self.entries[-1]
+        start = self.start
         if isinstance(last, EndEntry):
             return "failed" if last.failure else "finished"
         is_here = start.host == socket.gethostname()
@@ -280,7 +281,8 @@ class TrainingJournal:
 
     def _note_speed(self, record: LiveRecord) -> None:
         """Steps/s since the last line of them; the first report only starts the clock."""
-        earlier, self._from = self._from, record
+        earlier = self._from
+        self._from = record
         if earlier is not None and record.updated_at > earlier.updated_at:
             steps = (record.step - earlier.step) / (record.updated_at - earlier.updated_at)
             self._append(

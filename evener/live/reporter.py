@@ -83,11 +83,14 @@ LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after one that failed
 WINDOW_SECONDS = 5.0  # that samples/s is averaged over
 FIRST_STEPS = 3  # that the figures of a whole training leave out: they compile, and allocate
 KEEP_SECONDS = 2.0  # between two copies of the record for the launcher
-CORE_SECONDS, CORE_READINGS = 2.0, 5  # between two looks at the threads' cores; the last ones count
+# between two looks at the threads' cores; the last ones count
+CORE_SECONDS = 2.0
+CORE_READINGS = 5
 WATCH_SECONDS = 2.0  # between two looks whether steps end
 WATCHER = "evener-live"  # the thread that looks
 # since the last step, from which the process says what it is at
-LATE_SECONDS, LATE_STEPS = (2.5, 1.5)
+LATE_SECONDS = 2.5
+LATE_STEPS = 1.5
 
 Devices = Sequence[str | int | Share]
 NO_RATES = (0.0, 0.0, 0.0)
@@ -145,7 +148,9 @@ class Reporter:
         sums: Callable[[], StepSums] = StepSums,
     ) -> None:
         self._serial = next(self._serials)
-        self._details, self._now, self._sums = details, now, sums
+        self._details = details
+        self._now = now
+        self._sums = sums
         self._reset()
         self._journal = journal
         _reporters.add(self)
@@ -230,7 +235,8 @@ class Reporter:
             return
         if self._journal is None and not kept:
             return
-        call, self._last_call = self._last_call, None
+        call = self._last_call
+        self._last_call = None
         with contextlib.suppress(RuntimeError):  # of a device that has failed
             record = self._make_record(*call, self._rates(self._reported_at) or NO_RATES)
             self._note(record)
@@ -258,8 +264,10 @@ class Reporter:
         points.append(self._count(now))
         while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
             points.popleft()
-        first, last = points[0], points[-1]
-        seconds, padded = last.at - first.at, last.padded - first.padded
+        first = points[0]
+        last = points[-1]
+        seconds = last.at - first.at
+        padded = last.padded - first.padded
         if seconds <= 0:
             return None
         tokens = last.tokens - first.tokens
@@ -329,7 +337,8 @@ class Reporter:
         framework, workload = map(clean, names)
         rate, tokens_rate, padding = rates
         details, times = self._details()
-        now, described = time.time(), _describe(devices, batches, rate, times)
+        now = time.time()
+        described = _describe(devices, batches, rate, times)
         if self._cores is None:
             self._cores = _Cores()
         starved, starved_so_far = self._cores.read()
@@ -354,7 +363,8 @@ class Reporter:
         """
         self._record = record
         content = msgspec.json.encode(record)
-        last, self._file = self._file, None
+        last = self._file
+        self._file = None
         for folder in [last.parent] if last else live_folders():
             with contextlib.suppress(OSError):
                 if last is None:
@@ -465,7 +475,8 @@ def _describe(
 def _identify(device: str | int | Share) -> LiveDevice:
     """A device's identity, and its samples per step and pass."""
     if isinstance(device, Share):
-        index, host = max(-1, device.index), clean(device.host)
+        index = max(-1, device.index)
+        host = clean(device.host)
         curve = device.curve if len(device.curve) <= MOST_KNOTS else ()
         return LiveDevice(
             clean(device.device),

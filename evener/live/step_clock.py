@@ -24,8 +24,10 @@ class ClockedReports:
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:
-        self._framework, self._workload = framework, workload
-        self._rank, self._world = rank, world
+        self._framework = framework
+        self._workload = workload
+        self._rank = rank
+        self._world = world
         self._steps: deque[float] = deque(maxlen=KEPT_STEPS)
         self._inputs: deque[float] = deque(maxlen=KEPT_STEPS)
         self._begun = self._ended = 0.0

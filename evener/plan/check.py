@@ -74,11 +74,10 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
         return
     names = ", ".join(describe(share) for share in plan.layout.active)
     left_out = len(plan.layout.share) - expected
-    note = (
-        f" ({left_out} of its devices {'is' if left_out == 1 else 'are'} left out)"
-        if left_out
-        else ""
-    )
+    note = ""
+    if left_out:
+        verb = "is" if left_out == 1 else "are"
+        note = f" ({left_out} of its devices {verb} left out)"
     fault = (
         f"The plan trains on {expected}: {names}{note}, but the training has {world}, one "
         f"for each process."

@@ -303,17 +303,11 @@ def is_curve(curve: Knots) -> bool:
     if not curve:
         return True
     rows, seconds = zip(*curve, strict=True)
-    finite = (
-        all(map(math.isfinite, (*rows, *seconds)))
-        and rows[0] >= 0
-        and seconds[0] >= 0 < seconds[-1]
-    )
-    return (
-        len(curve) > 1
-        and finite
-        and all(a < b for a, b in pairwise(rows))
-        and list(seconds) == sorted(seconds)
-    )
+    if len(curve) < 2 or not all(map(math.isfinite, (*rows, *seconds))):
+        return False
+    if rows[0] < 0 or seconds[0] < 0 or seconds[-1] <= 0:
+        return False
+    return all(a < b for a, b in pairwise(rows)) and list(seconds) == sorted(seconds)
 
 
 def cut_curve(curve: Curve, batch: int) -> Knots:

@@ -12,7 +12,9 @@ from contextlib import suppress
 
 PLAN_USED = "EVENER_PLAN_USED"  # the file that a process writes to as it reads a plan
 OPTION = "--no-plan-check"
-_READ, _EXPLAINED = b".", b"!"  # what processes write to that file
+# what processes write to that file
+_READ = b"."
+_EXPLAINED = b"!"
 
 # The lines to add, by a library that the script imports; the first that fits.
 _LINES = {

@@ -50,7 +50,8 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def all_row_seconds(self, lengths: Sequence[int]) -> list[float]:
         """Seconds of one more row, for each of these lengths."""
-        token, token_length = self.per_token_s, self.per_token_length_s
+        token = self.per_token_s
+        token_length = self.per_token_length_s
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
@@ -95,7 +96,8 @@ class Curve(msgspec.Struct, frozen=True):
 
     def seconds(self, batch: float) -> float:
         """Predicted step time of `batch` samples."""
-        batches, times = self.batches, self.times
+        batches = self.batches
+        times = self.times
         i = bisect_right(batches, batch)
         if i == len(batches):
             return times[-1] + self.slope * (batch - batches[-1])
@@ -126,7 +128,8 @@ class Curve(msgspec.Struct, frozen=True):
                 if self.slope > 0
                 else math.inf
             )
-        low, high = times[i - 1], times[i]
+        low = times[i - 1]
+        high = times[i]
         return self.batches[i - 1] + (self.batches[i] - self.batches[i - 1]) * (seconds - low) / (
             high - low
         )

@@ -86,17 +86,17 @@ def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list
     the end.
     """
     sizes = [size for size, _ in tensors]
-    left, last = sum(sizes), len(sizes) - apart - 1
+    left = sum(sizes)
+    last = len(sizes) - apart - 1
     most_late = LATE_PART * left if left >= WORTH_BYTES else None
     sums: dict[tuple[int, Hashable], list[int]] = {}
     for place, (size, kind) in enumerate(tensors):
-        turn = (
-            0
-            if most_late is None
-            else 2
-            if place > last
-            else int(place == last or left <= most_late)
-        )
+        if most_late is None:
+            turn = 0
+        elif place > last:
+            turn = 2
+        else:
+            turn = int(place == last or left <= most_late)
         sums.setdefault((turn, kind), []).append(place)
         left -= size
     return list(sums.values())

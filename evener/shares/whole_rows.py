@@ -105,8 +105,8 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
     """Move single samples until they sum to `batch`, always where the quota, in 1 / unit samples,
     is missed by most.
     """
-    while (missing := batch - sum(sizes)) != 0:
-        if missing > 0:
+    while sum(sizes) != batch:
+        if sum(sizes) < batch:
             i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
             sizes[i] += 1
         else:

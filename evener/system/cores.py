@@ -29,7 +29,8 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
     def remaining(folder: Path, version: int) -> float:
         limit_name, used_name = _MEMORY_FILES[version]
-        limit, used = int((folder / limit_name).read_text()), int((folder / used_name).read_text())
+        limit = int((folder / limit_name).read_text())
+        used = int((folder / used_name).read_text())
         if limit >= NO_LIMIT:
             raise ValueError(limit)
         found = re.search(
@@ -48,7 +49,8 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
         if found:
-            left, limit = int(found[1]) * 1024, container_memory_bytes()
+            left = int(found[1]) * 1024
+            limit = container_memory_bytes()
             return left if limit is None else min(left, limit)
     return 0
 
@@ -177,7 +179,8 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
     named = _SLICE.fullmatch(device)
     if named is None:
         return ()
-    position, count = int(named[1]), int(named[2])
+    position = int(named[1])
+    count = int(named[2])
     groups = core_groups(allowed)
     if not 0 <= position < count <= sum(len(group) for group in groups):
         return ()

@@ -70,7 +70,8 @@ class CoreWatch:
         Threads of the process that wait for one another's cores aren't starved by others: only
         what they could have had together counts, which is all cores for all of the time.
         """
-        before, last = self._last, self._sum_up()
+        before = self._last
+        last = self._sum_up()
         self._last = last
         wall_s = last.at_s - before.at_s
         ran_s = last.ran_s - before.ran_s
@@ -84,7 +85,8 @@ class CoreWatch:
     def _sum_up(self) -> CoreTimes:
         """The times of all threads, those that have begun since counted from their start."""
         now = _read_threads(self._tasks)
-        ran_s, delayed_s = self._last.ran_s, self._last.delayed_s
+        ran_s = self._last.ran_s
+        delayed_s = self._last.delayed_s
         for thread, (ran, delayed) in now.items():
             ran_before, delayed_before = self._before.get(thread, (0, 0))
             if ran < ran_before:  # the number is another thread's now

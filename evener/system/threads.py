@@ -20,7 +20,8 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)
         return True
-    deadline, quiet = time.monotonic() + seconds, 0
+    deadline = time.monotonic() + seconds
+    quiet = 0
     before = _read_threads(name)
     while before and quiet < _QUIET_LOOKS:
         if time.monotonic() > deadline:

@@ -186,7 +186,8 @@ def compare(
     def show(
         session: Session, finished: Finished, labels: Sequence[str], steps: Sequence[str]
     ) -> None:
-        width, found = terminal_columns(), session.report()
+        width = terminal_columns()
+        found = session.report()
         tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
         tables.append(frontier_table(finished.found))
         lines = about_lines(finished.plan, finished.found, width)

@@ -198,7 +198,8 @@ def spread_lists(arguments: list[str]) -> list[str]:
     value.
     """
     spread: list[str] = []
-    current, values = "", 0
+    current = ""
+    values = 0
     for argument in [*arguments, "--"]:
         option, equals, rest = argument.partition("=")
         is_option = argument.startswith("-") and not argument.lstrip("-").isdigit()

@@ -105,7 +105,8 @@ def _describe_type(kind: Any) -> str:
     number = _NUMBERS.get(name.removesuffix(" range"))
     if number is None:
         return ""
-    low, high = getattr(kind, "min", None), getattr(kind, "max", None)
+    low = getattr(kind, "min", None)
+    high = getattr(kind, "max", None)
     if high is not None:
         return f"{number} from {low or 0:g} to {high:g}"
     return number if low is None else f"{number} of {low:g} or more"

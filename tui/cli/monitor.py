@@ -155,7 +155,8 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
     read_at = due = time.monotonic()
     while True:
         try:
-            last, read_at = source.sample(), time.monotonic()
+            last = source.sample()
+            read_at = time.monotonic()
             reading = last
         except OSError as error:
             if not loops:
@@ -257,7 +258,9 @@ def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
     yield Line()
     yield from whole_table(TRAININGS, rows, width)
     # of others the table has it all
-    for row in [row for row in rows if row.training or len(row.ranks) > 1]:
+    for row in rows:
+        if not row.training and len(row.ranks) < 2:
+            continue
         yield Line()
         yield from text_lines(row.workload or row.framework, width, 1, "strong")
         yield from whole_table(rank_grid(row.ranks), row.ranks, width)
@@ -285,13 +288,12 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
 
     publisher, _ = open_sampler(devices)
     publisher.close()
-    given = {**look, "--readonly": readonly}.items()
-    options = [
-        word
-        for name, value in given
-        if value
-        for word in ([name] if value is True else [name, str(value)])
-    ]
+    options = []
+    for name, value in {**look, "--readonly": readonly}.items():
+        if value is True:
+            options.append(name)
+        elif value:
+            options += [name, str(value)]
     return serve_browser(
         [sys.executable, "-P", "-m", "evener", "monitor", "--devices", devices, *options], port
     )

@@ -115,7 +115,8 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
             request = make_request(**{name: given.pop(name) for name in names})
             raise typer.Exit(command(request, **given))
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
         keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         options = sorted([*map(parameter, names), *keywords], key=_help_order)
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]

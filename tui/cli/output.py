@@ -51,7 +51,8 @@ class _GuardedFile(io.FileIO):
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
         except OSError as error:
-            raises, self._raises = self._raises, False
+            raises = self._raises
+            self._raises = False
             if raises:
                 raise self._loss(error) from None
             return size

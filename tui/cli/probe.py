@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Annotated
@@ -122,9 +123,8 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
     """
     if gpus is None:
         return spec, None
-    if not all(gpu.isascii() and gpu.isdigit() and len(gpu) < 7 for gpu in gpus) or len(
-        set(gpus)
-    ) != len(gpus):
+    numbers = [gpu for gpu in gpus if re.fullmatch("[0-9]{1,6}", gpu)]
+    if len(set(numbers)) != len(gpus):
         raise RequestError(
             f"--gpus {' '.join(gpus)} are not different indices.", "Write it like --gpus 0 1."
         )

@@ -253,7 +253,8 @@ def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
 
 
 def _as_json(run: StoredRun) -> dict[str, Any]:
-    header, end = msgspec.to_builtins(run.header), run.end
+    header = msgspec.to_builtins(run.header)
+    end = run.end
     return {
         "run": run.header.run,
         **{key: header[key] for key in ("created", "workload", "framework", "request", "devices")},

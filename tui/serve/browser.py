@@ -94,7 +94,8 @@ class BrowserServer(Server):
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what isn't the user's own page."""
-        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        host = request.headers.get("Host", "")
+        origin = request.headers.get("Origin")
         token = request.path.split("/")[1]
         own = origin == f"http://{host}" or (origin is None and not request.path.endswith("/ws"))
         if not (

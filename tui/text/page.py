@@ -26,7 +26,9 @@ from .summaries import layout_words, outcome_words, versus
 
 REPORT_FORMATS = (".html",)
 STAGES = {"alone": SERIES[0], "together": SERIES[2], "packed": SERIES[3], "in turn": SERIES[1]}
-OTHER, FAILED = SERIES[5], SERIES[4]  # colours of the timeline
+# colours of the timeline
+OTHER = SERIES[5]
+FAILED = SERIES[4]
 PLAN_NAME = "this plan"
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2128; --paper: #ffffff; --lines: #c4c9cf; --soft: #f2f4f6; --faint: #5b6570; }
@@ -109,7 +111,8 @@ def _verdict(report: RunReport) -> Iterator[str]:
         yield f'<p class="verdict">{unbroken(escape(plain(first, 1000)))}</p>'
     if written is not None:
         yield f"<p>{unbroken(escape(plain(f'{written.figure}: {written.answer}', 1000)))}</p>"
-    plan, top = report.rivals[0], max(each.figure.value for each in report.rivals)
+    plan = report.rivals[0]
+    top = max(each.figure.value for each in report.rivals)
     rows = []
     for each in report.rivals:
         own = each is plan
@@ -224,7 +227,8 @@ def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
     """One layout; the faint end of its bar is the 95 % interval."""
-    figure, speed = bar.throughput, bar.throughput.samples_per_second
+    figure = bar.throughput
+    speed = bar.throughput.samples_per_second
     colour = SERIES[2] if bar.name == THE_PLAN else SERIES[0]
     return (
         bar.name,
@@ -244,7 +248,8 @@ def _probes(report: RunReport) -> str:
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
     rows = []
     for entry in report.seen:
-        probe, result = entry.seen.probe, plain(outcome_words(entry.seen, labels))
+        probe = entry.seen.probe
+        result = plain(outcome_words(entry.seen, labels))
         stage = STAGE_WORDS[probe.stage]
         start = max(0.0, entry.at_seconds - entry.seen.elapsed_seconds)  # on the session's clock
         colour = STAGES.get(stage, OTHER) if isinstance(entry.seen, Timed) else FAILED

@@ -15,8 +15,14 @@ from evener.balancer.result.learning import Point
 from .run_report import SoloCurve
 
 SERIES = ("#2f81d6", "#c96f14", "#23947d", "#b05cc4", "#cf4f56", "#7c8c12", "#7a6ff0", "#a0714f")
-WIDE, HIGH = 480, 270  # of the picture, in pixels of a phone
-LEFT, RIGHT, ABOVE, BELOW = 48, 22, 18, 34  # its margins
+# of the picture, in pixels of a phone
+WIDE = 480
+HIGH = 270
+# its margins
+LEFT = 48
+RIGHT = 22
+ABOVE = 18
+BELOW = 34
 MOST_TICKS = 6
 
 
@@ -49,9 +55,11 @@ class _Axes:
 
     def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
         known = [batch for batch in batches if batch > 0]
-        self.low, self.high = min(known, default=1.0), max(known, default=2.0)
+        self.low = min(known, default=1.0)
+        self.high = max(known, default=2.0)
         if self.low == self.high:
-            self.low, self.high = self.low / 2, self.high * 2
+            self.low = self.low / 2
+            self.high = self.high * 2
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
@@ -97,7 +105,8 @@ def _find_axes(curves: Sequence[SoloCurve], frontier: Sequence[Point]) -> _Axes:
 
 
 def _draw_ticks(axes: _Axes) -> Iterable[str]:
-    bottom, right = HIGH - BELOW, WIDE - RIGHT
+    bottom = HIGH - BELOW
+    right = WIDE - RIGHT
     for speed in round_ticks(axes.top):
         y = axes.y(speed)
         yield f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>'

@@ -141,11 +141,8 @@ def scaling_table(found: SearchReport) -> Table:
     """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
-    evens = [
-        one
-        for one in plain_ones
-        if one.candidate.layout.traits.together and is_even(one.candidate.layout)
-    ]
+    together = [one for one in plain_ones if one.candidate.layout.traits.together]
+    evens = [one for one in together if is_even(one.candidate.layout)]
     evens.sort(key=lambda one: len(one.candidate.layout.active))
     rows = [("devices", "global batch", f"s per {SCALING_STEPS} steps", "samples/s", "times one")]
     scaled = [single, *evens] if single is not None and evens else []
@@ -181,7 +178,8 @@ def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
 
 
 def _standing_json(found: SearchReport, one: Standing) -> dict[str, object]:
-    layout, difference = one.candidate.layout, one.against
+    layout = one.candidate.layout
+    difference = one.against
     interval = None if difference is None else [difference.low, difference.high]
     turns = found.turns_of(layout)
     power = mean_power(turns)

@@ -55,7 +55,8 @@ def read_report(name: str) -> RunReport:
     An unfinished run has the plan of what it measured, as in an export.
     """
     found = runs.load_run(name)
-    header, plan = found.header, found.require_plan()
+    header = found.header
+    plan = found.require_plan()
     labels = tuple(device.label for device in header.devices)
     compared = [
         each for each in plan_rivals(plan, labels) if each.kind not in ("larger_batch", "sum")
@@ -118,16 +119,11 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
     """The plan and its rivals, without the solos, which are in the curves, and without a second
     name of one of them.
     """
-    own = [
-        rival
-        for rival in plan.evidence
-        if rival.layout.batches == plan.layout.batches and rival.gain is None
-    ]
-    rivals = [
-        msgspec.structs.replace(rival, name=plain(rival.name, 40))
-        for rival in plan.evidence
-        if rival.kind not in ("one_device", "larger_batch") and rival not in own
-    ]
+    rivals = []
+    for rival in plan.evidence:
+        is_own = rival.layout.batches == plan.layout.batches and rival.gain is None
+        if not is_own and rival.kind not in ("one_device", "larger_batch"):
+            rivals.append(msgspec.structs.replace(rival, name=plain(rival.name, 40)))
     bars = [Evidence(THE_PLAN, plan.layout, plan.throughput), *rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
 

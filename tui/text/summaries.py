@@ -110,11 +110,10 @@ def left_words(state: SessionState) -> str:
     """
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
-    return (
-        ""
-        if left is None
-        else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
-    )
+    if left is None:
+        return ""
+    kind = " of simulated time" if simulated else ""
+    return f", at most {duration(left)}{kind} left"
 
 
 def brief_devices(labels: Sequence[str]) -> str:
@@ -273,7 +272,8 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
-    combined, known = plan.throughput.samples_per_second, is_known(figure_of(plan.throughput))
+    combined = plan.throughput.samples_per_second
+    known = is_known(figure_of(plan.throughput))
     single = len(plan.layout.active) == 1
     for position, (share, label) in enumerate(zip(plan.layout.share, labels, strict=True)):
         solo = alone.get(position)
@@ -288,10 +288,8 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
                 _alone(solo),
             )
         )
-    total, error = (
-        plan.layout.global_batch,
-        half_width(combined, plan.throughput.low, plan.throughput.high),
-    )
+    total = plan.layout.global_batch
+    error = half_width(combined, plan.throughput.low, plan.throughput.high)
     whole = "in all" if single else "together"
     rows.append((whole, "", str(total), "1.000", rate(combined), f"± {error}", ""))
     tokens = (
@@ -366,14 +364,18 @@ def versus(best: RivalRate, each: RivalRate) -> str:
     if each.kind == "sum":
         return f"{percent(1 + gain)} of it"
     size = write_gain(abs(gain), best.figure, each.figure)
-    return "tie" if each.tie else f"{'-' if gain < 0 else '+'}{size}"
+    if each.tie:
+        return "tie"
+    sign = "-" if gain < 0 else "+"
+    return f"{sign}{size}"
 
 
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Lines on a split and one device, a larger batch that is faster, and the plan's part of the
     sum of all devices alone; with the plan's gains, unless the verdict's headline has them.
     """
-    lines, own = [], plan_rate(plan, tuple(labels))
+    lines = []
+    own = plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels), at_batch=True):
         if rival.batches == own.batches and plan.layout.traits.by_shares:  # the plan itself
             continue

@@ -122,13 +122,15 @@ def towers(
     are on its device; the one table of words and its lookups stay on the first, as TensorFlow keeps
     them there.
     """
-    words, kernel = sizes["words"], sizes["kernel"]
+    words = sizes["words"]
+    kernel = sizes["kernel"]
     if words <= kernel:
         raise RequestError(
             f"keras_towers can't have kernel={kernel} over words={words}.", "Give more words."
         )
     table = layers.Embedding(sizes["vocabulary"], sizes["embedding"], name="words")
-    inputs, ends = [], []
+    inputs = []
+    ends = []
     for name, places in zip(TOWERS, devices or ((None,) * 5,) * 2, strict=True):
         tower = [
             table,

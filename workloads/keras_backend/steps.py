@@ -51,15 +51,12 @@ class KerasSteps:
                 "task": {"type": "worker", "index": place.rank},
             }
             os.environ["TF_CONFIG"] = json.dumps(workers)
-        self.engine = (
-            "placed"
-            if placed
-            else "multiworker"
-            if place.world > 1
-            else "towers"
-            if several
-            else "solo"
-        )
+        if placed:
+            self.engine = "placed"
+        elif place.world > 1:
+            self.engine = "multiworker"
+        else:
+            self.engine = "towers" if several else "solo"
         # by devices, and whether in passes
         self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any]] = {}
         self.split = self._make_split(self._devices, [1] * len(self._devices), ())
@@ -69,7 +66,9 @@ class KerasSteps:
     ) -> Split:
         if self.engine == "placed":
             return Split(devices=devices[:1])
-        engine = self.engine if len(self._devices) > 1 else "towers" if micro else "auto"
+        engine = "towers" if micro else "auto"
+        if len(self._devices) > 1:
+            engine = self.engine
         split = Split(devices=devices, engine=engine)
         split.survives = False  # a probe finds what fits
         split.audited = False  # and measures steps alone
@@ -85,7 +84,8 @@ class KerasSteps:
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
         """Train by the split that is made for these devices, or by the one that was."""
-        model, split = self.model, self.split
+        model = self.model
+        split = self.split
         if (devices, passes) not in self._made:
             split.model(model)
             if self._placed is not None:
@@ -131,11 +131,8 @@ class KerasSteps:
         if self._placed is not None:
             return [sum(sizes)]
         place = self.place
-        return [
-            size
-            for size in (sizes[place.rank : place.rank + 1] if place.world > 1 else sizes)
-            if size
-        ]
+        own = sizes[place.rank : place.rank + 1] if place.world > 1 else sizes
+        return [size for size in own if size]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
         """Own rows (x, y) on the devices; towers get x in pieces, and y whole, as the loss is

@@ -30,7 +30,8 @@ from .steps import KerasSteps, TrainStep
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
 POOL_BYTES = 64 << 20
-FEWEST_ROWS, MOST_ROWS = 64, 1 << 16
+FEWEST_ROWS = 64
+MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
