@@ -13,7 +13,12 @@ from .types import Interval
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 UNKNOWN = 0.25  # relative error of samples/s, beyond which they aren't compared
-LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
+# relative standard error of a lone step, whose probe can't show its noise: steps of seconds vary by
+# 1 or 2 %, and the first that is timed may still allocate
+LONE_ERROR = 0.03
+# steps that this assumption counts for, beside one that was seen: what two of them differ by may be
+# little by chance
+LONE_WEIGHT = 2
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
@@ -29,6 +34,20 @@ def student(freedom: int) -> float:
     if freedom <= len(STUDENT_95):
         return STUDENT_95[freedom - 1]
     return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
+
+
+def lone_interval(seconds: float, before: float = 0.0) -> Interval:
+    """A single timed step with its 95 % interval, by the step `before` it; 0 for no usual one.
+
+    The variance of a step is what steps usually have, pooled with that of the two.
+    """
+    variance = LONE_WEIGHT * LONE_ERROR**2
+    freedom = LONE_WEIGHT
+    if before:
+        variance += (before / seconds - 1) ** 2 / 2
+        freedom += 1
+    half = student(freedom) * math.sqrt(variance / freedom) * seconds
+    return Interval(seconds, max(0.0, seconds - half), seconds + half)
 
 
 def relative_half_width(interval: Interval) -> float:

@@ -3,9 +3,10 @@ clock.
 
 It warms up until two windows of steps agree, then takes blocks of equal length until the 95 %
 interval of the mean step is within `TIGHT`, or the time is spent: half of it, if the rest would not
-make the interval that narrow. A step that takes longer than the whole probe was meant to ends it. A
-probe whose speed drifted or was throttled is timed once more, with a warning in any case. A whole
-run ends with its time or its steps, however sure the figure is.
+make the interval that narrow. A step that takes longer than the whole probe was meant to ends it;
+how much it differs from the step before it says how sure it is. A probe whose speed drifted or was
+throttled is timed once more, with a warning in any case. A whole run ends with its time or its
+steps, however sure the figure is.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from statistics import fmean, median
 
 import msgspec
 
-from ..statistics import LONE_BLOCK, NORMAL_95, relative_half_width, student
+from ..statistics import NORMAL_95, lone_interval, relative_half_width, student
 from ..types import Interval, PartSeconds, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
 HOPELESS_FROM = 0.5  # of the time: then a probe also ends
 HOPELESS = 0.015  # if the same would be above this at the end
+# times a lone step: a first step that took longer was no usual one, as it traced or tuned kernels
+USUAL = 1.2
 AGREE = 0.05  # two warm-up windows that differ by less are steady
 WARM_UP_SHARE = 0.5  # of the probe's seconds; warm-up that is not steady by then is a slow start
 WARM_UP_WINDOWS = 24  # at most
@@ -91,9 +94,15 @@ class StepTiming(msgspec.Struct, frozen=True):
 
 
 class BlockTimer:
-    """Asks for blocks by `next_steps`, which is 0 at the end, and takes them by `add`."""
+    """Asks for blocks by `next_steps`, which is 0 at the end, and takes them by `add`.
 
-    def __init__(self, seconds: float, whole: bool = False, steps: int = 0) -> None:
+    `first_seconds` are those of the step before the first block; 0: unknown.
+    """
+
+    def __init__(
+        self, seconds: float, whole: bool = False, steps: int = 0, first_seconds: float = 0.0
+    ) -> None:
+        self._first_seconds = first_seconds
         self._whole = whole or steps > 0  # it lasts as long as it was asked to
         self._steps_asked = steps  # 0: it lasts by its seconds
         self._seconds = max(seconds, SHORTEST_BLOCK_SECONDS)
@@ -149,7 +158,7 @@ class BlockTimer:
         clean = self._clean()
         if not clean:
             return None
-        step = interval_of(clean)
+        step = interval_of(clean, self._first_seconds)
         steps = self._done() if self._whole else sum(block.steps for block in clean)
         return StepTiming(step, steps, _own(clean), self._warnings(clean, step), mean_parts(clean))
 
@@ -297,18 +306,18 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 
 
-def interval_of(blocks: Sequence[Block]) -> Interval:
+def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
     """Seconds per step of timed blocks, by Student's t on block means.
 
-    The value is total time over total steps, so blocks may differ in length. A lone block is said
-    to be within ±50 %.
+    The value is total time over total steps, so blocks may differ in length. A lone block is
+    compared with the step before it, of `first_seconds`, unless that was no usual one.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
         raise ValueError("an interval needs at least one timed step")
     value = fsum(block.wall_seconds for block in blocks) / steps
     if len(blocks) < 2:
-        return Interval(value, value * (1 - LONE_BLOCK), value * (1 + LONE_BLOCK))
+        return lone_interval(value, first_seconds if first_seconds <= USUAL * value else 0.0)
     weighted = fsum(
         block.steps * (block.step_seconds - value) ** 2 for block in blocks if block.steps
     )

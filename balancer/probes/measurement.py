@@ -247,7 +247,8 @@ class Measurement:
         return max(cast(Prepared, reply).first_step_seconds for reply in replies)
 
     def _time_blocks(self, first_step_seconds: float, stop: threading.Event) -> StepTiming:
-        timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
+        probe = self._probe
+        timer = BlockTimer(probe.seconds, probe.whole, probe.steps, first_step_seconds)
         step_seconds = first_step_seconds
         interference = ProbeInterference(self._monitor, self._ranks.unique_positions, self._idle)
         while steps := timer.next_steps():

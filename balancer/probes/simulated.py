@@ -219,8 +219,8 @@ class _SimulatedProbe:
     ) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
         watts = self._watts(step, parts)
-        timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps)
         elapsed = first = step * self._draw(noise, 1)
+        timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps, first)
         while True:
             steps = timer.next_steps()
             if not steps:

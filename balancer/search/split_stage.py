@@ -15,13 +15,16 @@ from functools import cached_property
 
 from evener.shares.waterfill import Allocation
 
-from ..statistics import LONE_BLOCK
 from ..types import Failed, Layout, Probe, Stage
 from .budget import Budget
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
 from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
+
+# relative gain that is worth the last of the time though a lone step is all that there is time for:
+# curves of few points miss by a third, and then it still gains
+WORTH_A_LONE_STEP = 0.5
 
 
 class SplitStage:
@@ -69,8 +72,7 @@ class SplitStage:
             most = self._budget.probe_seconds(layout, stage, step_seconds=seconds)
             return Probe(layout, stage, most)
         lone = self._budget.affords(layout, "race", seconds, reserved=after, steps=LONE_STEPS)
-        # by more than a lone step errs
-        if lone and wanted.samples_per_second > (1 + LONE_BLOCK) * self._best_rate:
+        if lone and wanted.samples_per_second > (1 + WORTH_A_LONE_STEP) * self._best_rate:
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
 

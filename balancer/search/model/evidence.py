@@ -12,16 +12,13 @@ from statistics import median, median_low
 
 import msgspec
 
-from ...statistics import student
+from ...statistics import LONE_ERROR, student
 from ...types import Failed, Observation, OutOfMemory, Timed
 from ..observations import Observations
 from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal
-# relative standard error of a lone step, whose probe can't show its noise: steps of seconds vary by
-# 1 or 2 %, and the first that is timed may still allocate
-LONE_ERROR = 0.03
 # blocks of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
 TYPICAL_BLOCKS = 8
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
@@ -326,11 +323,26 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if noise alone explains how two devices differ, in time at every common batch."""
+    """True if noise alone explains how two devices differ, in time at every common batch, and none
+    took clearly longer for fewer rows than the other did for more.
+    """
     if one.lost or other.lost:
         return False
     pairs = chain(product(one.alone, other.alone), product(one.in_splits, other.in_splits))
-    return is_noise(_gap(a, b) for a, b in pairs if abs(a.batch - b.batch) <= SAME_BATCH * a.batch)
+    near = ((a, b) for a, b in pairs if abs(a.batch - b.batch) <= SAME_BATCH * a.batch)
+    return is_noise(_gap(a, b) for a, b in near) and not takes_longer_for_less(one, other)
+
+
+def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
+    """True if one of the devices took longer alone for fewer rows than the other for more, beyond
+    what noise explains: one curve for both would deny it.
+    """
+    for a, b in product(one.alone, other.alone):
+        fewer, more = sorted((a, b), key=lambda point: point.batch)
+        gap = math.log(fewer.seconds / more.seconds)
+        if gap > BATCH_ERRORS * math.hypot(a.sure_error, b.sure_error):
+            return True
+    return False
 
 
 def _gap(one: Point, other: Point) -> tuple[float, float]:

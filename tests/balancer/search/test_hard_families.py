@@ -22,3 +22,15 @@ def test_a_run_ends_with_a_plan(family: str) -> None:
     assert found.layout is not None, found.why
     assert found.verdict
     assert 0 < found.rate <= found.best / (1 - case.ask.tolerance) * 1.001
+
+
+@pytest.mark.parametrize("seed", [661_012, 661_077])
+def test_slow_steps_are_shared_by_what_each_device_did(seed: int) -> None:
+    """With steps of 3 to 12 s, of which the budget has ten, two of the devices look alike at 8 and
+    16 rows and aren't beyond; the verdict says what to do.
+    """
+    case = hard.cases("slow_knee", seed)[0]
+    found = trials.run(case.machine, case.ask, case.seed)
+    assert found.regret <= 0.15
+    assert found.held
+    assert "Measure again" not in found.verdict

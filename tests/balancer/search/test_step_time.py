@@ -289,6 +289,21 @@ def test_of_several_ratios_the_surest_decides() -> None:
     assert sorted(group_devices([device([*rough, sure]), device([*rough, apart])])) == [[0], [1]]
 
 
+def test_a_device_that_takes_longer_for_fewer_rows_shares_no_curve() -> None:
+    """Single steps of seconds, known to 3 %: two small batches say that both are as fast, and one
+    takes 11.8 s for 73 rows where the other takes 6.7 s for 80. Noise may make 8 % of that.
+    """
+    small = [Point(8, 6.12, 0.03), Point(16, 6.31, 0.03)]
+    slower = [Point(8, 6.56, 0.03), Point(16, 6.56, 0.03), Point(73, 11.82, 0.03)]
+    quick = device([*small, Point(80, 6.7, 0.03)])
+    assert sorted(group_devices([quick, device(slower)])) == [[0], [1]]
+    assert sorted(group_devices([device(slower), quick])) == [[0], [1]]
+    noise = device([*slower[:2], Point(73, 7.2, 0.03)])
+    assert sorted(group_devices([quick, noise])) == [[0, 1]]
+    steep = device([*small, Point(200, 20.0, 0.03)])
+    assert sorted(group_devices([quick, steep])) == [[0, 1]], "more rows may take any longer"
+
+
 def test_a_bend_is_shrunk_by_the_part_that_noise_explains() -> None:
     """Points 20 % off with an error of 10 %: a quarter of their squares is noise, and so is a
     quarter of each bend.
