@@ -31,7 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.gpu_steps import GPU, WORDS, Decoder, start
 from evener.errors import DeviceError
 from evener.torch import Split
-from evener.torch.shards.unit import choose_units, count_gathered
+from evener.torch.shards.unit import choose_units
+from evener.torch.shards.whole import count_gathered
 
 LENGTH = 256 if GPU else 16
 STATE_BYTES = 16  # of a parameter in float32: itself, its gradient, and two of AdamW

@@ -42,6 +42,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         check_shards(self)
         super().begin_plan()
         shard(self._planned, self.model, "all", None, None, None)
+        _note_device(self.model, self.args.device)
         watch(self.model, None, lambda *_: None)  # the trainer weighs losses itself
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, *_, **__: prepare(
@@ -59,9 +60,10 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         whole = _internal_call and not self.args.save_only_model
         checkpoint.save(folder, self.model, _own_optimizer(self) if whole else None)
         if self.args.should_save:
-            self.model.config.save_pretrained(folder)
-            if self.model.can_generate():
-                self.model.generation_config.save_pretrained(folder)
+            if not hasattr(self.model, "peft_config"):  # whose files are there
+                self.model.config.save_pretrained(folder)
+                if self.model.can_generate():
+                    self.model.generation_config.save_pretrained(folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
             torch.save(self.args, Path(folder) / ARGUMENTS)
@@ -86,6 +88,13 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         checkpoint.load(self.state.best_model_checkpoint, self.model)
 
 
+def _note_device(model: Any, device: torch.device) -> None:
+    """Have accelerate know where a model is that was loaded with a `device_map`."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(base, "hf_device_map", None):
+        base.hf_device_map = {"": device}
+
+
 def _own_optimizer(trainer: Any) -> Any:
     """The trainer's optimizer itself, which accelerate has wrapped."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -95,9 +104,6 @@ def check_shards(trainer: Any) -> None:
     """RequestError for what a Trainer can't do in shards."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,
-        "PEFT's adapters, which it saves by names of its own": hasattr(
-            trainer.model, "peft_config"
-        ),
         "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled
         or trainer.is_deepspeed_enabled,
         "torch.compile": trainer.args.torch_compile,

@@ -25,7 +25,7 @@ from tests.support.rank_server import run_on_gpus
 PROGRAMS = "tests.support.huggingface_programs"
 # shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
 TWO, THREE = (((6, 2), (2, 2)), ((5, 2, 1), (3, 2, 1)))
-THREE_RANKS = ("tokens", "resumed in other shards")
+THREE_RANKS = ("tokens", "resumed in other shards", "LoRA, resumed in other shards")
 NAMES = (
     *THREE_RANKS,
     "resumed",
@@ -47,6 +47,8 @@ NAMES = (
     "bf16",
     "the best, in shards",
     "bf16, in shards",
+    "LoRA, in shards",
+    "LoRA and a whole layer, the best, in shards",
 )
 IN_SHARDS = ("tokens, in shards", "resumed in other shards", "the best, in shards")
 ON_GPUS = (
@@ -71,7 +73,6 @@ REFUSED = {
     "FSDP1": "Use FSDP2",
     "tensor parallelism": "Use data parallelism",
     "in shards, an optimizer": "the Trainer has an optimizer that was made before",
-    "in shards, adapters": "the Trainer has PEFT's adapters",
     "in shards, FSDP": "the Trainer has FSDP or DeepSpeed",
     "in shards, compiled": "the Trainer has torch.compile",
     "a bare training's batch": (

@@ -42,6 +42,11 @@ OF_THREE = (  # whose shards, units or sums are cut otherwise by more ranks than
         "state, accumulated, unused, validated",
         "state, frozen, a penalty",
     ),
+    *(
+        "adapters, whole, in a window",
+        "adapters, packed, in passes",
+        "adapters, packed, checkpointed, failed",
+    ),
 )
 OF_TWO = (*SMALL, *(name for name in programs.CASES if name not in (*OF_THREE, *SMALL)))
 

@@ -53,6 +53,7 @@ class Program(msgspec.Struct, frozen=True):
     sharded: bool = False
     by_memory: bool = False  # a plan in shards
     by_cost: bool = False
+    adapters: dict[str, Any] = {}  # options of PEFT's LoRA
     rebalance: bool = False
 
 
@@ -69,6 +70,7 @@ BEST = {  # evaluation, and at the end the weights of the best one, which is the
     "metric_for_best_model": "eval_loss",
     "per_device_eval_batch_size": 3,
 }
+REENTRANT = {"use_reentrant": True}
 TWICE = {"num_train_epochs": 2}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 PROGRAMS = {
@@ -115,6 +117,29 @@ PROGRAMS = {
     "the best, in shards": Program(arguments=BEST, by_memory=True),
     "bf16, in shards": Program(
         "float32", 21, {**ADAM, "optim": "sgd", "bf16": True}, by_memory=True
+    ),
+    "LoRA, in shards": Program(
+        rows=21,
+        arguments={**ADAM, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+        by_memory=True,
+        adapters={"r": 1},
+    ),
+    "LoRA, resumed in other shards": Program(
+        rows=29,
+        arguments={**ADAM, **TWICE},
+        resume_after=6,
+        three_ranks=True,
+        by_memory=True,
+        adapters={"r": 1, "use_dora": True},
+    ),
+    "LoRA and a whole layer, the best, in shards": Program(
+        arguments={
+            **BEST,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": REENTRANT,
+        },
+        by_memory=True,
+        adapters={"r": 2, "modules_to_save": ["lm_head"]},
     ),
     "tokens, FSDP2": Program(rows=21, arguments=ADAM, sharded=True),
 }
@@ -301,6 +326,12 @@ def make_parts(program: Program) -> dict[str, Any]:
         torch.manual_seed(0)
         return {"model": Plain(), "train_dataset": Points(program.rows)}
     model = tiny_llama() if program.model == "float32" else compute_in_float64(tiny_llama())
+    if program.adapters:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        options = {"lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+        model = get_peft_model(model, LoraConfig(**{**options, **program.adapters})).double()
     watched = {"eval_dataset": Texts(11)} if "eval_strategy" in program.arguments else {}
     return {
         "model": model,
@@ -390,6 +421,12 @@ def save(trainer: Any) -> dict[str, torch.Tensor]:
     trainer.save_model(str(folder))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
+    if hasattr(trainer.model, "peft_config"):
+        from peft import PeftModel
+
+        base = compute_in_float64(tiny_llama())
+        saved = PeftModel.from_pretrained(base, folder).double()
+        return {name: each.detach() for name, each in saved.named_parameters()}
     saved = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     return {name: each.detach().cpu() for name, each in saved.named_parameters()}
 

@@ -260,7 +260,6 @@ def refuse_all(folder: Path, rank: int) -> None:
         "FSDP1": refuse_setup(is_fsdp_enabled=True, fsdp_version=1),
         "tensor parallelism": refuse_setup(get_tp_size=lambda: 2),
         "in shards, an optimizer": refuse_in_shards(optimizer=object()),
-        "in shards, adapters": refuse_in_shards(model=SimpleNamespace(peft_config={})),
         "in shards, FSDP": refuse_in_shards(is_fsdp_enabled=True),
         "in shards, compiled": refuse_in_shards(torch_compile=True),
         "nothing in shards": refuse_in_shards(),

@@ -17,7 +17,8 @@ from evener.balancer.search.sharding import Need, share_state
 from evener.balancer.types import ModelState, Problem
 from evener.torch import Split
 from evener.torch.shards import sharded
-from evener.torch.shards.unit import Ledger, choose_units, count_gathered
+from evener.torch.shards.unit import Ledger, choose_units
+from evener.torch.shards.whole import count_gathered
 from evener.workloads.protocol import MemoryMeter
 
 WIDTH, BLOCKS = 128, 16  # 2.1 million parameters, 33.7 MB with gradients and AdamW's state

@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 
 from evener.torch.shards import checkpoint as checkpoint_module
-from evener.torch.shards.unit import choose_units, count_gathered
+from evener.torch.shards.unit import choose_units
+from evener.torch.shards.whole import count_gathered
 from tests.support.torch_shard_programs import (
     CASES,
     PARTS,

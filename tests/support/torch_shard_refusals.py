@@ -14,6 +14,8 @@ from tests.support.last_words import last_words
 from tests.support.torch_shard_programs import (
     ROWS,
     SHARES,
+    Packed,
+    PackedLinear,
     ShardCase,
     data,
     last_sentence,
@@ -76,6 +78,20 @@ class Opaque:
 def with_opaque_outputs(split: Split, model: Any) -> None:
     model.blocks[1].register_forward_hook(lambda _, __, rows: Opaque(rows))
     step_once(split, split.shard(model), None)
+
+
+def with_large_buffers(split: Split, model: Any) -> None:
+    """As GPTQ's and AWQ's layers have their weights."""
+    model.register_buffer("qweight", torch.zeros(100_000, dtype=torch.int32))
+    split.shard(model)
+
+
+def with_trained_bytes(split: Split, model: Any) -> None:
+    layer = model.blocks[0].up = PackedLinear(model.blocks[0].up)
+    packed = layer.weight
+    layer.weight = Packed(packed.double(), requires_grad=True)
+    layer.weight.quant_state, layer.weight.bnb_quantized = packed.quant_state, True
+    split.shard(model)
 
 
 def counted(split: Split, model: Any) -> None:
@@ -187,6 +203,8 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
     ),
     "norm 0": ("Clip by another norm", counted),
     "frozen later": ("Do that before split.shard", with_late_freeze),
+    "large buffers": ("buffers aren't cut", with_large_buffers),
+    "trained bytes": ("bytes have no gradients", with_trained_bytes),
     "a copy": ("can't be copied", with_copy),
     "state_dict": ("split.model_state", with_state),
     "an optimizer's state_dict": ("split.optimizer_state", with_optimizer_state),

@@ -23,13 +23,20 @@ from tests.support.huggingface_programs import (
     SEED,
     WORDS,
     make_plan,
+    plan_by_memory,
     tiny_llama,
 )
+from tests.support.torch_shard_programs import whole
 
 ROWS = 21  # two full batches and one of five rows
 KINDS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "sft": (SFTTrainer, SFTConfig, {}),
     "sft, LoRA": (SFTTrainer, SFTConfig, {"peft_config": LoraConfig(r=2, lora_dropout=0.0)}),
+    "sft, DoRA, in shards": (
+        SFTTrainer,
+        SFTConfig,
+        {"peft_config": LoraConfig(r=2, lora_dropout=0.0, use_dora=True)},
+    ),
     "sft, packed": (SFTTrainer, SFTConfig, {}),
     "dpo": (DPOTrainer, DPOConfig, {}),
     "reward": (RewardTrainer, RewardConfig, {}),
@@ -79,7 +86,7 @@ def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
         seed=SEED,
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        gradient_checkpointing=False,
+        gradient_checkpointing="in shards" in kind,
         **{"packing": True, "max_length": 14} if kind == "sft, packed" else {},
         **{"disable_dropout": True} if kind in ("dpo", "reward") else {},
         **{**ADAM, **changes},
@@ -98,7 +105,9 @@ def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
 
 def describe(trainer: Any) -> dict[str, Any]:
     """What a training ended with."""
-    weights = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+    sharded = hasattr(trainer.model, "exchange")
+    state = whole(trainer.model) if sharded else dict(trainer.model.named_parameters())
+    weights = {name: state[name].detach().clone() for name, _ in trainer.model.named_parameters()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {"weights": list(weights.values()), "losses": losses, "steps": trainer.state.global_step}
 
@@ -118,7 +127,8 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     torch.set_num_threads(1)
     plan, found = make_plan(shares, micros), {}
     for kind, (trainer_class, _, _) in KINDS.items():
-        trainer = with_plan(trainer_class, plan)(**make_parts(kind, str(folder / kind)))
+        chosen = plan_by_memory(plan) if "in shards" in kind else plan
+        trainer = with_plan(trainer_class, chosen)(**make_parts(kind, str(folder / kind)))
         trainer.train()
         found[kind] = describe(trainer)
     torch.save(found, folder / f"{rank}.pt")

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from evener.torch.packed import pack_weights
 from evener.torch.shards.flat import ShardPlace
-from evener.torch.shards.make import cut_model, move
-from evener.torch.shards.unit import choose_units, count_gathered
+from evener.torch.shards.make import check_buffers, cut_model, move
+from evener.torch.shards.unit import choose_units
+from evener.torch.shards.whole import count_gathered
 from evener.torch.step.wrapped import watch
 
 from ..protocol import Place
@@ -23,6 +25,8 @@ class RecipeShards:
 
     def __init__(self, recipe: Any, place: Place, device: torch.device) -> None:
         module, parts, alone = recipe.module, place.state, place.world == 1
+        pack_weights(module, device)
+        check_buffers(module)
         units, replaced = choose_units(module, None), list(module.parameters())
         self._gathered = count_gathered(module, units, None)
         parts = (*parts, 1 - parts[0]) if alone else parts
@@ -41,11 +45,12 @@ class RecipeShards:
         """
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)
-        before = _count_from_here(device)
+        before, noted = _count_from_here(device), self.sharded.held.now.total()
         optimizer.step()
-        held = self.sharded.held.now["state"]
+        ledger = self.sharded.held
+        held, kept = ledger.now["state"], ledger.now.total() - noted
         taken = (
-            max(0, torch.cuda.max_memory_allocated(device) - before - held)
+            max(0, torch.cuda.max_memory_allocated(device) - before - kept)
             if device.type == "cuda"
             else 0
         )

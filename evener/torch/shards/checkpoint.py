@@ -4,6 +4,9 @@ plain PyTorch load.
 A folder has safetensors files, and an index that transformers reads too. The index is replaced in
 one step, once all files that it names are on the disk: whatever ends a process before that leaves
 the old checkpoint whole.
+
+Of a model with PEFT's adapters the folder has what is trained, and PEFT's own files beside it.
+Packed weights (4 bits) aren't written: they are frozen, and the program makes them again.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import count, islice
 from pathlib import Path
@@ -24,12 +27,14 @@ import torch.distributed as dist
 from ...errors import RequestError
 from ...system.files import write_atomically
 from ..messages import tell_all
-from ..sums.collectives import own_collectives
-from .flat import Flat
+from ..sums.collectives import own_collectives, spread
+from .adapters import export_adapters, find_names
+from .flat import Flat, Slot
 from .make import find
 from .sharded import Sharded
 
 INDEX = "model.safetensors.index.json"  # as transformers calls it
+ADAPTER_INDEX = "training.safetensors.index.json"  # of adapters, which transformers doesn't read
 WHOLE = "model.safetensors"  # a model in one file
 _FILE = re.compile(r"(model|optimizer)-[0-9a-f]{8}-\d{5}\.safetensors")
 
@@ -62,10 +67,10 @@ def model_state(model: Any) -> Tensors:
     memory of the host.
     """
     sharded, state = find_sharded(model), Tensors()
-    for flat in _flats(sharded):
-        for name, tensor in _whole(flat, flat.shard).items():
-            slot = next(each for each in flat.slots if each.names[0] == name)
-            state |= dict.fromkeys(slot.names, tensor)
+    names = {slot.names[0]: slot.names for slot in sharded.slots}
+    for tensors in _parameters(sharded, {}):
+        for name, tensor in tensors.items():
+            state |= dict.fromkeys(names[name], tensor)
     return {**state, **_buffers(model)} if sharded.place.rank == 0 else {}
 
 
@@ -91,8 +96,33 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: Sharded) -> Iterator[Flat]:
+    """The flats that checkpoints have: but for packed weights."""
     for unit in [sharded.root, *sharded.units]:
-        yield from unit.flats
+        for flat in unit.flats:
+            if not flat.packed:
+                yield flat
+
+
+def _whole_slots(sharded: Sharded) -> list[Slot]:
+    return sharded.whole.slots if sharded.whole is not None else []
+
+
+def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
+    """The whole parameters by name, a flat at a time, in memory of the host; on rank 0 alone.
+
+    Without `wanted` all of them, else the flats that have one of these names.
+    """
+    for flat in _flats(sharded):
+        if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
+            yield _whole(flat, flat.shard)
+    yield _on_host(sharded, {slot.names[0]: slot.piece for slot in _whole_slots(sharded)})
+
+
+def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Copies of tensors in memory of the host; on rank 0 alone."""
+    if sharded.place.rank:
+        return {}
+    return {name: each.detach().cpu().clone() for name, each in tensors.items()}
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -137,6 +167,10 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
             names = {slot.names[0] for slot in values}
             whole = _whole(flat, shard).items()
             yield {f"{name}/{kind}": tensor for name, tensor in whole if name in names}
+    for slot in _whole_slots(sharded):
+        state = optimizer.state.get(slot.piece, {})
+        kinds = _shard_kinds(state)
+        yield _on_host(sharded, {f"{slot.names[0]}/{kind}": state[kind] for kind in kinds})
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
@@ -157,7 +191,7 @@ def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
 
 
 def _is_shard(value: Any) -> bool:
-    return bool(torch.is_tensor(value) and value.ndim == 1)
+    return bool(torch.is_tensor(value) and value.ndim)
 
 
 def _names(sharded: Sharded, optimizer: Any) -> list[str]:
@@ -193,10 +227,17 @@ def save(
     RequestError on every rank if it can't be written; what was there before is whole then.
     """
     sharded = find_sharded(model)
-    writer = _Writer(Path(folder), sharded.place.rank == 0)
+    writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
+    writer = _Writer(Path(folder), writes, ADAPTER_INDEX if has_adapters else INDEX)
     writer.run(writer.open)
-    for flat in _flats(sharded):
-        writer.write("model", _whole(flat, flat.shard))
+    adapters: list[str] = []
+    if has_adapters:
+        writer.run(lambda: adapters.extend(find_names(model, sharded)))
+        adapters = _from_first(adapters)
+    exported: Tensors = {}
+    for tensors in _parameters(sharded, adapters):
+        writer.write("model", tensors)
+        exported.update(tensors if has_adapters else {})
     writer.write("model", _buffers(model))
     for state in _states(sharded, optimizer) if optimizer is not None else ():
         writer.write("optimizer", state)
@@ -205,6 +246,8 @@ def save(
         rest["groups"], rest["names"] = _groups(optimizer), _names(sharded, optimizer)
         rest["counters"] = _counters(sharded, optimizer)
     writer.run(lambda: writer.close(rest))
+    if has_adapters:
+        writer.run(lambda: export_adapters(Path(folder), model, exported))
     _agree(writer.fault, "Free some space, or name another folder: the old checkpoint is whole.")
 
 
@@ -213,8 +256,9 @@ class _Writer:
     `fault`.
     """
 
-    def __init__(self, folder: Path, writes: bool) -> None:
+    def __init__(self, folder: Path, writes: bool, index: str) -> None:
         self._folder, self._writes, self._token = folder, writes, secrets.token_hex(4)
+        self._index = index
         self._maps: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}
         self._files = self._size = 0
         self.fault = ""
@@ -235,7 +279,7 @@ class _Writer:
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if (self._folder / WHOLE).exists():
+        if self._index == INDEX and (self._folder / WHOLE).exists():
             raise RequestError(
                 f"{WHOLE} is there, which transformers would read instead", "Name another folder."
             )
@@ -262,7 +306,7 @@ class _Writer:
             "metadata": {"total_size": self._size, "evener": own},
             "weight_map": self._maps["model"],
         }
-        write_atomically(self._folder / INDEX, json.dumps(index, indent=1).encode())
+        write_atomically(self._folder / self._index, json.dumps(index, indent=1).encode())
         self._remove(lambda name: self._token not in name)
 
     def _remove(self, chosen: Callable[[str], bool]) -> None:
@@ -303,17 +347,21 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
     RequestError on every rank if it isn't there, or of another model.
     """
     sharded = find_sharded(model)
-    reader = _Reader(Path(folder), sharded.place.rank == 0)
+    index = ADAPTER_INDEX if hasattr(model, "peft_config") else INDEX
+    reader = _Reader(Path(folder), sharded.place.rank == 0, index)
     own = reader.open(sharded, model, optimizer)
     with torch.no_grad():
-        for flat in _flats(sharded):
+        for flat in reader.choose(_flats(sharded)):
             flat.shard.copy_(reader.read(flat, "", flat.shard.dtype))
+        pieces = {slot.names[0]: slot.piece for slot in _whole_slots(sharded)}
+        for name, tensor in reader.read_whole(pieces, sharded.place.device).items():
+            pieces[name].copy_(tensor)
         reader.read_buffers(model)
     state = {} if optimizer is None else _read_optimizer(reader, sharded, optimizer, own)
     _agree(reader.fault, "Load another checkpoint: the model has a part of this one.")
     if optimizer is not None:
         optimizer.load_state_dict(state)
-        sharded.held.note_state(optimizer)
+        sharded.note_state(optimizer)
     return own["extra"]
 
 
@@ -339,14 +387,19 @@ def _read_optimizer(
                 if f"{slot.names[0]}/{kind}" in own["optimizer"]:
                     low, high = flat.range_of(slot)
                     state.setdefault(numbers[slot.names[0]], {})[kind] = shard[low:high].clone()
+    parameters = {slot.names[0] for slot in _whole_slots(sharded)}
+    kept = [name for name in own["optimizer"] if name.rpartition("/")[0] in parameters]
+    for name, tensor in reader.read_whole(kept, sharded.place.device).items():
+        parameter, _, kind = name.rpartition("/")
+        state.setdefault(numbers[parameter], {})[kind] = tensor
     return {"state": state, "param_groups": _number(own["groups"])}
 
 
 class _Reader:
     """Reads tensors by name on rank 0, and gives each rank its part."""
 
-    def __init__(self, folder: Path, reads: bool) -> None:
-        self._folder, self._reads = folder, reads
+    def __init__(self, folder: Path, reads: bool, index: str) -> None:
+        self._folder, self._reads, self._index = folder, reads, index
         self._maps: dict[str, str] = {}
         self.fault = ""
 
@@ -362,12 +415,14 @@ class _Reader:
         return _from_first(own)
 
     def _open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
-        index = json.loads((self._folder / INDEX).read_bytes())
+        index = json.loads((self._folder / self._index).read_bytes())
         own: dict[str, Any] = index["metadata"].get("evener", _FOREIGN)
         self._maps = {**index["weight_map"], **own["optimizer"]}
         shapes = {name: buffer.shape for name, buffer in _buffers(model).items()}
-        for slot in sharded.slots:
-            shapes[self._find(slot.names)] = slot.shape
+        written = [slot for flat in _flats(sharded) for slot in flat.slots]
+        for slot in written + _whole_slots(sharded):
+            if self._index == INDEX or slot.piece.requires_grad:
+                shapes[self._find(slot.names)] = slot.shape
         for name, shape in shapes.items():
             found = self._slice(name).get_shape()
             if tuple(found) != tuple(shape):
@@ -409,6 +464,30 @@ class _Reader:
         with own_collectives():
             dist.broadcast(whole, 0)
         return whole[flat.start : flat.stop]
+
+    def choose(self, flats: Iterable[Flat]) -> list[Flat]:
+        """The flats of which the checkpoint has parameters: of adapters it has no others."""
+        listed = list(flats)
+        names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
+        have = _from_first([any(each in self._maps for each in own) for own in names])
+        return [flat for flat, has in zip(listed, have, strict=True) if has]
+
+    def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
+        """Tensors that each rank has whole."""
+        found = {name: self._get(name) for name in names if self._reads}
+        listed = {name: each for name, each in found.items() if each is not None}
+        kinds = {
+            name: [str(each.dtype).removeprefix("torch."), *each.shape]
+            for name, each in listed.items()
+        }
+        tensors = {}
+        for name, (dtype, *shape) in _from_first(kinds).items():
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            if name in listed:
+                tensors[name].copy_(listed[name])
+        with own_collectives():
+            spread(list(tensors.values()))
+        return tensors
 
     def read_buffers(self, model: Any) -> None:
         """Fill the model's buffers."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...shares.whole_rows import apportion, bounds
+from ..packed import is_packed
 from ..sums.collectives import own_collectives
 
 
@@ -89,6 +90,7 @@ class Flat:
     def __init__(self, place: ShardPlace, slots: Sequence[Slot], dtype: Any, held: Any) -> None:
         first = slots[0].tensor
         self.slots, self.trainable, self.held, self._place = slots, first.requires_grad, held, place
+        self.packed = is_packed(first)
         self.elements = 0
         for slot in slots:
             slot.start = self.elements
@@ -109,11 +111,15 @@ class Flat:
         for slot in slots:
             low, high = self.range_of(slot)
             whole = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
-            slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
+            if self.packed:
+                slot.whole = slot.tensor  # which has what its layer unpacks it by
+                slot.whole.data = whole
+            else:
+                slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
             slot.piece = torch.nn.Parameter(self.shard[low:high], requires_grad=self.trainable)
             slot.point_to(slot.piece)
             slot.tensor = None
-        held.add("shards", _size(self.shard))
+        held.add("shards", byte_count(self.shard))
         self.whole.untyped_storage().resize_(0)
 
     def _copy_whole(self, filled: torch.Tensor) -> None:
@@ -134,8 +140,8 @@ class Flat:
 
     def gather(self) -> list[Any]:
         """Begin to gather the whole parameters; returns what has to be waited for."""
-        self.whole.untyped_storage().resize_(_size(self.whole))
-        self.held.add("gathered", _size(self.whole))
+        self.whole.untyped_storage().resize_(byte_count(self.whole))
+        self.held.add("gathered", byte_count(self.whole))
         # autograd gets again what it saved in the forward pass: .data counts its own versions, also
         # those of copies
         # that gloo makes on a GPU while one waits for it
@@ -166,7 +172,7 @@ class Flat:
 
     def free(self) -> None:
         """Drop the whole parameters."""
-        self.held.add("gathered", -_size(self.whole))
+        self.held.add("gathered", -byte_count(self.whole))
         self.whole.untyped_storage().resize_(0)
 
     # ------------------------------------------------------------------ gradients
@@ -180,7 +186,7 @@ class Flat:
             self._grads = torch.zeros(
                 self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device
             )
-            self.held.add("gathered", _size(self._grads))
+            self.held.add("gathered", byte_count(self._grads))
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
@@ -239,14 +245,14 @@ class Flat:
         assert self._grads is not None
         with torch.no_grad():
             self._add(self._grads[self.start : self.stop])
-        self.held.add("gathered", -_size(self._grads))
+        self.held.add("gathered", -byte_count(self._grads))
         self._work, self._grads = [], None
 
     def _make_views(self) -> torch.Tensor:
         """The gradient's shard, with the slots' views of it."""
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard)
-            self.held.add("gradients", _size(self._grad_shard))
+            self.held.add("gradients", byte_count(self._grad_shard))
             for slot in self.slots:
                 low, high = self.range_of(slot)
                 slot.view = self._grad_shard[low:high]
@@ -278,7 +284,7 @@ class Flat:
         for work in self._work:
             work.wait()
         if self._grads is not None:
-            self.held.add("gathered", -_size(self._grads))
+            self.held.add("gathered", -byte_count(self._grads))
         self._work, self._grads = [], None
         for slot in self.slots:
             slot.received = slot.before = slot.fired = False
@@ -301,5 +307,6 @@ class Flat:
 _ALONE = SimpleNamespace(wait=lambda: None)  # the sum of one rank
 
 
-def _size(tensor: torch.Tensor) -> int:
+def byte_count(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's elements."""
     return int(tensor.numel() * tensor.element_size())

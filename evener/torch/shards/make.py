@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import RequestError
 from ...shares.whole_rows import check_ratios
+from ..packed import pack_weights
 from ..planned import PlannedTraining
 from ..ranks.ranks import return_memory
 from ..step.wrapped import (
@@ -38,9 +39,10 @@ from ..step.wrapped import (
 )
 from ..sums.collectives import is_equal_everywhere, own_collectives
 from ..sums.exchange import EXCHANGES
-from .flat import ShardPlace
+from .flat import ShardPlace, byte_count
 from .sharded import Sharded
-from .unit import choose_units, count_gathered
+from .unit import choose_units
+from .whole import count_gathered
 
 _MEET = "meet in each unit of a sharded model"
 ELEMENTWISE = (
@@ -61,6 +63,7 @@ _replaced: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # parameters that pieces have taken the place of
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
+_counted: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose state is in the ledger
 
 
 def shard(
@@ -81,6 +84,8 @@ def shard(
     if training.world == 1:
         return training.wrap(model)
     _check(training, model)
+    pack_weights(model, training.device)
+    check_buffers(model)
     chosen = choose_units(model, units) if level == "all" else {}
     parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype))
     place = ShardPlace(training.rank, parts, training.device)
@@ -113,12 +118,13 @@ def cut_model(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(place.device)
-    replaced = list(model.parameters())
+    before = list(model.parameters())
     sharded = Sharded(model, units, place, dtype, keeps)
-    look_after(sharded, replaced)
+    kept = set(map(id, model.parameters()))
+    look_after(sharded, [each for each in before if id(each) not in kept])
     EXCHANGES.add(sharded)
     model.exchange, model.require_backward_grad_sync = sharded, True
-    if keeps:
+    if keeps or sharded.whole is not None:
         model.no_sync = partial(Exchanged.no_sync, model)
     model.register_state_dict_pre_hook(_refuse)
     model.register_load_state_dict_pre_hook(_refuse)
@@ -142,6 +148,17 @@ def _check(training: PlannedTraining, model: Any) -> None:
             else f"ranks {_MEET}"
         )
         raise RequestError(f"split.shard has no {name}: {why}.", f"Leave {name} out.")
+
+
+def check_buffers(model: Any) -> None:
+    """RequestError if most of the model is in buffers, which each rank has whole."""
+    held = sum(map(byte_count, model.buffers()))
+    if held > sum(map(byte_count, model.parameters())):
+        raise RequestError(
+            f"{held / 2**20:,.0f} MiB of the model are in buffers, as GPTQ's and AWQ's weights "
+            f"are, and buffers aren't cut: each device would hold them all.",
+            "Quantize it with bitsandbytes' 4 bits, or load it in bfloat16.",
+        )
 
 
 def _parts(
@@ -242,7 +259,7 @@ def sum_norms(
 
 def _list_shard_gradients() -> set[int]:
     """The gradients of all sharded models on this rank, by id."""
-    parameters = [each for sharded in _all for each in sharded.parameters]
+    parameters = [each for sharded in _all for each in sharded.pieces]
     return {id(each.grad) for each in parameters if each.grad is not None}
 
 
@@ -295,6 +312,12 @@ def find(optimizer: Any) -> Sharded | None:
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
 
+def find_pieces(optimizer: Any) -> bool:
+    """True if an optimizer trains pieces of parameters."""
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
+
+
 def _before_step(optimizer: Any, _: Any, __: Any) -> None:
     sharded = find(optimizer)
     if sharded is not None and sharded.waits:
@@ -319,7 +342,8 @@ def _look_at(optimizer: Any, sharded: Sharded | None) -> None:
             "Make the optimizer after split.shard.",
         )
     if sharded is not None:
-        if unwrap(type(optimizer).step) not in {unwrap(kind.step) for kind in ELEMENTWISE}:
+        steps = unwrap(type(optimizer).step)
+        if find_pieces(optimizer) and steps not in {unwrap(kind.step) for kind in ELEMENTWISE}:
             raise RequestError(
                 f"{type(optimizer).__name__} looks at whole parameters, and a sharded model's "
                 f"ranks have pieces.",
@@ -328,14 +352,16 @@ def _look_at(optimizer: Any, sharded: Sharded | None) -> None:
                     "element."
                 ),
             )
-        optimizer.register_state_dict_pre_hook(_refuse_state)
+        if find_pieces(optimizer):
+            optimizer.register_state_dict_pre_hook(_refuse_state)
     _looked_at.add(optimizer)
 
 
 def _after_step(optimizer: Any, _: Any, __: Any) -> None:
     sharded = find(optimizer)
-    if sharded is not None and not sharded.held.now["state"]:
-        sharded.held.note_state(optimizer)
+    if sharded is not None and optimizer not in _counted:
+        _counted.add(optimizer)
+        sharded.note_state(optimizer)
 
 
 def _refuse_state(_: Any) -> None:

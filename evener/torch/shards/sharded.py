@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ...errors import RequestError
+from ..packed import is_packed, list_statistics
 from ..rows.structure import each_tensor, tensors_in
 from ..sums.collectives import own_collectives, spread
-from .flat import ShardPlace, Slot
+from .flat import ShardPlace, Slot, byte_count
 from .unit import Ledger, Unit, find_parameters
+from .whole import WholeParameters, choose_whole
 
 _SIMPLE = (
     type(None),
@@ -53,14 +55,27 @@ class Sharded:
     ) -> None:
         self.held, self.place = Ledger(), place
         parameters = find_parameters(model, units)
+        whole = [] if keeps else choose_whole(parameters)
         modules = {"": model, **units}
         made = [
-            Unit(name, modules[name], own, place, dtype, self.held)
+            Unit(
+                name,
+                modules[name],
+                [slot for slot in own if slot not in whole],
+                place,
+                dtype,
+                self.held,
+            )
             for name, own in parameters.items()
         ]
         self.root, self.units = made[0], made[1:]
         self.slots = [slot for unit in made for slot in unit.slots]
+        self.pieces = [slot.piece for slot in self.slots if slot.piece.requires_grad]
+        # what is trained and whole on each rank: adapters
+        self.whole = WholeParameters(place, whole, self.held) if whole else None
+        self.slots += whole
         self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
+        self._place_statistics(place)
         self.weight, self.ran, self.noise, self.alone = 1.0, False, None, False
         self.begun: Callable[[Any, Any], None] = lambda *_: None
         self.done: Callable[[], None] = lambda: None
@@ -79,6 +94,8 @@ class Sharded:
         self._passing: Any = None  # of the backward pass
         self._sending: Unit | None = None
         self._flags: Any = None  # which parameters any rank used, on its way
+        self._computes = False  # the model's forward pass
+        self._outside: list[Unit] = []  # used in this pass outside of their modules' forward passes
         self._hook()
         self._spread_buffers()
 
@@ -91,6 +108,25 @@ class Sharded:
             for flat in unit.trained:
                 for slot in flat.slots:
                     slot.whole.register_post_accumulate_grad_hook(hooks.take(flat, slot))
+            is_layer = unit is not self.root and not any(unit.module.children())
+            if is_layer and not isinstance(unit.module, torch.nn.RNNBase):  # has a list of its own
+                unit.module._parameters = LayerParameters(own, unit)
+
+        if self.whole is not None:
+            self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
+
+    def _place_statistics(self, place: ShardPlace) -> None:
+        """Have what packed weights are unpacked by whole on each rank's device, as the first rank
+        has it.
+        """
+        packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
+        for each in packed:
+            each.quant_state.to(place.device)
+        statistics = list_statistics(packed)
+        self.held.add("whole", sum(map(byte_count, statistics)))
+        if not place.alone and statistics:
+            with torch.no_grad(), own_collectives():
+                spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
         """RequestError if another exchange would have these parameters."""
@@ -109,7 +145,7 @@ class Sharded:
         """Backward passes through these outputs of the model are of this batch; `sync`: they end
         with a sum.
         """
-        self._batch, self._sums = batch, sync or not self.keeps
+        self._batch, self._sums = batch, sync
 
         def begin(_: Any) -> None:
             self.arm(batch)
@@ -142,11 +178,16 @@ class Sharded:
             self.waits = False
             for unit in [self.root, *self.units]:
                 unit.forget()
+            if self.whole is not None:
+                self.whole.forget()
         self._check_kept(lambda slot: slot.is_kept())
+        if self.whole is not None:
+            self.whole.check_kept()
         self._task = self._passing = self._sending = self._flags = None
+        self._computes, self._outside = True, []
         for unit in [self.root, *self.units]:
             unit.check_unchanged()
-            if not self.waits:
+            if not (self.keeps and self.waits):
                 unit.free()  # a step may have moved its weights
         self._last = self.root
 
@@ -157,11 +198,14 @@ class Sharded:
             return
         trains = torch.is_grad_enabled() and self._follow_outputs(unit, outputs)
         if unit is self.root:
-            self._final = self._last
+            self._final, self._computes = self._last, False
+            kept = [self._final, *(self._outside if trains else ())]
             for each in self.units:
-                if each is not self._final:  # begun too early, as the order has changed
+                if each not in kept:  # begun too early, as the order has changed
                     each.free()
-        if not trains or unit not in (self.root, self._final):
+                else:
+                    each.hide()
+        if not trains or unit not in (self.root, self._final, *self._outside):
             unit.free()
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
@@ -189,6 +233,16 @@ class Sharded:
             lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, inputs
         )
 
+    def read_outside(self, unit: Unit) -> None:
+        """Gather a layer whose parameters are read outside of its forward pass, as by a loss that
+        multiplies by the head's weight itself; it stays until the backward pass ends.
+        """
+        if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
+            return
+        unit.gather()
+        if unit not in self._outside:
+            self._outside.append(unit)
+
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
@@ -203,6 +257,11 @@ class Sharded:
             self._check_kept(lambda slot: slot.piece.grad is not None)
             if self.root.gathered:
                 self.root.gather()  # it may be hidden
+            for unit in self._outside:
+                unit.unsent = True
+                unit.gather()
+            if self.whole is not None:
+                self.whole.begin()
             self._task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self.begun(batch, batch if begins else self._passing)
@@ -220,8 +279,13 @@ class Sharded:
         if before is not None and before is not self.root:
             before.begin_gather()
 
-    def end_backward(self, unit: Unit) -> None:
-        """All gradients of a unit are there: they are summed, and it is freed."""
+    def end_backward(self, unit: Unit, is_over: bool = False) -> None:
+        """All gradients of a unit are there: they are summed, and it is freed.
+
+        One that is used outside of its forward pass waits until the backward pass is over.
+        """
+        if unit in self._outside and not is_over:
+            return
         if unit.unsent:
             if self._sending is not None:
                 self._sending.receive()
@@ -235,20 +299,26 @@ class Sharded:
         if self._task is None:
             self.arm(self._batch)
 
+    def accumulated_whole(self) -> None:
+        """A gradient of a parameter that is whole on each rank comes."""
+        if self._task is None:
+            self.arm(self._batch)
+
     def _end(self) -> None:
         """The backward pass is over."""
-        if not self._sums:
+        if self.keeps and not self._sums:
             self._keep()
             return
-        self.waits = False
         for unit in [*self.units, self.root]:
-            self.end_backward(unit)
+            self.end_backward(unit, is_over=True)
         if self._sending is not None:
             self._sending.receive()
         self._sending = self._task = self._passing = None
+        self.waits = self.whole is not None and not self._sums
         self._settle()
-        self.ran = True
-        self.done()
+        if not self.waits:
+            self.ran = True
+            self.done()
 
     def _keep(self) -> None:
         """Keep the gradients of a pass for the sum of a later one, and the whole parameters for
@@ -261,7 +331,8 @@ class Sharded:
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
         """RequestError if gradients that wait for their sum were cleared."""
-        if self.waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
+        waits = self.keeps and self.waits
+        if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",
                 "Call zero_grad() after the optimizer's step alone.",
@@ -271,6 +342,14 @@ class Sharded:
         """Give parameters their gradients, but for those that no rank used."""
         trained = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in trained for slot in flat.slots]
+        whole = self.whole
+        if whole is not None and self.waits:
+            whole.keep()
+            if not fired:
+                return
+        elif whole is not None:
+            whole.add_up()
+            fired += [slot.fired for slot in whole.slots]
         if not self.place.alone:
             flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
             with own_collectives():
@@ -282,6 +361,8 @@ class Sharded:
         used = iter(fired)
         for flat in trained:
             flat.settle([bool(next(used)) for _ in flat.slots])
+        if whole is not None and not self.waits:
+            whole.settle([bool(each) for each in used])
 
     def _spread_buffers(self) -> None:
         """Copy the first rank's buffers to every rank; the model may have other ones than
@@ -290,6 +371,11 @@ class Sharded:
         if not self.place.alone:
             with own_collectives():
                 spread(list(self.root.module.buffers()))
+
+    def note_state(self, optimizer: Any) -> None:
+        """Count the state of an optimizer of this model's parameters."""
+        whole = self.whole.parameters if self.whole is not None else []
+        self.held.note_state(optimizer, set(map(id, whole)))
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RequestError(
@@ -301,6 +387,20 @@ class Sharded:
         raise RequestError(
             "A sharded model can't be saved as a whole.", "Use split.save, or split.model_state."
         )
+
+
+class LayerParameters(dict[str, Any]):
+    """The parameters of a layer that is a unit, in its module's own dictionary; whoever reads one
+    in the model's forward pass gets it whole.
+    """
+
+    def __init__(self, sharded: Any, unit: Unit) -> None:
+        super().__init__(unit.module._parameters)
+        self._sharded, self._unit = sharded, unit
+
+    def __getitem__(self, name: str) -> Any:
+        self._sharded.read_outside(self._unit)
+        return super().__getitem__(name)
 
 
 class UnitHooks:

@@ -5,14 +5,15 @@ bytes of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module, ModuleDict, ModuleList
 
 from ...errors import RequestError
-from .flat import Flat, ShardPlace, Slot
+from ..packed import explain_unusable, is_packed
+from .flat import Flat, ShardPlace, Slot, byte_count
 
 PARTS = 8  # of a model without repeated blocks: a unit is about this part of it
 
@@ -130,10 +131,19 @@ def _walk(
 
 
 def _check_kind(name: str, tensor: Any) -> None:
+    if is_packed(tensor):
+        fault = explain_unusable(tensor)
+        if fault:
+            raise RequestError(
+                f"The parameter {name} can't be cut into shards. {fault}",
+                "Freeze the 4-bit layers and train adapters beside them, as PEFT does.",
+            )
+        return
     if type(tensor) is not torch.nn.Parameter:
         raise RequestError(
             f"The parameter {name} is a {type(tensor).__name__}, which can't be cut into shards.",
-            "Shard a model of plain parameters: neither quantized, nor lazy, nor sharded already.",
+            "Shard a model of plain parameters, or of bitsandbytes' 4-bit layers: no other "
+            "quantized parameters, nor lazy ones, nor such as are sharded already.",
         )
 
 
@@ -154,8 +164,13 @@ class Unit:
         self.name, self.module = name, module
         kinds: dict[Any, list[Slot]] = {}
         for each in parameters:
-            kinds.setdefault((each.tensor.dtype, each.tensor.requires_grad), []).append(each)
-        self.flats = [Flat(place, each, dtype, held) for each in kinds.values()]
+            tensor = each.tensor
+            kind = (tensor.dtype, tensor.requires_grad, is_packed(tensor))
+            kinds.setdefault(kind, []).append(each)
+        self.flats = [
+            Flat(place, each, None if packed else dtype, held)
+            for (_, _, packed), each in kinds.items()
+        ]
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False
@@ -236,33 +251,19 @@ class Unit:
                     )
 
 
-def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
-    """The most bytes that a rank holds beside its part of the state and activations.
-
-    The model's own parameters, two units, and the gradients of all these before their sum.
-    """
-    sizes = []
-    for own in find_parameters(model, units).values():
-        tensors = [each.tensor for each in own]
-        whole = sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
-        sizes.append(
-            whole
-            + sum(each.numel() * each.element_size() for each in tensors if each.requires_grad)
-        )
-    return int(sizes[0] + sum(sorted(sizes[1:])[-2:]))
-
-
 class Ledger:
     """Bytes of `shards`, `gathered` units with their gradients before the sum, and `gradients`
     after it; `peak` of all.
 
-    The optimizer's state comes with its first step, and stays.
+    The optimizer's state comes with its first step, and stays. Parameters that are held `whole`
+    are counted with it.
     """
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self.peak = 0
+        self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
         """Count bytes that come, or go where `size` is negative."""
@@ -270,13 +271,16 @@ class Ledger:
         self.most[kind] = max(self.most[kind], self.now[kind])
         self.peak = max(self.peak, self.now.total())
 
-    def note_state(self, optimizer: Any) -> None:
-        """Count the state of an optimizer of the model's pieces, but for its counters of steps."""
-        tensors = [
-            each
-            for state in optimizer.state.values()
-            for each in state.values()
-            if torch.is_tensor(each)
-        ]
-        size = sum(each.numel() * each.element_size() for each in tensors if each.ndim)
-        self.add("state", size - self.now["state"])
+    def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
+        """Count the state of an optimizer of the model's pieces, but for its counters of steps.
+
+        `whole` are the parameters that each rank has whole, by id.
+        """
+        sizes = Counter(state=0, whole=0)
+        for parameter, state in optimizer.state.items():
+            kind = "whole" if id(parameter) in whole else "state"
+            tensors = [each for each in state.values() if torch.is_tensor(each)]
+            sizes[kind] += sum(byte_count(each) for each in tensors if each.ndim)
+        self.add("state", sizes["state"] - self.now["state"])
+        self.add("whole", sizes["whole"] - self._whole_state)
+        self._whole_state = sizes["whole"]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import RequestError
+from ..packed import list_statistics
 from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
@@ -71,7 +72,7 @@ class Exchange:
             each.has_any(set(named))
         if not alone:
             common = [each for name, each in module.named_buffers() if name not in ignored]
-            self._agree([*named.values(), *common])
+            self._agree([*named.values(), *common, *list_statistics(named.values())])
 
         self.begun: Callable[[Any, Any], None] = lambda *_: None
         self.ready: Callable[[], None] = lambda: None

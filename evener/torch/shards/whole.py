@@ -1,0 +1,173 @@
+"""Parameters that every rank holds whole beside shards: adapters, whose gradients are summed once a
+batch.
+
+A small part of a model that is trained, while the rest is frozen, costs less whole on each device
+than gathered in every pass. The parameters stay the model's own, so that any optimizer trains them,
+and any library saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import RequestError
+from ..packed import is_packed, list_statistics
+from ..sums.collectives import own_collectives, spread
+from .flat import ShardPlace, Slot, byte_count
+from .unit import find_parameters
+
+STATE_COPIES = 4  # of a trained parameter: itself, its gradient and two of the optimizer's
+MOST_PART = 0.25  # of the model's bytes that such parameters may take on each device
+
+
+def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
+    """The most bytes that a rank holds beside its part of the state and activations.
+
+    The model's own parameters, two units, the gradients of all these before their sum, and what is
+    whole on each rank with its state.
+    """
+    parameters = find_parameters(model, units)
+    whole = choose_whole(parameters)
+    sizes = []
+    for own in parameters.values():
+        tensors = [slot.tensor for slot in own if slot not in whole]
+        size = 0
+        for each in tensors:
+            computes = None if is_packed(each) else dtype
+            size += each.numel() * (computes or each.dtype).itemsize
+            size += byte_count(each) if each.requires_grad else 0
+        sizes.append(size)
+    beside = STATE_COPIES * sum(byte_count(slot.tensor) for slot in whole)
+    beside += sum(map(byte_count, list_statistics(model.parameters())))
+    return int(sizes[0] + sum(sorted(sizes[1:])[-2:]) + beside)
+
+
+def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
+    """The trained parameters of a model that is mostly frozen; none where they, with their
+    optimizer's state, would take more than a quarter of the model's bytes.
+    """
+    slots = [slot for unit in parameters.values() for slot in unit]
+    trained = [slot for slot in slots if slot.tensor.requires_grad]
+    everything = sum(byte_count(slot.tensor) for slot in slots)
+    state = STATE_COPIES * sum(byte_count(slot.tensor) for slot in trained)
+    return trained if state <= MOST_PART * everything else []
+
+
+class WholeParameters:
+    """Trained parameters that this rank holds whole, with the sum of their gradients.
+
+    A backward pass leaves a parameter's gradient at the parameter. It is taken from there, times
+    this rank's weight, and what earlier backward passes summed is put back with the sum.
+    """
+
+    def __init__(self, place: ShardPlace, slots: Sequence[Slot], held: Any) -> None:
+        self.slots = list(slots)
+        self._place, self._held = place, held
+        self._sums: dict[torch.dtype, torch.Tensor] = {}  # this rank's gradients, until the sum
+        self._views: dict[Slot, torch.Tensor] = {}  # of them
+        self._earlier: dict[Slot, torch.Tensor | None] | None = None  # gradients summed before
+        self.waits = False  # passes have left gradients for a later sum
+        self._counted = False  # the gradients are in the ledger
+        for slot in self.slots:
+            tensor = slot.tensor
+            tensor.data = tensor.data.to(place.device)
+            slot.piece = slot.whole = tensor
+            slot.tensor = None
+        self.parameters = [slot.piece for slot in self.slots]
+        held.add("whole", sum(map(byte_count, self.parameters)))
+        if not place.alone:
+            with torch.no_grad(), own_collectives():
+                spread(self.parameters)
+
+    def hook(self, begin: Callable[[], None], weight: Callable[[], float]) -> None:
+        """Take gradients as they come, times `weight()`; `begin` is called before the first."""
+        for slot in self.slots:
+            slot.piece.register_hook(lambda _: begin())
+            slot.piece.register_post_accumulate_grad_hook(
+                lambda _, slot=slot: self._take(slot, weight())
+            )
+
+    def begin(self) -> None:
+        """A backward pass begins: its gradients are apart from those before."""
+        if self._earlier is None:
+            self._earlier = {slot: slot.piece.grad for slot in self.slots}
+        for slot in self.slots:
+            slot.piece.grad = None
+
+    def _take(self, slot: Slot, weight: float) -> None:
+        gradient, slot.piece.grad = slot.piece.grad, None
+        slot.fired = True
+        if not self._views:
+            self._open()
+        if weight:  # else it may be infinite
+            with torch.no_grad():
+                self._views[slot].add_(gradient, alpha=weight)
+
+    def _open(self) -> None:
+        for dtype in dict.fromkeys(slot.piece.dtype for slot in self.slots):
+            slots = [slot for slot in self.slots if slot.piece.dtype == dtype]
+            sizes = [slot.numel for slot in slots]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=self._place.device)
+            self._held.add("gathered", byte_count(flat))
+            self._sums[dtype] = flat
+            for slot, part in zip(slots, flat.split(sizes), strict=True):
+                self._views[slot] = part.view(slot.shape)
+
+    def keep(self) -> None:
+        """End a backward pass whose gradients are summed with those of a later one.
+
+        Parameters have a gradient meanwhile, which shows whether it is cleared.
+        """
+        self.waits = True
+        for slot in self.slots:
+            if slot.fired:
+                slot.piece.grad = self._views[slot].detach()
+                slot.kept = slot.piece.grad._version
+
+    def add_up(self) -> None:
+        """Sum the gradients over the ranks."""
+        if not self._views:
+            self._open()  # this rank used none of them
+        if not self._place.alone:
+            with own_collectives():
+                for flat in self._sums.values():
+                    dist.all_reduce(flat)
+
+    def settle(self, used: Sequence[bool]) -> None:
+        """Give each parameter its gradient after the sum, but for those that no rank used."""
+        earlier = self._earlier or {}
+        for slot, is_used in zip(self.slots, used, strict=True):
+            before = earlier.get(slot)
+            if before is not None:
+                slot.piece.grad = before.add_(self._views[slot]) if is_used else before
+            else:
+                slot.piece.grad = self._views[slot] if is_used else None
+            slot.fired = False
+        size = 0 if self._counted else sum(map(byte_count, self._sums.values()))
+        self._close()
+        self._held.add("whole", size)  # the gradients, which stay
+        self._counted = True
+
+    def forget(self) -> None:
+        """Drop the gradients of a backward pass that didn't end, and those before it."""
+        for slot in self.slots:
+            slot.fired = False
+            slot.piece.grad = None
+        self._close()
+
+    def _close(self) -> None:
+        size = sum(map(byte_count, self._sums.values()))
+        self._held.add("gathered", -size)
+        self._sums, self._views, self._earlier, self.waits = {}, {}, None, False
+
+    def check_kept(self) -> None:
+        """RequestError if gradients that wait for their sum were cleared."""
+        if self.waits and not all(slot.is_kept() for slot in self.slots if slot.fired):
+            raise RequestError(
+                "Gradients were cleared between the passes, or the batches, of a sum.",
+                "Call zero_grad() after the optimizer's step alone.",
+            )
