@@ -5,7 +5,9 @@ Names are looked up when they are first used, so `import evener` costs next to n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .live.figures import figures
@@ -15,17 +17,12 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 __all__ = ["Plan", "__version__", "figures", "load_plan", "report"]
 
-_HOMES = {
-    "Plan": "evener.plan.file",
-    "figures": "evener.live.figures",
-    "load_plan": "evener.plan.file",
-    "report": "evener.live.reporter",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'evener' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Plan": "evener.plan.file",
+        "figures": "evener.live.figures",
+        "load_plan": "evener.plan.file",
+        "report": "evener.live.reporter",
+    },
+)

@@ -189,7 +189,9 @@ def _has_equal_shares(layout: Layout) -> bool:
     """True if all devices of the request take equal shares in one pass, as plain data parallelism
     gives them.
     """
-    everywhere = len(layout.active) == len(layout.shares) and not layout.traits.sharded
+    if not layout.traits.together or layout.traits.sharded:
+        return False
+    everywhere = len(layout.active) == len(layout.shares)
     return everywhere and is_even(layout) and not layout.in_passes and not layout.knobs
 
 

@@ -12,7 +12,9 @@ docs/training_torch.md has loops, what is exact, and what is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .rows.loader import Loader
@@ -21,17 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "Part", "Split"]
 
-_HOMES = {
-    "Loader": "evener.torch.rows.loader",
-    "Part": "evener.torch.step.batch",
-    "Split": "evener.torch.split",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used: a room of this package needs no other's."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'evener.torch' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
+# when they are first used: a room of this package needs no other's
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Loader": "evener.torch.rows.loader",
+        "Part": "evener.torch.step.batch",
+        "Split": "evener.torch.split",
+    },
+)

@@ -40,9 +40,9 @@ from evener.devices.cpu import slices
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.training.limits import LimitKind, TrainingLimit
-from tests.balancer.test_verdict import SPLIT, candidate, judged, result, said, standing
 from tests.support import limited_trainings
 from tests.support.frameworks import skip_without
+from tests.support.verdicts import SPLIT, candidate, judged, result, said, standing
 
 ALONE = solo(1, 0, 64)
 CPUS = tuple(Device(f"cpu-{i}-of-2", i, "CPU", "cpu", None) for i in range(2))

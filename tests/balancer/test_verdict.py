@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -14,10 +13,9 @@ import msgspec
 import pytest
 
 from evener.balancer import verdict
-from evener.balancer.families import Placement, find_family, pack_on, place_on, split_evenly
-from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
+from evener.balancer.families import pack_on, split_evenly
 from evener.balancer.request import Request
-from evener.balancer.result.judge import RunEnd, judge, waiting_share
+from evener.balancer.result.judge import waiting_share
 from evener.balancer.result.rivals import (
     ComparedLayout,
     compare_all,
@@ -33,20 +31,13 @@ from evener.balancer.result.sentences import (
     write_next_steps,
     write_verdict,
 )
-from evener.balancer.search.layouts import Candidate, LayoutOptions
+from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import Standing
-from evener.balancer.search.report import SearchReport
 from evener.balancer.types import (
     Doubt,
-    End,
     Facts,
-    Failed,
     Interval,
     Layout,
-    Observation,
-    Probe,
-    Problem,
-    Result,
     Stop,
     Timed,
     Warned,
@@ -54,115 +45,35 @@ from evener.balancer.types import (
     solo,
 )
 from evener.balancer.verdict import Figure, RateGap, Rival, Verdict
-from evener.devices.types import Device
 from evener.plan.file import Plan
 from evener.plan.layout import Share
 from tests.support.search_outcomes import draw_outcome
+from tests.support.verdicts import (
+    EVEN,
+    FIXED,
+    LARGER,
+    OTHER,
+    PACK,
+    PLACE,
+    SOLO,
+    SPLIT,
+    candidate,
+    disturbed_turn,
+    judged,
+    result,
+    said,
+    standing,
+    turn,
+)
 
 
-def candidate(family: str, layout: Layout) -> Candidate:
-    """Of a family of this name."""
-    return Candidate(find_family(family), layout)
-
-
-SOLO = candidate("solo", solo(2, 0, 256))
-OTHER = candidate("solo", solo(2, 1, 256))
-EVEN = candidate("even", cast(Layout, split_evenly(2, (0, 1), 256)))
-SPLIT = candidate("split", Layout("split", (150, 106)))
-LARGER = candidate("split", Layout("split", (400, 300)))
-FIXED = Request(framework="torch", global_batch=256)
-PACK = candidate("pack", pack_on(SOLO.layout, 5))
-PLACE = candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
-
-
-def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
-    """A layout's throughput with its relative error."""
-    return Result(one.layout, Interval(rate, rate * (1 - error), rate * (1 + error)), 2)
-
-
-def standing(
-    one: Candidate,
-    rate: float,
-    against: float | None = None,
-    tie: bool = False,
-    error: float = 0.0,
-) -> Standing:
-    """A place in the ranking; `against`, the difference from the winner, is known to 0.1 %."""
-    difference = None if against is None else Interval(against, against - 0.001, against + 0.001)
-    figure = Interval(rate, rate * (1 - error), rate * (1 + error))
-    return Standing(one, figure, difference, tie, 3)
-
-
-def judged(
-    chosen: Result,
-    ranking: Sequence[Standing] = (),
-    *,
-    seen: Sequence[Observation] = (),
-    kind: str = "gpu",
-    request: Request | None = None,
-    rows: int = 0,
-    facts: Facts | None = None,
-    hardware: Sequence[bool | None] = (),
-    stop: Stop = Stop.SETTLED,
-    **known: Any,
-) -> Verdict:
-    """The verdict of a search that has come to this."""
-    count = len(chosen.layout.shares)
-    devices = tuple(
-        Device(f"{kind}-{i}", i, "NVIDIA A", kind, None, bfloat16=has)
-        for i, has in enumerate(hardware or (None,) * count)
-    )
-    request = request or Request(framework="torch")
-    header = Header("run", "2026-01-01T00:00:00Z", request, devices, "train.py:build", "torch", "0")
-    observed = [ObservationEntry(one, 1.0) for one in seen]
-    known.setdefault("problem", Problem(count, (None,) * count, request.global_batch))
-    known.setdefault("results", (chosen, *(one.result for one in ranking)))
-    known.setdefault("solos", (None,) * count)
-    own = Candidate(find_family("split"), chosen.layout)
-    first = standing(own, chosen.throughput.value)
-    report = SearchReport(
-        chosen=chosen, ranking=(first, *ranking), options=LayoutOptions(), **known
-    )
-    return judge(
-        Record(header, (FactsEntry(facts or Facts(rows=rows)), *observed), 0),
-        report,
-        RunEnd(End(stop), 60.0),
-    )
-
-
-def said(*args: Any, **known: Any) -> Written:
-    """The same in words."""
-    return write_verdict(judged(*args, **known))
+def advised(found: Verdict) -> str:
+    """What to do."""
+    assert found.advice is not None
+    return found.advice.action
 
 
 # ---------------------------------------------------------------------- the headline
-
-
-def test_a_split_says_its_shares_its_figure_and_what_it_gains() -> None:
-    """Over the even split and the best single device; nothing else where nothing is to be said."""
-    ranking = [standing(EVEN, 1810, -0.147), standing(SOLO, 1345, -0.366)]
-    words = said(result(SPLIT, 2123), ranking, request=FIXED)
-    assert words.text == (
-        "Use uneven shares by the plan: 150 + 106 on GPU:0 + GPU:1.\n"
-        "150 + 106 on GPU:0 + GPU:1   2 123 samples/s ± 0.5 %   +17 % over even, +58 % over GPU:0 "
-        "alone"
-    )
-    assert words.warnings == ()
-
-
-def test_a_tie_has_the_comparison_s_own_figure_and_a_loss_is_not_hidden() -> None:
-    """Not those of the two rates beside it, which may be further apart than their ± allows."""
-    far = Interval(-0.014, -0.032, 0.004)
-    tie = said(result(SPLIT, 2123), [Standing(EVEN, Interval(2000, 1999, 2001), far, True, 3)])
-    assert tie.gains == "1.4 % faster than even ± 1.9 % (measured alternately: too close to call)"
-    close = said(result(SPLIT, 2123), [standing(EVEN, 2110, -0.006, tie=True)])
-    assert close.gains == (
-        "0.6 % faster than even ± 0.1 % (measured alternately: under 1 %, which counts as equal)"
-    )
-    figures = said(result(SPLIT, 2123), single=result(SOLO, 2110))
-    assert figures.gains == "0.6 % faster than GPU:0 alone ± 1.0 % (too close to call)"
-    slow = said(result(SPLIT, 900), [standing(SOLO, 1000, 0.111)])
-    assert slow.gains == "10 % slower than GPU:0 alone"
 
 
 def test_one_device_that_is_as_fast_as_several_is_said_to_do() -> None:
@@ -170,23 +81,13 @@ def test_one_device_that_is_as_fast_as_several_is_said_to_do() -> None:
     headline then.
     """
     ranking = [standing(EVEN, 300, -0.7), standing(SOLO, 995, -0.005, tie=True)]
-    several = said(result(SPLIT, 1000), ranking)
-    assert several.advice == "Use one device, without a plan: 256 on GPU:0 alone."
-    assert "over even" not in several.gains
-    assert several.remarks[0].startswith("One device is the simpler way: GPU:0 alone reached 995.0")
+    assert advised(judged(result(SPLIT, 1000), ranking)) == "one_device"
+    assert "over even" not in said(result(SPLIT, 1000), ranking).gains
     unclear = Standing(SOLO, Interval(950, 900, 1000), Interval(-0.05, -0.1, 0.01), True, 2)
-    assert said(result(SPLIT, 1000), [unclear]).advice.startswith("Use uneven shares")
-    one = said(result(SOLO, 1000), [standing(SPLIT, 1001, 0.001, tie=True)])
-    assert any("simpler of the two" in line for line in one.remarks)
+    assert advised(judged(result(SPLIT, 1000), [unclear])) == "plan"
+    tied = judged(result(SOLO, 1000), [standing(SPLIT, 1001, 0.001, tie=True)])
+    assert advised(tied) == "one_device"
     assert not said(result(SPLIT, 1000), [standing(SOLO, 500, -0.5)], request=FIXED).remarks
-
-
-def test_passes_are_a_part_of_the_share() -> None:
-    """In a split and alone."""
-    split = candidate("split", layout_of((820, 568), (300, 568)))
-    assert said(result(split, 2123)).answer == "(820 = 2 × 273 + 274) + 568 on GPU:0 + GPU:1"
-    alone = candidate("solo", layout_of((820, 0), (410, 0)))
-    assert said(result(alone, 1000)).answer == "820 = 2 × 410 on GPU:0 alone"
 
 
 @pytest.mark.parametrize("count", [8, 16, 64])
@@ -198,185 +99,36 @@ def test_an_answer_for_many_devices_leaves_room_for_what_is_gained(count: int) -
     assert (f"{count} devices" in answer) == (count > 8)
 
 
-def test_a_figure_that_is_too_uncertain_is_shown_with_its_error_and_compared_with_nothing() -> None:
-    ranking = [standing(SOLO, 2500, 0.2), standing(EVEN, 900, -0.5)]
-    words = said(result(SPLIT, 2123, 0.3), ranking, request=FIXED)
-    assert words.figure == "2 123 samples/s ± 30.0 %, too uncertain to compare"
-    assert words.gains == ""
-    assert words.advice.startswith("Measure again before you decide: the samples/s are only known")
-    assert words.remarks == (
-        "GPU:0 alone reached 2 500 samples/s ± < 0.05 %, which is better known.",
-    )
-    rough = said(result(SOLO, 2123), [standing(EVEN, 2000, -0.06, error=0.4)])
-    assert "too uncertain to compare (± 40.0 %)" in rough.gains
-
-
-def test_simulated_results_begin_with_a_mark() -> None:
-    """So that no width drops it."""
-    assert said(result(SPLIT, 2123), kind="sim").headline.startswith("simulated: 150 + 106")
-    assert "simulated" not in said(result(SPLIT, 2123)).headline
-
-
-def test_one_device_alone_has_no_rivals() -> None:
-    words = said(result(candidate("solo", solo(1, 0, 64)), 90.5, 0.0), request=FIXED)
-    assert words.headline == "64 on GPU:0   90.50 samples/s"
-    assert words.remarks == ()
-
-
-def test_a_pack_says_that_each_training_takes_longer() -> None:
-    """Five with 2.5 times the samples/s: each step takes twice as long."""
-    ranking = [standing(SOLO, 800, -0.6), standing(SPLIT, 1000, -0.5), standing(PLACE, 500, -0.75)]
-    words = said(result(PACK, 2000), ranking)
-    assert words.answer == "5 trainings of 256 side by side on GPU:0"
-    assert "+100 % over the best split (150 + 106)" in words.gains
-    assert words.gains.endswith("+150 % over GPU:0 alone, each training takes 2.0 times as long")
-    assert "Place towers loses 75 %." in words.remarks
-
-
-def test_a_placement_names_itself() -> None:
-    words = said(result(PLACE, 2000), [standing(PACK, 1000, -0.5)])
-    assert words.answer == "256 on GPU:0 + GPU:1, the model's parts placed as towers"
-    assert "Pack of 5 loses 50 %." in words.remarks
-
-
-def test_packs_that_tie_and_those_that_may_are_named() -> None:
-    """They are no loss, and no gain that anybody could show."""
-    unclear = Standing(PLACE, Interval(950, 900, 1000), Interval(-0.05, -0.1, 0.01), True, 2)
-    words = said(result(SOLO, 1000), [standing(PACK, 997, -0.003, tie=True), unclear])
-    assert "pack of 5 ties with it." in words.remarks
-    assert "place towers can't be told apart from it yet." in words.remarks
-
-
-def test_a_knob_is_named_whichever_way_it_went() -> None:
-    xla, mixed = (
-        candidate("solo", msgspec.structs.replace(SOLO.layout, knobs=(knob,)))
-        for knob in ("xla", "mixed")
-    )
-    words = said(result(xla, 1200), [standing(SOLO, 1000, -1 / 6), standing(mixed, 1165, -0.029)])
-    assert words.answer == "256 on GPU:0 alone, with XLA"
-    assert "XLA gives 20 %." in words.remarks
-    assert "Mixed precision loses 3 %." in words.remarks
-    same = said(result(SOLO, 1000), [standing(xla, 999, -0.001, tie=True)])
-    assert "XLA makes no difference." in same.remarks
-
-
 # ---------------------------------------------------------------------- why
 
 
-def test_one_device_says_why_several_are_slower() -> None:
-    """With the cost of keeping in step, where it is known."""
-    chosen, ranking = result(SOLO, 1345), [standing(SPLIT, 1223, -0.0907)]
-    words = said(chosen, ranking, sync_seconds=0.034, request=FIXED)
-    assert words.gains == "+10 % over the best split (150 + 106)"
-    because = "The split is slower because synchronizing the devices costs 34 ms a step."
-    assert words.remarks == (because,)
-    tie = said(chosen, [standing(SPLIT, 1341, -0.003, tie=True)])
-    assert tie.gains.startswith("0.3 % faster than the best split (150 + 106) ± 0.1 %")
-    (missing,) = said(chosen, request=FIXED).remarks
-    assert missing == "No split over several devices was measured near 256 samples."
-
-
-def test_what_does_not_shrink_with_the_share_is_named_where_it_costs_more_than_sync() -> None:
-    """150 of 256 samples that take nearly as long alone gain nothing, however cheap the rest is."""
-    whole = 256 / 1345
-    (because,) = said(
-        result(SOLO, 1345),
-        [standing(SPLIT, 1223, -0.0907)],
-        sync_seconds=0.0004,
-        apart_seconds={SPLIT.layout: 0.9 * whole},
-        request=FIXED,
-    ).remarks
-    assert because == (
-        f"The split is slower because its longest part alone still takes {900 * whole:.0f} ms, "
-        f"against {1000 * whole:.0f} ms for all 256 samples."
-    )
-
-
-def test_a_cause_that_does_not_cover_the_loss_is_not_named() -> None:
-    """A step of 2.8 ms became 7.2, and keeping in step takes 0.16 of them."""
-    (because,) = said(
-        result(SOLO, 256 / 0.0028),
-        [standing(SPLIT, 256 / 0.0072, 2.8 / 7.2 - 1)],
-        sync_seconds=0.00016,
-        apart_seconds={SPLIT.layout: 0.0017},
-        request=FIXED,
-    ).remarks
-    assert because == (
-        "The split is slower: its step takes 7.2 ms, its longest part alone 1.7 ms; the rest is "
-        "unexplained."
-    )
-
-
-def test_a_larger_batch_that_is_faster_is_named_with_the_tolerance() -> None:
-    """A reader who sees its row in a table must not ask why it isn't the plan; also where the two
-    tie.
-    """
-    words = said(result(SPLIT, 1000), [standing(LARGER, 1015, 0.015)])
-    (why,) = [line for line in words.remarks if "--tolerance" in line]
-    assert (
-        "700 samples a step (400 + 300 on GPU:0 + GPU:1) reach 1 015 samples/s, 1.5 % more" in why
-    )
-    assert "within --tolerance 2 %" in why
-    more = said(result(SPLIT, 1000), [standing(LARGER, 1040, 0.04)])
-    assert any("when it was chosen, the plan was" in line for line in more.remarks)
-    rate, gap = Interval(1015, 1010, 1020), Interval(0.013, -0.005, 0.031)
-    tie = said(result(SPLIT, 1000), [Standing(LARGER, rate, gap, True, 3)])
-    (why,) = [line for line in tie.remarks if "--tolerance" in line]
-    assert "1.5 % more (measured alternately 1.3 % more ± 1.8 %: too close to call)" in why
-    assert not said(result(SPLIT, 1000), [standing(LARGER, 990, -0.01)], request=FIXED).remarks
-
-
 def test_every_figure_above_the_plan_s_is_explained() -> None:
-    """Measured alternately the plan was faster; or too close; or measured at another time."""
-    fixed = Request(framework="torch", global_batch=256)
-    in_turn = said(result(SPLIT, 1000), [standing(EVEN, 1100, -0.1)], request=fixed)
-    assert any("measured alternately, the plan is 11.1 % faster" in x for x in in_turn.remarks)
-    tie = said(result(EVEN, 1000), [standing(SPLIT, 1003, 0.003, tie=True)], request=fixed)
-    assert any("0.3 % more" in one and "the plan is simpler" in one for one in tie.remarks)
-    later = said(result(SPLIT, 1000), [standing(EVEN, 1003, 0.003, tie=True)], request=fixed)
-    assert any("figures of different times differ" in one for one in later.remarks)
+    """But for one of another batch, where the batch was given."""
+    faster = standing(EVEN, 1100, -0.1)
+    simpler = standing(SPLIT, 1003, 0.003, tie=True)
+    later = standing(EVEN, 1003, 0.003, tie=True)
     stray = result(candidate("split", Layout("split", (200, 56))), 1200)
-    other = said(result(SPLIT, 1000), request=fixed, results=(stray, result(SPLIT, 1000)))
-    assert any("figures of different times differ" in one for one in other.remarks)
+    for found in (
+        judged(result(SPLIT, 1000), [faster], request=FIXED),
+        judged(result(EVEN, 1000), [simpler], request=FIXED),
+        judged(result(SPLIT, 1000), [later], request=FIXED),
+        judged(result(SPLIT, 1000), request=FIXED, results=(stray, result(SPLIT, 1000))),
+    ):
+        above = [one for one in found.rivals if one.figure.samples_per_second > 1000]
+        assert above
+        assert all(one.why_not for one in above)
     other_batch = result(candidate("solo", solo(2, 0, 64)), 6011)
-    given = judged(result(SPLIT, 1000), request=fixed, results=(other_batch,))
-    assert not any(one.why_not for one in given.rivals), "the batch was given"
+    given = judged(result(SPLIT, 1000), request=FIXED, results=(other_batch,))
+    assert not any(one.why_not for one in given.rivals)
 
 
 def test_equal_devices_have_a_verdict_of_their_own() -> None:
     """The user needs nothing of evener's to train so."""
-    words = said(result(EVEN, 1810), [standing(SOLO, 1345, -0.257)])
-    equal = (
-        "Equal shares are right: plain DDP trains this as fast; evener adds nothing here but the "
-        "batch, 256 samples a step."
-    )
-    assert words.remarks[0] == equal
-    assert (
-        words.advice == "Use plain DDP, without a plan: 128 + 128 on GPU:0 + GPU:1, split evenly."
-    )
-    assert words.remarks[1] == "You gave no --global-batch: evener chose 256 samples a step."
-    given = Request(framework="torch", global_batch=256)
-    (other,) = said(result(EVEN, 1810), [standing(SOLO, 1345, -0.257)], request=given).remarks
-    assert "plain DDP trains this as fast" in other
-    assert "samples a step" not in other
+    assert judged(result(EVEN, 1810), [standing(SOLO, 1345, -0.257)]).equal_shares
     passes = candidate("even", layout_of((128, 128), (64, 64)))
     some = candidate("even", cast(Layout, split_evenly(3, (0, 1), 256)))
-    for one in (SPLIT, passes, some):
+    for one in (SPLIT, passes, some, PLACE, PACK):
         assert not judged(result(one, 1810)).equal_shares
-
-
-def test_a_limit_of_the_user_s_code_is_explained() -> None:
-    """Its message, and about where it is."""
-    ran = Timed(
-        Probe(solo(2, 0, 197), "solo", 1.0), 1.0, 1.0, 1.0, 5, (None, None), (None, None), 1.0, 5.0
-    )
-    detail = "GPU:0, warming up: limit.py:9: ValueError: this table holds 200 rows"
-    raised = Failed(Probe(solo(2, 0, 212), "solo", 1.0), "raised", detail, (0,), 1.0)
-    (line,) = [
-        one for one in said(result(SPLIT, 1000), seen=[ran, raised]).remarks if "code" in one
-    ]
-    assert "197 ran, 212 failed" in line
-    assert line.endswith("ValueError: this table holds 200 rows.")
 
 
 @pytest.mark.parametrize(
@@ -401,8 +153,7 @@ def test_bfloat16_on_a_card_without_hardware_for_it_is_noted_beside_one_with_it(
         hardware=hardware,
     )
     assert found.slow_bfloat16 == slow
-    warnings = write_verdict(found).warnings
-    assert bool(slow) == any("GPU:1 has no hardware for bfloat16" in line for line in warnings)
+    assert bool(slow) == any("bfloat16" in line for line in write_verdict(found).warnings)
 
 
 def test_a_short_epoch_is_said_where_the_batch_was_evener_s_choice() -> None:
@@ -415,24 +166,15 @@ def test_a_short_epoch_is_said_where_the_batch_was_evener_s_choice() -> None:
 # ---------------------------------------------------------------------- what to do
 
 
-def disturbed_turn(part: float, taken: float = 0.0) -> Timed:
-    """A turn of SPLIT of whose blocks other work disturbed a part."""
-    one = turn(SPLIT.layout, 0.256, (0.2, 0.2))
-    return msgspec.structs.replace(one, warnings=(Warned("disturbed", part, taken=taken),))
-
-
 def test_where_other_work_disturbed_everything_the_answer_is_to_measure_again() -> None:
     """Gains get their ±, nothing is recommended beside it, and the search isn't said to be done."""
     seen = [disturbed_turn(1.0, 0.4)]
     found = judged(result(SPLIT, 1000), [standing(EVEN, 800, -0.2)], seen=seen, request=FIXED)
-    words = write_verdict(found)
-    assert words.advice.startswith("Measure again before you decide: other work took CPU time")
-    assert words.gains == "+25 % ± 0.2 % over even"
-    assert any("100 % of the blocks of steps (40 % of the cores' time" in x for x in words.doubts)
+    assert advised(found) == "measure_again"
+    assert "±" in write_verdict(found).gains
     assert write_end(found, Stop.SETTLED.value) == ""
     calm = judged(result(SPLIT, 1000), [standing(EVEN, 800, -0.2)], seen=[disturbed_turn(0.2)])
-    assert calm.advice is not None
-    assert calm.advice.action == "plan"
+    assert advised(calm) == "plan"
     assert write_end(calm, Stop.SETTLED.value) == Stop.SETTLED.value
 
 
@@ -526,45 +268,6 @@ def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
         found = judged(chosen, [standing(one, 998, -0.002, tie=True)], request=request)
         assert found.advice is not None
         assert found.advice.action == action
-
-
-def test_a_device_that_is_left_out_says_why() -> None:
-    """By the fastest split that has it, or that there is none."""
-    three = candidate("split", Layout("split", (150, 106, 0)))
-    wider = result(candidate("split", Layout("split", (140, 96, 20))), 990)
-    solos = tuple(result(candidate("solo", solo(3, i, 256)), 500 - 100 * i) for i in range(3))
-    chosen = result(three, 1000)
-    tried = said(chosen, results=(chosen, wider), solos=solos)
-    (line,) = [one for one in tried.remarks if "left out" in one]
-    assert line == (
-        "GPU:2 is left out: the fastest split with it (140 + 96 + 20) reached 990.0 samples/s, "
-        "1.0 % less than the plan."
-    )
-    larger = result(candidate("split", Layout("split", (140, 96, 40))), 990)
-    other = said(chosen, results=(chosen, larger), solos=solos)
-    assert any("(140 + 96 + 40 = 276 samples)" in line for line in other.remarks)
-    rough = result(candidate("split", Layout("split", (140, 96, 20))), 990, 0.5)
-    assert not any("left out" in x for x in said(chosen, results=(rough,), solos=solos).remarks)
-    untried = said(chosen, results=(chosen,), solos=solos)
-    assert any("no split with it was measured near 256 samples" in x for x in untried.remarks)
-
-
-def test_what_is_missing_of_the_sum_is_explained_or_said_to_be_unknown() -> None:
-    """Of 256 samples at 2 000/s, two devices that make 1 000 together lose 128 ms a step."""
-    solos = tuple(result(candidate("solo", solo(2, i, 256)), 1000) for i in range(2))
-    chosen = result(SPLIT, 1000)
-
-    def why(**known: Any) -> list[str]:
-        words = said(chosen, solos=solos, results=(chosen, *solos), **known)
-        return [line for line in words.remarks if "of the sum" in line]
-
-    assert why(sync_seconds=0.12)[0].endswith("synchronizing the devices costs 120 ms a step.")
-    assert "its longest share alone takes 250 ms" in why(apart_seconds={SPLIT.layout: 0.25})[0]
-    (rest,) = why(sync_seconds=0.01)
-    assert rest.endswith("Synchronizing explains 10 ms of that; what takes the rest isn't known.")
-    assert why()[0].endswith("Why isn't known.")
-    fast = result(SPLIT, 1900)
-    assert not any("of the sum" in x for x in said(fast, solos=solos, results=(fast,)).remarks)
 
 
 def test_devices_of_one_product_that_differ_much_are_suspected() -> None:
@@ -763,11 +466,6 @@ def test_every_sentence_is_a_function_of_the_verdict() -> None:
     assert len(set(REMARKS + WARNINGS)) == len(REMARKS) + len(WARNINGS)
     for write in REMARKS + WARNINGS:
         assert all(isinstance(line, str) for line in write(one))
-
-
-def turn(layout: Layout, step: float, own: tuple[float | None, ...]) -> Timed:
-    """One measured turn with each device's own part of the step."""
-    return Timed(Probe(layout, "race", 1.0), step, step, step, 9, (None, None), own, step, 1.0)
 
 
 def test_waiting_is_what_the_busiest_device_does_not_compute() -> None:

@@ -84,11 +84,9 @@ SAMPLES = {
     },
     "multiworker in passes": {
         "ignore_class": "a mean over labels that aren't ignored",
-        "pooler, Ftrl": EXACT,
         "regularized, state: rows": EXACT,
         "loss of a second call": EXACT,
         "own train_step": EXACT,
-        "own table: take, clipped": EXACT,
         "two heads": EXACT,
         **REFUSED_IN_GROUPS,
     },

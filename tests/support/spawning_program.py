@@ -1,5 +1,5 @@
 """A program that starts its processes itself, as PyTorch's tutorials do: `python
-spawning_program.py WAY OUT`.
+spawning_program.py PORT OUT`.
 """
 
 import os
@@ -35,13 +35,5 @@ def train(rank: int, port: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    way, port, out = sys.argv[1:]
-    if way == "spawn":
-        torch.multiprocessing.spawn(train, args=(port, out), nprocs=WORLD)
-    else:
-        start = torch.multiprocessing.get_context("spawn").Process
-        processes = [start(target=train, args=(rank, port, out)) for rank in range(WORLD)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    port, out = sys.argv[1:]
+    torch.multiprocessing.spawn(train, args=(port, out), nprocs=WORLD)

@@ -70,11 +70,8 @@ def test_a_launcher_s_own_processes_train_by_shares(
 
 @two_cores
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["spawn", "Process"])
-def test_processes_that_a_program_starts_train_by_shares(
-    way: str, start: Start, tmp_path: Path
-) -> None:
-    evener = start("python", str(SPAWNING), way, free_port(), f"{tmp_path}/")
+def test_processes_that_a_program_starts_train_by_shares(start: Start, tmp_path: Path) -> None:
+    evener = start("python", str(SPAWNING), free_port(), f"{tmp_path}/")
     _, errors = evener.communicate(SECONDS)
     assert not evener.returncode, errors
     first, second = [torch.load(tmp_path / str(rank)) for rank in (0, 1)]
