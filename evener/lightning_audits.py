@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 from .errors import RequestError
 from .lightning_passes import compute_part, silent
+from .system.replaced import replaced
 from .torch.audit.compute import Bench
 from .torch.audit.step import Audited, audit
 from .torch.step.part import Part
@@ -90,7 +90,7 @@ class ModuleAudit:
         weights = _list_weights(module)
         copies = [each.detach().clone() for each in weights]
         try:
-            with mock.patch.object(module, "manual_backward", add):
+            with replaced(module, "manual_backward", add):
                 compute_part(self._strategy, part, others)
         finally:
             for each, copy in zip(weights, copies, strict=True):
@@ -121,7 +121,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for target, name, stub in _list_stubs(strategy):
-                stack.enter_context(mock.patch.object(target, name, stub))
+                stack.enter_context(replaced(target, name, stub))
             for each in weights:
                 each.grad = None
             yield

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from accelerate.state import PartialState
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from ..system.replaced import replaced
 from ..torch.ranks.own_work import StepTimer
 from ..torch.rows.structure import each_tensor
 
@@ -236,7 +236,7 @@ def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering
 
 def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
     """The loader that `make` gives, before accelerate shares its rows out."""
-    with mock.patch.object(trainer.accelerator, "prepare", lambda loader: loader):
+    with replaced(trainer.accelerator, "prepare", lambda loader: loader):
         return make()
 
 

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -154,6 +155,7 @@ class Reporter:
         self._reset()
         self._journal = journal
         _reporters.add(self)
+        _follow_process()
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
@@ -516,5 +518,8 @@ def _close_all() -> None:
         reporter.close()
 
 
-os.register_at_fork(after_in_child=_reset_all)
-atexit.register(_close_all)
+@cache
+def _follow_process() -> None:
+    """Have reporters end with the process, and begin anew in one that it forks."""
+    os.register_at_fork(after_in_child=_reset_all)
+    atexit.register(_close_all)

@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import EvenerError
 from ..plan.use import PLAN_USED
 from ..system.threads import wait_until_asleep
+from ..training.ending import end_process, end_when_stuck
 from ..training.launched import PROGRAM, launched_device
 
 # functions that exchange between ranks, as evener.program.exchanges knows them; those that this
@@ -109,6 +110,7 @@ def _register() -> None:
 
     if launched_device():
         register_post_import_hook(_replace_rendezvous, "torch")
+        register_post_import_hook(_listen_to_ctrl_c, "torch")
     if os.environ.get(PLAN_USED):
         register_post_import_hook(_count_steps, "torch")
         register_post_import_hook(_begin_fits, "keras")
@@ -127,6 +129,10 @@ def _register() -> None:
 def _replace_rendezvous(torch: Any) -> None:
     if torch.distributed.is_available():
         import_module("evener.torch.stores").replace_rendezvous()
+
+
+def _listen_to_ctrl_c(_: Any) -> None:
+    end_when_stuck()
 
 
 def _count_steps(_: Any) -> None:
@@ -171,10 +177,8 @@ def end_in_a_sentence(
     stderr = sys.__stderr__ or sys.stderr
     stderr.write(f"\r\nevener: {error}\n")
     stderr.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
     atexit._run_exitfuncs()
-    os._exit(error.exit_code)
+    end_process(error.exit_code)  # Python's own end would be 1
 
 
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:

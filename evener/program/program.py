@@ -579,17 +579,23 @@ class Program:
             )
 
 
-@contextmanager
-def taken_over(trainer: Any) -> Iterator[None]:
-    """A context that makes a trainer's object one that trains by shares; refused, it becomes what
-    it was.
+def share_state(trainer: Any, kind: type[Any]) -> Any:
+    """A trainer of another class, which trains in place of the program's: what the one sets, the
+    other has too, and the program's own object stays of its class.
     """
-    own, before = type(trainer), dict(vars(trainer))
+    made = object.__new__(kind)
+    made.__dict__ = vars(trainer)
+    return made
+
+
+@contextmanager
+def stays_if_refused(trainer: Any) -> Iterator[None]:
+    """A context that has a trainer train by shares; refused, it has the state again that it had."""
+    before = dict(vars(trainer))
     try:
         with kept_state():
             yield
     except EvenerError as error:
-        trainer.__class__ = own
         vars(trainer).clear()
         vars(trainer).update(before)
         PROGRAM.stay(error.message)

@@ -5,6 +5,9 @@ training begins.
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +21,7 @@ from ..torch.rows.sampler import RowOrder
 from ..torch.step.loose import trains_others
 from .advice import advise_lightning
 from .loops import draw_ranks, join_ranks
-from .program import PROGRAM, taken_over
+from .program import PROGRAM, share_state, stays_if_refused
 from .views import OUTSIDE, find_fault
 
 
@@ -31,15 +34,17 @@ class ProgramLoader(ShareLoader):
 
 
 class ProgramStrategy(PlanStrategy):
-    """A program's DDPStrategy, for one training."""
+    """A strategy in place of a program's DDPStrategy, with the same state, for one training."""
 
     loader_class = ProgramLoader
 
     def teardown(self) -> None:
-        """The training is over."""
+        """The training is over: the program's own strategy takes its place again."""
         _forget_figures(self)
+        trainer = self.lightning_module.trainer
         super().teardown()
-        self.__class__ = DDPStrategy
+        _use(trainer, self.program_strategy)
+        del self.program_strategy
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
@@ -87,18 +92,40 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay(fault)
         return
-    with taken_over(strategy):
+    trainer = loop.trainer
+    with stays_if_refused(strategy), _used_unless_refused(trainer, strategy) as chosen:
         planned = PROGRAM.plan([strategy.model], _count_rows(loader), device=strategy.root_device)
-        strategy.__class__ = ProgramStrategy
-        strategy.take_plan(planned, 1, None, True)
-        strategy.prepare_figures()
-        made = _share_out(strategy, loader)
-        strategy.check_loss(made)
+        chosen.take_plan(planned, 1, None, True)
+        chosen.prepare_figures()
+        made = _share_out(chosen, loader)
+        chosen.check_loss(made)
         PROGRAM.audit(planned)
-        strategy.sum_by_shares()
-        _forget_figures(strategy)
+        chosen.sum_by_shares()
+        _forget_figures(chosen)
         _give(loop, made)
         PROGRAM.notebook.watch(planned, "lightning.Trainer")
+
+
+@contextmanager
+def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
+    """A context that gives a Trainer a strategy by shares with the state of its own; an error gives
+    it its own again.
+    """
+    chosen = share_state(strategy, ProgramStrategy)
+    chosen.program_strategy = strategy
+    _use(trainer, chosen)
+    try:
+        yield chosen
+    except BaseException:
+        _use(trainer, strategy)
+        raise
+
+
+def _use(trainer: Any, strategy: Any) -> None:
+    """Have a Trainer, and the wrappers of its optimizers, train by a strategy."""
+    trainer._accelerator_connector.strategy = strategy
+    for each in strategy._lightning_optimizers:
+        each._strategy = weakref.proxy(strategy)
 
 
 def _count_rows(loader: Any) -> int:

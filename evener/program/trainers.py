@@ -1,5 +1,5 @@
-"""A program's trainer of transformers, or of what builds on it: made one that trains by shares as
-its training begins.
+"""A program's trainer of transformers, or of what builds on it: as its training begins, one that
+trains by shares takes its place, with the same state.
 
 For `evener run --balance` the program makes it, and ends where it would train.
 """
@@ -11,19 +11,20 @@ import os
 import runpy
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch.distributed as dist
 
 from ..errors import RequestError
+from ..system.replaced import replaced
 from ..torch.audit.state import kept_state
 from ..torch.step.loose import trains_others
 from ..training.launched import PROGRAM_COMMAND
-from .program import PROGRAM, taken_over
+from .program import PROGRAM, share_state, stays_if_refused
 from .views import OUTSIDE
 
 _LOGGED = (
@@ -41,7 +42,14 @@ def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
     with PROGRAM.left_alone():
         if new and (os.environ.get("WORLD_SIZE") == "1" or dist.is_initialized()):
             _plan(trainer)
-        return wrapped(*arguments, **keywords)
+        planned = _planned.get(trainer)
+        if planned is None:
+            return wrapped(*arguments, **keywords)
+        return wrapped.__func__(planned, *arguments, **keywords)
+
+
+# The trainer that trains by shares, by the program's own whose state it has.
+_planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
@@ -60,14 +68,14 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Make the trainer's class one that trains by shares, or say why it stays what it is."""
+    """Make a trainer that trains by shares in its place, or say why there is none."""
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     global_batch = trainer._train_batch_size * world
-    with taken_over(trainer):
+    with stays_if_refused(trainer):
         from ..huggingface import with_plan
 
-        planned = with_plan(
+        kind = with_plan(
             own,
             PROGRAM.choose_plan([trainer.model], global_batch),
             global_batch=global_batch,
@@ -75,30 +83,29 @@ def _plan(trainer: Any) -> None:
             rebalance=settings.rebalance,
             noise=settings.noise,
         )
-        planned.__name__, planned.__qualname__ = (
-            own.__name__,
-            own.__qualname__,
-        )  # which programs print
-        planned.keeps_launcher = True
+        kind.__name__ = own.__name__  # which programs print
+        kind.__qualname__ = own.__qualname__
+        kind.keeps_launcher = True
         if world > 1 and _steps_others(trainer):
             raise RequestError(OUTSIDE, "Have it in the model.")
-        trainer.__class__ = planned
-        trainer.begin_plan()
-        trainer.get_train_dataloader()
-        trainer.check_loss()
+        planned = share_state(trainer, kind)
+        planned.begin_plan()
+        planned.get_train_dataloader()
+        planned.check_loss()
         if world > 1:
-            PROGRAM.audit(trainer._planned)
+            PROGRAM.audit(planned._planned)
             _tell_of_tail(trainer, global_batch)
-        PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
+        _planned[trainer] = planned
+        PROGRAM.notebook.watch(planned._planned, f"{own.__name__}, a transformers.Trainer")
         if global_batch == world > 1:
             PROGRAM.notebook.warn(
                 "each rank has one row at a time, so none can be moved; they could be with a "
                 "larger per_device_train_batch_size"
             )
-        if trainer.excess > 1:
+        if planned.excess > 1:
             model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
             PROGRAM.notebook.warn(
-                f"its loss is {trainer.excess} times the mean, as by its own launcher: {model} "
+                f"its loss is {planned.excess} times the mean, as by its own launcher: {model} "
                 f"ignores num_items_in_batch, and transformers multiplies by the number of "
                 f"processes"
             )
@@ -142,8 +149,8 @@ def build() -> Any:
     ended = "ended"
     try:
         with (
-            mock.patch.object(Trainer, "train", _find),
-            mock.patch.object(subprocess.Popen, "__init__", _start_no_python),
+            replaced(Trainer, "train", _find),
+            replaced(subprocess.Popen, "__init__", _start_no_python),
         ):
             _run(json.loads(os.environ[PROGRAM_COMMAND]))
     except _Found as found:
@@ -184,7 +191,7 @@ def _run(words: Sequence[str]) -> None:
     target, *arguments = words[module:]
     place = os.getcwd() if module else str(Path(target).absolute().parent)
     with (
-        mock.patch.object(sys, "argv", [target, *arguments]),
-        mock.patch.object(sys, "path", [place, *sys.path]),
+        replaced(sys, "argv", [target, *arguments]),
+        replaced(sys, "path", [place, *sys.path]),
     ):
         (runpy.run_module if module else runpy.run_path)(target, run_name="__main__")

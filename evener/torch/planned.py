@@ -23,6 +23,8 @@ from ..live.files import PendingShares, ShareChange
 from ..plan.solver import read_curves
 from ..training.bottleneck import RankFigures, fewest_windows, find_bottleneck
 from ..training.dealing import make_dealer
+from ..training.ending import end_when_stuck
+from ..training.launched import launched_device
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_devices
 from .ranks.others import explain_at_exit, watch_others
@@ -31,7 +33,7 @@ from .ranks.ranks import RankShares, claim_device, join
 from .ranks.waits import time_waits
 from .rows.loader import LoaderStates
 from .rows.sampler import LengthSampler, UnevenBatchSampler
-from .step.checks import check_part_loss, check_rows
+from .step.checks import OPTIMIZER_CHECK, check_part_loss, check_rows
 from .step.memory import MemoryGauge
 from .step.part import OfPart, Part, make_parts, weigh_by_count
 from .step.retry import Passes
@@ -44,7 +46,7 @@ from .step.wrapped import (
     is_sharded,
     take_on,
 )
-from .sums.collectives import add_up, end_when_stuck
+from .sums.collectives import add_up
 from .sums.noise import RankNoise, refuse_noise
 from .training_audits import TrainingAudits
 
@@ -97,6 +99,7 @@ class PlannedTraining:
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
         self.audits = TrainingAudits(self)
+        self._release = OPTIMIZER_CHECK.hooks.hold(self)
         self.ahead = 0  # the most batches that a loader draws before their turn
         self.rebalancing: Rebalancing | None = None
         if rebalance and self.world > 1:
@@ -105,7 +108,8 @@ class PlannedTraining:
         explain_at_exit(weakref.WeakMethod(self.passes.advise))
         if self.world > 1:
             watch_others(self.device, self.timer.now)
-            end_when_stuck()
+            if not launched_device():  # else evener's launcher has seen to it
+                end_when_stuck()
 
     @property
     def ranks(self) -> RankShares:
@@ -117,6 +121,12 @@ class PlannedTraining:
     @ranks.setter
     def ranks(self, now: RankShares) -> None:
         self.weights.shares = self.reporter.shares = now
+
+    def close(self) -> None:
+        """Stop reporting, and take the hooks of the process that this training has brought."""
+        self.reporter.close()
+        self.timer.release()
+        self._release()
 
     # ------------------------------------------------------------------ rows
 

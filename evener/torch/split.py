@@ -380,7 +380,7 @@ class Split(PlannedTraining):
 
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""
-        self.reporter.close()
+        super().close()
         if self._notice is not None:
             self._notice.close()
         if self.world > 1:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from .first_rank import is_in_other_run
 
@@ -130,23 +129,17 @@ _FAILED = re.compile(
 _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
-def abort_on_device_error() -> None:
-    """Abort on a device's error from now on, in a process of evener launch."""
-    if launched_device():
-        sys.excepthook = _end_process
-
-
 def is_device_error(error: BaseException) -> bool:
     """True if the device, and not the script, is the likely cause of an error."""
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 
 
-def _end_process(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    sys.__excepthook__(kind, error, trace)
-    if is_device_error(error):
+def abort_if_lost(error: BaseException) -> None:
+    """Abort a process of evener launch that a device's error has ended, by which the launcher knows
+    that the device is lost.
+    """
+    if launched_device() and is_device_error(error):
         sys.stdout.flush()
         sys.stderr.flush()
         os.abort()

@@ -268,8 +268,15 @@ def test_a_killed_process_is_a_loss_and_an_error_of_the_script_is_none(
 
 
 def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -> None:
+    pytest.importorskip("torch")
     program = (
-        "from evener.training.launched import *; abort_on_device_error(); raise RuntimeError('{}')"
+        "from weakref import WeakMethod\n"
+        "from evener.torch.ranks.others import explain_at_exit\n"
+        "class Training:\n"
+        "    def advise(self, error): return ''\n"
+        "training = Training()\n"
+        "explain_at_exit(WeakMethod(training.advise))\n"
+        "raise RuntimeError('{}')"
     )
     for text, variables, code in (
         ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": "GPU-1"}, -signal.SIGABRT),

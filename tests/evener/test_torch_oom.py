@@ -5,6 +5,8 @@ taken twice.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -204,14 +206,31 @@ def test_a_loss_whose_parts_do_not_add_up_is_not_computed_in_smaller_passes(spli
     assert model.weight.grad is None
 
 
+ENDS = """
+import sys
+import torch
+from evener.torch import Split
+sys.excepthook = lambda kind, error, trace: print(f"own: {error}", file=sys.stderr)
+split = Split(global_batch=4)
+raise {}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "advised"),
+    [('torch.OutOfMemoryError("CUDA out of memory.")', True), ('ValueError("another")', False)],
+)
 def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on(
-    split: Split, capsys: pytest.CaptureFixture[str]
+    error: str, advised: bool
 ) -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory.")
-    sys.excepthook(type(error), error, None)
-    assert "split.step(batch, lambda part:" in capsys.readouterr().err
-    sys.excepthook(ValueError, ValueError("another"), None)
-    assert "split.step" not in capsys.readouterr().err
+    """Below the error, which is shown as the program shows its errors."""
+    environment = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
+    command = [sys.executable, "-c", ENDS.replace("{}", error)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    shown, *below = ended.stderr.splitlines()
+    assert (ended.returncode, shown[:5]) == (1, "own: "), ended.stderr
+    assert ["split.step(batch, lambda part:" in line for line in below] == [True] * advised
 
 
 @pytest.mark.slow

@@ -550,15 +550,15 @@ SITS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from threading import Timer
-from evener.torch.sums import collectives
-collectives.STUCK_SECONDS = 0.5
+from evener.training import ending
+ending.STUCK_SECONDS = 0.5
 rank = int(os.fork() == 0)
 if rank:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 if rank:
     time.sleep(60)
-collectives.end_when_stuck()
+ending.end_when_stuck()
 Timer(0.5, lambda: print("waits", flush=True)).start()
 dist.all_reduce(torch.ones(1))
 """
@@ -578,23 +578,70 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_ignores_it(tmp_path: Path) -
         assert "a call didn't come back for 0.5 s after Ctrl-C" in child.stderr.read()
 
 
+BESIDE_OTHERS = """
+import gc, signal, sys
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+def read_process():
+    hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    hooks += modules._global_module_registration_hooks, modules._global_buffer_registration_hooks
+    return *map(len, hooks), sys.excepthook, signal.getsignal(signal.SIGINT)
+
+before = read_process()
+import evener.torch.planned, evener.torch.shards.make
+from evener.torch import Split
+assert read_process() == before, "on import"
+split = Split(global_batch=2)
+model = split.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters())
+for batch in split.loader(torch.ones(4, 1)):
+    split.step(batch, lambda part: model(part.batch).sum() / max(1, part.rows))
+    optimizer.step()
+during = read_process()
+assert during[:2] > before[:2] and during[4:] == before[4:], during
+if sys.argv[1] == "closed":
+    split.close()
+    assert read_process()[:2] == before[:2], "closed"
+del split, batch, model, optimizer
+gc.collect()
+assert read_process() == before, "gone"
+print("as it was")
+"""
+
+
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_what_it_changes_in_the_process_goes_with_it(end: str) -> None:
+    """Other libraries live there too: nothing on import, and nothing for good."""
+    environment = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", BESIDE_OTHERS, end],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.stdout, ended.returncode) == ("as it was\n", 0), ended.stderr
+
+
 REFUSED_FIRST = """
 import os, signal, socket
 from threading import Thread
-from evener.torch.sums import collectives
+from evener.training import ending
 hears = signal.getsignal(signal.SIGINT)
-thread = Thread(target=collectives.end_when_stuck)
+thread = Thread(target=ending.end_when_stuck)
 thread.start()
 thread.join()
 other, _ = socket.socketpair()
 other.setblocking(False)
 signal.set_wakeup_fd(other.fileno())
 opened = len(os.listdir("/proc/self/fd"))
-collectives.end_when_stuck()
+ending.end_when_stuck()
 assert len(os.listdir("/proc/self/fd")) == opened
 assert signal.set_wakeup_fd(-1) == other.fileno()
 assert signal.getsignal(signal.SIGINT) is hears
-collectives.end_when_stuck()
+ending.end_when_stuck()
 assert signal.getsignal(signal.SIGINT) is not hears
 print("listens")
 """
@@ -610,9 +657,9 @@ def test_ctrl_c_is_heard_after_calls_that_could_not_listen() -> None:
 
 HANDLES = """
 import os, signal, time
-from evener.torch.sums import collectives
-collectives.STUCK_SECONDS = 0.3
-collectives.end_when_stuck()
+from evener.training import ending
+ending.STUCK_SECONDS = 0.3
+ending.end_when_stuck()
 before = signal.signal(signal.SIGINT, lambda *_: print("saves a checkpoint", flush=True))
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep(0.1)

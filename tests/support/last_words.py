@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import sys
 from contextlib import redirect_stderr
+
+from evener.torch.ranks.others import explain_end
 
 
 def last_words(error: BaseException) -> str:
-    """The error, and below it the last line that Python's hook for errors that end a program
-    prints.
-    """
+    """The error, and below it the last line that a program prints that ends by it."""
     said = io.StringIO()
     with redirect_stderr(said):
-        sys.excepthook(type(error), error, None)
+        print(f"{type(error).__name__}: {error}", file=said)
+        explain_end(error)
     return f"{type(error).__name__}: {error}\n{said.getvalue().strip().splitlines()[-1]}"

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache
 from pathlib import Path
 from threading import Event, Thread, main_thread
 from typing import Any
@@ -23,6 +23,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ...training.ending import end_process, last_error
+from ...training.launched import abort_if_lost
 from ...training.retreat import say
 from ..sums.collectives import count_exchanges
 
@@ -224,9 +226,11 @@ class Others:
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
+            explain_end(error)
+            abort_if_lost(error)
         if self._words != "lost":  # else that has said it
             say(f"evener: {self._describe()}")
-        os._exit(1)
+        end_process(1)  # its own thread waits in NCCL
 
 
 def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
@@ -235,7 +239,7 @@ def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> No
     """
     newest = Others.newest
     if newest is None:
-        atexit.register(leave_group)
+        _Ends.leaves = True
         os.register_at_fork(after_in_child=lambda: setattr(Others, "newest", None))
     elif newest.group is dist.group.WORLD:
         newest._now = now
@@ -265,34 +269,52 @@ def leave_group() -> None:
         others.join_threads()
 
 
+class _Ends:
+    """What this process does as it ends."""
+
+    leaves = False  # it leaves its process group
+    advise: WeakMethod[Callable[[BaseException], str]] | None = None  # of its newest training
+
+
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
     """Let an error that ends the program be followed by what the person can do, or by the rank that
-    it came from.
+    it came from; and leave the process group.
 
     The last training of a process has the say, if it is still there.
     """
-    hook = sys.excepthook
-    shown = hook.args[0] if isinstance(hook, partial) and hook.func is _explain else hook
-    sys.excepthook = partial(_explain, shown, advise)
+    _Ends.advise = advise
+    _register_end()
 
 
-def _explain(
-    shown: Callable[..., None],
-    advise: WeakMethod[Callable[[BaseException], str]],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: Any,
-) -> None:
-    shown(kind, error, trace)
-    advice = advise()
-    if advice is not None and (words := advice(error)):
+@cache
+def _register_end() -> None:
+    atexit.register(_end_of_program)
+
+
+def _end_of_program() -> None:
+    error = last_error()
+    if error is not None:
+        explain_end(error)
+        abort_if_lost(error)
+    if _Ends.leaves:
+        leave_group()
+
+
+def explain_end(error: BaseException) -> None:
+    """Say below an error that ends this program what the person can do, or which rank it came from;
+    and let the other ranks hear of it.
+    """
+    advise = None if _Ends.advise is None else _Ends.advise()
+    words = "" if advise is None else advise(error)
+    if words:
         say(f"evener: {words}")
     others = Others.newest
-    if isinstance(error, Exception) and others is not None:
-        if any(map(_is_lost, _chain(error))):
-            say(f"evener: {others.explain()}")
-        else:
-            others.note(describe_error(error))
+    if others is None or not isinstance(error, Exception):
+        return
+    if any(map(_is_lost, _chain(error))):
+        say(f"evener: {others.explain()}")
+    else:
+        others.note(describe_error(error))
 
 
 def describe_error(error: BaseException | None) -> str:

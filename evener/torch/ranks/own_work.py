@@ -48,6 +48,7 @@ from ...system.thread_writes import ThreadWrites
 from ...training.launched import launched_run
 from ...training.retreat import Retreat, say
 from ...training.step_sums import StepSums
+from ..hooks import ProcessHooks
 from ..sums.collectives import own_collectives
 from ..sums.noise import RankNoise
 from .ranks import RankShares
@@ -205,6 +206,7 @@ class StepTimer:
         self._counted = 0  # steps so far
         self.sums = RunningSums()  # of all steps but the first
         _timers.add(self)
+        self.release = _OPTIMIZER_HOOKS.hold(self)  # and be told of steps of optimizers no more
 
     def begin(self, sizes: tuple[int, ...]) -> None:
         """Begin a batch of which the ranks have these rows."""
@@ -758,6 +760,11 @@ def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     return arguments, {**keywords, "closure": compute}
 
 
-# for good: a hook that is removed while PyTorch calls them raises there
-register_optimizer_step_pre_hook(_tell_update)
-register_optimizer_step_post_hook(partial(_tell, StepTimer.note_updated))
+def _register() -> list[Any]:
+    return [
+        register_optimizer_step_pre_hook(_tell_update),
+        register_optimizer_step_post_hook(partial(_tell, StepTimer.note_updated)),
+    ]
+
+
+_OPTIMIZER_HOOKS = ProcessHooks(_register)

@@ -28,7 +28,7 @@ from ...plan.file import Plan, Share, load_plan
 from ...plan.use import note_use
 from ...shares.whole_rows import count_passes, even
 from ...system.cores import allowed_cpus, core_groups, pin_threads, slice_cores
-from ...training.launched import abort_on_device_error, find_host, launched_device, launched_plan
+from ...training.launched import find_host, launched_device, launched_plan
 from ...training.share_order import RankInfo, check_agreement, divide_by_ratios, order_shares
 from ..messages import gather_messages
 
@@ -130,7 +130,6 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
     the cores.
     """
     if device.type == "cuda":
-        abort_on_device_error()
         torch.cuda.set_device(device)
         # 1 is torchrun's choice; cores fetch the rows of a GPU
         if torch.get_num_threads() == 1 or trainings > 1:

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import count
 from typing import Any, ClassVar, get_type_hints
 
@@ -143,6 +144,7 @@ class Prefetcher:
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="evener-prefetch", daemon=True)
         _open.add(self)
+        _close_at_exit()
         self._thread.start()
 
     def __iter__(self) -> Iterator[Any]:
@@ -282,4 +284,6 @@ def _close_all() -> None:
         prefetcher.close()
 
 
-atexit.register(_close_all)
+@cache
+def _close_at_exit() -> None:
+    atexit.register(_close_all)

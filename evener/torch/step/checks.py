@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import DeviceError, RequestError
 from ...training.loss_check import LossMeaning
 from ...training.retreat import say
+from ..hooks import ProcessHooks
 from ..loss.check import REMEDY, CheckBatch, Count, LossCheck, find_together, make_check_batch
 from ..loss.measure import LossMeasure
 from ..rows.structure import cut_rows, each_tensor, tensors_in
@@ -129,7 +130,7 @@ class OptimizerCheck:
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )  # by their parameters
-        register_optimizer_step_pre_hook(self._before_step)
+        self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
         if SHORT:

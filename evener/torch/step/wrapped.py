@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -138,16 +137,6 @@ def wrap_module(
     return made
 
 
-class TakenOver(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
-    """A DistributedDataParallel whose gradients an Exchange sums; it calls its module with the
-    module's hooks.
-    """
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """The output of the wrapped model."""
-        return self.module(*inputs, **options)
-
-
 def take_over(model: Any, by_loss: bool) -> Exchange | None:
     """An exchange in place of a DistributedDataParallel's own, whose sums can't be weighted or
     taken up again.
@@ -173,7 +162,7 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
         model.module, group, bucket_bytes=size, broadcast_buffers=model.broadcast_buffers
     )
     model.reducer = model.logger = None
-    model.__class__ = TakenOver
+    model.forward = model.module.__call__  # DistributedDataParallel's own would use its reducer
     model.exchange = made
     return made
 
@@ -185,9 +174,9 @@ def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any],
     What it returns is the batch that the exchange hears of. Inputs are moved to `device`, if there
     is one.
     """
-    hook = _hooks.get(model)
+    hook = _find_hook(model)
     if hook is None:
-        hook = _hooks[model] = _ForwardHook()
+        hook = _ForwardHook()
         model.register_forward_pre_hook(hook.before, with_kwargs=True)
         model.register_forward_hook(hook.after)
     hook.device, hook.forward = device, forward
@@ -235,7 +224,12 @@ class _ForwardHook:
         return (type(self), ())
 
 
-_hooks: weakref.WeakKeyDictionary[Any, _ForwardHook] = weakref.WeakKeyDictionary()
+def _find_hook(model: Any) -> _ForwardHook | None:
+    for each in model._forward_pre_hooks.values():
+        owner = getattr(each, "__self__", None)
+        if isinstance(owner, _ForwardHook):
+            return owner
+    return None
 
 
 _ENGINES = {

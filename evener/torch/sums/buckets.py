@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules import module as modules
 
 from ...errors import RequestError
+from ..hooks import ProcessHooks
 
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
 FUSED = {
@@ -325,6 +326,7 @@ class Buffers:
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._module, self._ignored = module, ignored
+        _REGISTRATION_HOOKS.hold(self)
         self._owners: list[tuple[str, Any]] = []
         self._listed = -1  # modules and buffers that had been registered then
         self._kept_at = -1  # those that had been when the values were kept
@@ -389,8 +391,14 @@ def _count_registered(*_: Any) -> None:
     _registered[0] += 1
 
 
-modules.register_module_module_registration_hook(_count_registered)
-modules.register_module_buffer_registration_hook(_count_registered)
+def _register() -> list[Any]:
+    return [
+        modules.register_module_module_registration_hook(_count_registered),
+        modules.register_module_buffer_registration_hook(_count_registered),
+    ]
+
+
+_REGISTRATION_HOOKS = ProcessHooks(_register)
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:

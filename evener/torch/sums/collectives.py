@@ -1,5 +1,4 @@
-"""Exchanges between ranks apart from gradients: rows of a batch, sums, and the last words of one
-that ends.
+"""Exchanges between ranks apart from gradients: rows of a batch, and sums of figures.
 
 A rank that takes a pass in pieces would meet the others more often than they meet it: collectives
 that are not of evener itself are counted.
@@ -7,12 +6,8 @@ that are not of evener itself are counted.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import Event, Thread, current_thread, main_thread
 from typing import Any, cast
 from zlib import crc32
 
@@ -21,7 +16,6 @@ import torch.distributed as dist
 
 from ...errors import RequestError
 from ...shares.whole_rows import bounds, gradient_weight
-from ...training.retreat import say
 
 _own = 0  # collectives that evener has begun
 
@@ -192,57 +186,3 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
         if start < stop:
             own[: stop - start] = total[start:stop] / ctx.weight
         return own, None, None, None, None
-
-
-STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
-
-
-_listens = Event()  # set once this process hears of Ctrl-C by a thread
-
-
-def end_when_stuck() -> None:
-    """Let Ctrl-C end this process also where it waits for other ranks in a library's call that
-    doesn't hear of it.
-
-    Python's own handler runs once the call is over, and that of NCCL on the other ranks' GPUs never
-    is. Where it can't be done now, off the main thread or beside another library that listens, a
-    later call tries again.
-    """
-    hears, heard = signal.getsignal(signal.SIGINT), [0.0]
-    if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):
-        return
-
-    def hear(number: int, frame: Any) -> Any:
-        heard[0] = time.monotonic()
-        return hears(number, frame)
-
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
-    before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-    if before != -1:  # another library listens
-        signal.set_wakeup_fd(before)
-        os.close(ear)
-        os.close(mouth)
-        return
-    _listens.set()
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    signal.signal(signal.SIGINT, hear)
-
-    def listen() -> None:
-        while number := os.read(ear, 1):
-            came = time.monotonic()
-            if (
-                number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not hear
-            ):  # another handler takes it
-                continue
-            time.sleep(STUCK_SECONDS)
-            if (
-                heard[0] < came - 1.0 and signal.getsignal(signal.SIGINT) is hear
-            ):  # one call may stand for two signals
-                say(
-                    f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after "
-                    f"Ctrl-C."
-                )
-                os._exit(130)
-
-    Thread(target=listen, name="evener-ctrl-c", daemon=True).start()

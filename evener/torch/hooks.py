@@ -1,0 +1,74 @@
+"""Hooks of the whole process: they are there as long as something of evener's needs them.
+
+PyTorch calls such a hook for every optimizer or module of the process, so none is registered on
+import: the first training, or the first model that is wrapped, brings it, and it goes with the last
+one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+# A hook that is removed while PyTorch goes through its hooks would raise there.
+_CALLERS = {
+    each.__code__.co_filename for each in (torch.optim.Optimizer.__init__, torch.nn.Module.__init__)
+}
+
+
+class ProcessHooks:
+    """Some hooks of the process; `register` registers them and returns their handles."""
+
+    def __init__(self, register: Callable[[], Sequence[Any]]) -> None:
+        self._register = register
+        self._handles: list[Any] = []
+        self._holders = 0
+        _EVERY.append(self)
+
+    def hold(self, holder: Any) -> Callable[[], Any]:
+        """Have the hooks in place until `holder` is gone, or until the function that this returns
+        is called.
+        """
+        for each in _EVERY:
+            each._remove_unneeded()
+        self._holders += 1
+        if not self._handles:
+            self._handles = list(self._register())
+        released = weakref.finalize(holder, self._release)
+        released.atexit = False
+        return released
+
+    def _release(self) -> None:
+        self._holders -= 1
+        self._remove_unneeded()
+
+    def _remove_unneeded(self) -> None:
+        """Remove the hooks if nobody needs them, and PyTorch isn't calling some just now; else a
+        later call does.
+        """
+        if self._holders or not self._handles or _is_calling():
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+_EVERY: list[ProcessHooks] = []
+
+
+def _is_calling() -> bool:
+    """True if a thread is in the code of PyTorch that calls hooks."""
+    return any(code.co_filename in _CALLERS for code in _running_code())
+
+
+def _running_code() -> Iterator[CodeType]:
+    for frame in sys._current_frames().values():
+        seen = frame
+        while seen is not None:
+            yield seen.f_code
+            seen = seen.f_back  # type: ignore[assignment]

@@ -1,0 +1,146 @@
+"""What evener changes in the process of a training, and in the objects of other libraries.
+
+A training script imports evener beside its own libraries: nothing happens on import, no object of
+theirs gets another class, and only evener's launcher decides how a process ends.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.sources import PACKAGES, files, nodes, parsed, place
+
+# Functions that change the process, or PyTorch in all of it.
+REGISTERING = {"register_at_fork", "set_wakeup_fd", "register"}
+LAUNCHER = "evener/program/install.py"
+ENDS_PROCESSES = {  # and children of evener's own, which end as they like
+    "evener/training/ending.py",
+    "balancer/probes/fork_server.py",
+    "balancer/probes/link_rank.py",
+    "balancer/probes/worker.py",
+    "devices/cluster/agents.py",
+    "tui/start.py",
+}
+TAKES_SIGNALS = {
+    "evener/launch/watcher.py",
+    "evener/system/signals.py",
+    "evener/torch/ranks/notice.py",  # SIGTERM alone, where a training asks for it
+    "evener/training/ending.py",
+    "balancer/probes/worker.py",
+    "tui/cli/main.py",
+}
+
+
+def sources() -> Iterator[tuple[Path, str]]:
+    for folder in PACKAGES:
+        for path in files(folder):
+            yield path, place(path, 0).removesuffix(":0")
+
+
+def called(node: ast.AST) -> str:
+    """The dotted name of what a call calls; empty for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return ast.unparse(function) if isinstance(function, ast.Name | ast.Attribute) else ""
+
+
+def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that are assigned."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def on_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """What runs as a module is imported: all but the bodies of functions."""
+    left: list[ast.AST] = list(tree.body)
+    while left:
+        node = left.pop()
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            left += node.decorator_list
+        elif not isinstance(node, ast.Lambda):
+            left += ast.iter_child_nodes(node)
+
+
+def registrations(tree: ast.Module) -> list[int]:
+    """The lines that register something in the process as the module is imported."""
+    found = []
+    for node in on_import(tree):
+        name = called(node).rpartition(".")[2]
+        if name in REGISTERING or (name.startswith("register_") and name.endswith("_hook")):
+            found.append(getattr(node, "lineno", 0))
+    return found
+
+
+def reassigned_classes(tree: ast.Module) -> list[int]:
+    return [node.lineno for node in assigned(tree) if node.attr == "__class__"]
+
+
+def test_no_object_gets_another_class() -> None:
+    left = "evener/keras/own_train_step.py"  # which sets its own model's back at once
+    found = {name for path, name in sources() if reassigned_classes(parsed(path))}
+    assert found <= {left}
+
+
+def test_nothing_is_registered_on_import() -> None:
+    found = [f"{name}:{line}" for path, name in sources() for line in registrations(parsed(path))]
+    assert found == []
+
+
+def test_no_product_file_imports_a_library_for_tests() -> None:
+    assert [name for path, name in sources() if imports_mocks(parsed(path))] == []
+
+
+def imports_mocks(tree: ast.Module) -> bool:
+    for node in nodes(tree):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        if {name.partition(".")[0] for name in names} & {"unittest", "pytest", "mock"}:
+            return True
+    return False
+
+
+def test_only_the_launcher_decides_how_errors_are_shown() -> None:
+    found = {
+        name
+        for path, name in sources()
+        for node in assigned(parsed(path))
+        if ast.unparse(node) == "sys.excepthook"
+    }
+    assert found == {LAUNCHER}
+
+
+def calling(function: str) -> set[str]:
+    """The files that call a function."""
+    return {
+        name for path, name in sources() for node in nodes(parsed(path)) if called(node) == function
+    }
+
+
+def test_processes_end_in_one_place() -> None:
+    assert calling("os._exit") == ENDS_PROCESSES
+
+
+def test_few_files_take_signals() -> None:
+    assert calling("signal.signal") == TAKES_SIGNALS
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("import atexit\natexit.register(close)", [2]),
+        ("register_optimizer_step_pre_hook(note)", [1]),
+        ("class A:\n    os.register_at_fork(after_in_child=reset)", [2]),
+        ("def begin():\n    atexit.register(close)", []),
+        ("HOOKS = ProcessHooks(lambda: [register_module_hook(note)])", []),
+    ],
+)
+def test_a_registration_would_be_found(code: str, lines: list[int]) -> None:
+    assert registrations(ast.parse(code)) == lines
+    assert reassigned_classes(ast.parse("model.__class__ = Other")) == [1]
+    assert imports_mocks(ast.parse("from unittest import mock"))
