@@ -1,17 +1,21 @@
 """What limits trainings with one known cause, beside the truth: `python -m benchmarks.gpu_limits`.
 
-    python -m benchmarks.gpu_limits [loader] [causes] [links] [--devices gpu] [--json FILE]
+    python -m benchmarks.gpu_limits [PART...] [--devices gpu]
 
 `loader`: of rows that take 2 ms each, the speed with rows at hand that a probe promises, beside a
 training from memory; and the samples/s by the number of loader workers, beside a DataLoader by
-hand. `causes`: the limits that are named for each training, on the first device. `links`: the
+hand. `causes`: the limits that are named for each training. `gains`: the same of trainings whose
+remedy can be taken, and what it is promised to give, beside what it gave. `neighbour`: another
+process on the first device. `exchange`: a split of two devices by slow transports. `links`: the
 bandwidth between all devices, beside an all-reduce by hand. Without GPUs, on slices of the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,43 +31,65 @@ import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
 from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.links import measure_links
+from evener.balancer.probes.links import WAYS, measure_links
 from evener.balancer.request import Job, Request
 from evener.balancer.result.training_limits import find_training_limits
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.report import SearchReport
-from evener.balancer.types import Interval, Layout, Probe, Problem, Result, Timed, solo
+from evener.balancer.types import (
+    Interval,
+    Layout,
+    Probe,
+    Problem,
+    Result,
+    Timed,
+    layout_of,
+    solo,
+)
 from evener.devices.discover import discover
 from evener.devices.types import Device
 from evener.system.memory_files import make_memory_file
 from evener.torch.stores import open_file_store
 from evener.torch.sums.link import LARGE_BYTES, LARGE_SUMS, WARM_UP
+from evener.training.limits import TrainingLimit
 from tests.support import limited_trainings
 
 ROWS = 64  # of a step
-TURNS = 5
-SECONDS = 3.0
+TURNS = 3
+SECONDS = 1.5
 WORKERS = (0, 2, 4, 8)
-MANY_LAUNCHES = (
-    limited_trainings.HEAD
-    + """
-def build():
-    model = plain_model(width=64, layers=300)
-    return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+CLOSE = 0.15  # relative: a promise that came true
 
-def training_data():
-    return plain_data(width=64)
-"""
-)
+
+class Case(NamedTuple):
+    """A training, the rows of its step, and the limit that is to be named first; empty: none."""
+
+    code: str
+    rows: int
+    first: str = ""
+    micro: int = 0  # rows of a pass
+
+
 CAUSES = {
-    "slow rows": (limited_trainings.SLOW_ROWS, ROWS),
-    "slow collate": (limited_trainings.SLOW_COLLATE, ROWS),
-    "large optimizer": (limited_trainings.LARGE_OPTIMIZER, 8),
-    "a model that sleeps": (limited_trainings.SLEEPING_MODEL, ROWS),
-    "many launches": (MANY_LAUNCHES, 16),
-    "plain": (limited_trainings.PLAIN, 2048),
-    "deeper": (limited_trainings.DEEPER, 2048),
+    "slow collate": Case(limited_trainings.SLOW_COLLATE, ROWS, "input"),
+    "large optimizer": Case(limited_trainings.LARGE_OPTIMIZER, 8, "optimizer"),
+    "many launches": Case(limited_trainings.MANY_LAUNCHES, 16, "host_launches"),
+    "little memory": Case(limited_trainings.LARGE_WEIGHTS, 64, "memory", micro=8),
+    "convolutions, loader workers": Case(limited_trainings.CONVOLUTIONS, 256),
+    "rows on the device": Case(limited_trainings.ROWS_ON_DEVICE, 4096),
+    "transformer by Trainer": Case(limited_trainings.TRAINER, 64),
+    "deeper": Case(limited_trainings.DEEPER, 2048),
 }
+GAINS = ("many launches", "large optimizer", "little memory")
+NEIGHBOUR = """
+import sys, torch
+one = torch.randn(4096, 4096, device=sys.argv[1])
+print("begun", flush=True)
+while True:
+    one @ one
+    if sys.argv[1] != "cpu":
+        torch.cuda.synchronize()
+"""
 
 
 class SlowRows(Dataset[Any]):  # type: ignore[misc]  # torch is not followed
@@ -78,44 +104,101 @@ class SlowRows(Dataset[Any]):  # type: ignore[misc]  # torch is not followed
 
 
 def measure(
-    code: str, devices: Sequence[Device], layouts: Sequence[Layout], **request: Any
+    code: str,
+    devices: Sequence[Device],
+    layouts: Sequence[Layout],
+    turns: int = TURNS,
+    **request: Any,
 ) -> Iterator[Timed]:
-    """Probes of these layouts of a training, one after the other, `TURNS` times."""
+    """Probes of these layouts of a training, one after the other, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(code)
         job = Job(Request(**request), tuple(devices), f"{script}:build", "torch")
         with closing(ChildProber(job)) as prober:
-            for turn in range(TURNS):
+            for turn in range(turns):
                 for layout in layouts:
                     probe = Probe(layout, "check", SECONDS, turn)
                     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
                     if isinstance(seen, Timed):
                         yield seen
+                    else:
+                        print(f"{layout}: {seen}", file=sys.stderr)
 
 
-def try_loader(devices: Sequence[Device]) -> dict[str, Any]:
+def find(seen: Sequence[Timed], layout: Layout, devices: Sequence[Device]) -> list[TrainingLimit]:
+    """The limits of a layout by these measurements."""
+    rate = rate_of(seen, layout)
+    report = SearchReport(
+        problem=Problem(len(devices), (None,) * len(devices)),
+        options=LayoutOptions(),
+        chosen=Result(layout, Interval(rate, rate, rate), len(seen)),
+        turns={layout: tuple(one for one in seen if one.probe.layout == layout)},
+    )
+    return list(find_training_limits(report, seen, devices))
+
+
+def rate_of(seen: Sequence[Timed], layout: Layout) -> float:
+    """The samples/s of a layout."""
+    found = [one.samples_per_second for one in seen if one.probe.layout == layout]
+    return median(found)
+
+
+def describe(limit: TrainingLimit) -> str:
+    """input 93 % of the step, +1200 % (1100 to 1300)."""
+    low, high = 100 * limit.gain_low, 100 * limit.gain_high
+    by = f" [{limit.by}]" if limit.by else ""
+    kind, share = limit.kind.value, 100 * limit.share
+    return (
+        f"{kind} {share:.0f} % of a step, +{100 * limit.gain:.0f} % ({low:.0f} to {high:.0f}){by}"
+    )
+
+
+def say_cause(name: str, first: str, limits: Sequence[TrainingLimit]) -> None:
+    """One line for a training: whether what was named first is its cause."""
+    named = limits[0].kind.value if limits else ""
+    said = "; ".join(map(describe, limits)) or "nothing over 5 %"
+    print(f"{'ok  ' if named == first else 'MISS'} {name}: {said}", flush=True)
+
+
+def say_gain(name: str, limit: TrainingLimit | None, true: float) -> None:
+    """One line: a promised gain beside the true one."""
+    if limit is None:
+        print(f"MISS {name}: not named; the remedy gave {100 * true:+.0f} %", flush=True)
+        return
+    off = (1 + limit.gain) / (1 + true) - 1
+    inside = limit.gain_low <= true <= limit.gain_high
+    half = (limit.gain_high - limit.gain_low) / 2 / (1 + limit.gain)
+    print(
+        f"{'ok  ' if abs(off) <= CLOSE else 'MISS'} {name}: {describe(limit)}; the remedy gave "
+        f"{100 * true:+.0f} %: off by {100 * off:+.1f} %, interval ± {100 * half:.0f} %, "
+        f"{'holds' if inside else 'does not hold'}",
+        flush=True,
+    )
+
+
+def try_loader(devices: Sequence[Device]) -> None:
     """Both promises about a slow loader, beside what came true."""
     one = devices[:1]
     layout = solo(1, 0, ROWS)
-    promised = [
-        seen.kept.step_seconds
-        for seen in measure(limited_trainings.SLOW_ROWS, one, [layout])
-        if seen.kept is not None
-    ]
-    true = [
-        seen.step_seconds
-        for seen in measure(limited_trainings.SLOW_ROWS, one, [layout], input="device")
-    ]
+    seen = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=2))
+    limits = find(seen, layout, one)
+    say_cause("slow.py", "input", limits)
+    true = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=2, input="device"))
+    gain = rate_of(true, layout) / rate_of(seen, layout) - 1
+    say_gain("slow.py, rows at hand", limits[0] if limits else None, gain)
     knobs = [Layout("solo", (ROWS,), knobs=(f"workers{count}",)) for count in WORKERS]
-    rates: dict[str, list[float]] = {}
-    for seen in measure(limited_trainings.SLOW_ROWS, one, knobs):
-        rates.setdefault(seen.probe.layout.knobs[0], []).append(seen.samples_per_second)
-    return {
-        "ceiling_over_true": median(promised) / median(true),
-        "evener": {name.removeprefix("workers"): median(each) for name, each in rates.items()},
-        "by_hand": {count: _load_by_hand(count) for count in WORKERS},
-    }
+    tried = list(measure(limited_trainings.SLOW_ROWS, one, knobs, turns=2))
+    evener = {count: rate_of(tried, each) for count, each in zip(WORKERS, knobs, strict=True)}
+    by_hand = {count: _load_by_hand(count) for count in WORKERS}
+    best = max(evener, key=evener.__getitem__)
+    part = by_hand[best] / max(by_hand.values())
+    print(f"--try workers: {_round(evener)}, by hand {_round(by_hand)}; best {best}: {part:.3f} of")
+    print(f"the best by hand; evener's figure of it {evener[best] / by_hand[best]:.3f} of by hand")
+
+
+def _round(rates: dict[int, float]) -> dict[int, int]:
+    return {count: round(each) for count, each in rates.items()}
 
 
 def _load_by_hand(workers: int) -> float:
@@ -124,44 +207,117 @@ def _load_by_hand(workers: int) -> float:
     batches = iter(loader)
     for _ in range(2 * workers + 2):
         next(batches)
-    steps = 30
+    steps = 20 if workers else 10
     started = time.perf_counter()
     for _ in range(steps):
         next(batches)
     return steps * ROWS / (time.perf_counter() - started)
 
 
-def name_causes(devices: Sequence[Device]) -> dict[str, Any]:
-    """The limits named for each training, the largest first."""
-    found = {}
-    for name, (code, rows) in CAUSES.items():
-        layout = solo(1, 0, rows)
-        seen = list(measure(code, devices[:1], [layout]))
-        rate = rows / median(one.step_seconds for one in seen)
-        report = SearchReport(
-            problem=Problem(1, (None,)),
-            options=LayoutOptions(),
-            chosen=Result(layout, Interval(rate, rate, rate), len(seen)),
-            turns={layout: tuple(seen)},
-        )
-        limits = find_training_limits(report, seen, devices[:1])
-        found[name] = [(each.kind.value, each.share, each.gain, each.by) for each in limits]
-    return found
+def name_causes(devices: Sequence[Device]) -> None:
+    """The limits named for each training, the largest first; several trainings at a time, each on
+    a device of its own.
+    """
+    cases = [(name, case) for name, case in CAUSES.items() if name not in GAINS]
+    threads = [
+        threading.Thread(target=_name_some, args=(device, cases[place :: len(devices)]))
+        for place, device in enumerate(devices)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
-def try_links(devices: Sequence[Device]) -> dict[str, Any]:
-    """The bandwidth between all devices, as evener measures it and by hand."""
+def _name_some(device: Device, cases: Sequence[tuple[str, Case]]) -> None:
+    for name, case in cases:
+        layout = solo(1, 0, case.rows, case.micro)
+        alone = [solo(1, 0, case.micro), solo(1, 0, case.micro // 2)] if case.micro else []
+        seen = list(measure(case.code, [device], [*alone, layout], turns=2))
+        if any(one.probe.layout == layout for one in seen):
+            say_cause(name, case.first, find(seen, layout, [device]))
+
+
+def compare_gains(devices: Sequence[Device]) -> None:
+    """What a remedy is promised to give, beside what it gave."""
+    one = devices[:1]
+    for name in GAINS:
+        case = CAUSES[name]
+        now, other = solo(1, 0, case.rows, case.micro), solo(1, 0, 2 * case.rows)
+        few, remedy = [], "twice the batch"
+        if case.micro:
+            other, remedy = solo(1, 0, case.rows), "one pass"
+            few = [solo(1, 0, case.micro), solo(1, 0, case.micro // 2)]
+        seen = list(measure(case.code, one, [*few, now, other], turns=2))
+        true = rate_of(seen, other) / rate_of(seen, now) - 1
+        limits = find([each for each in seen if each.probe.layout != other], now, one)
+        say_cause(name, case.first, limits)
+        say_gain(f"{name}, {remedy}", _pick(limits, case.first), true)
+
+
+def _pick(limits: Sequence[TrainingLimit], kind: str) -> TrainingLimit | None:
+    return next((limit for limit in limits if limit.kind.value == kind), None)
+
+
+def try_neighbour(devices: Sequence[Device]) -> None:
+    """A training beside another process that computes on its device, and alone."""
+    case = CAUSES["deeper"]
+    layout, one = solo(1, 0, case.rows), devices[:1]
+    alone = list(measure(case.code, one, [layout], turns=2))
+    place = "cpu" if one[0].on_cpu else f"cuda:{one[0].index}"
+    other = subprocess.Popen([sys.executable, "-c", NEIGHBOUR, place], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        beside = list(measure(case.code, one, [layout], turns=2))
+    finally:
+        other.kill()
+        other.wait()
+    limits = find(beside, layout, one)
+    say_cause("a neighbour", "host_starved" if one[0].on_cpu else "neighbour", limits)
+    true = rate_of(alone, layout) / rate_of(beside, layout) - 1
+    say_gain("the neighbour stopped", limits[0] if limits else None, true)
+
+
+def try_exchange(devices: Sequence[Device]) -> None:
+    """A split of two devices by slow transports, whose model is large beside its batch: what is
+    named, and what twice the batch gives.
+    """
+    ways = [(way, variables) for way, variables in WAYS.items() if variables]
+    for way, variables in ways:
+        os.environ.update(variables)
+        now, twice = layout_of((ROWS, ROWS)), layout_of((2 * ROWS, 2 * ROWS))
+        two = devices[:2]
+        seen = list(measure(limited_trainings.LARGE_WEIGHTS, two, [now, twice], turns=2))
+        limits = find(seen, now, two)
+        say_cause(f"exchange, {way}", "exchange", limits)
+        true = rate_of(seen, twice) / rate_of(seen, now) - 1
+        say_gain(f"exchange, {way}, twice the batch", _pick(limits, "exchange"), true)
+
+
+def try_links(devices: Sequence[Device]) -> None:
+    """The bandwidth between all devices, as evener measures it and by hand, by each transport."""
     figures = measure_links(devices)
-    own = next(one for one in reversed(figures) if one.way == "as it is")
-    with mp.Manager() as manager:
-        seconds = manager.dict()
-        world = len(devices)
-        mp.spawn(_sum_by_hand, (world, make_memory_file(), seconds), nprocs=world)
-        slowest = max(seconds.values())
+    world = len(devices)
     size = LARGE_BYTES["cuda" if torch.cuda.is_available() else "cpu"]
-    by_hand = 2 * (world - 1) / world * size / slowest
-    rows = [(one.devices, one.way, one.outcome, one.bytes_per_second) for one in figures]
-    return {"over_by_hand": own.bytes_per_second / by_hand, "by_hand": by_hand, "figures": rows}
+    for way, variables in WAYS.items():
+        own = [one for one in figures if one.way == way and len(one.devices) == world]
+        if not own:
+            continue
+        os.environ.update(variables)
+        with mp.Manager() as manager:
+            seconds = manager.dict()
+            mp.spawn(_sum_by_hand, (world, make_memory_file(), seconds), nprocs=world)
+            slowest = max(seconds.values())
+        by_hand = 2 * (world - 1) / world * size / slowest
+        off = own[-1].bytes_per_second / by_hand - 1
+        print(
+            f"{'ok  ' if abs(off) <= CLOSE else 'MISS'} link {own[-1].devices}, {way}: "
+            f"{own[-1].outcome}, {own[-1].bytes_per_second / 1e9:.2f} GB/s, by hand "
+            f"{by_hand / 1e9:.2f}: off by {100 * off:+.1f} %, "
+            f"{1e6 * own[-1].latency_seconds:.0f} us",
+            flush=True,
+        )
 
 
 def _sum_by_hand(rank: int, world: int, file: str, seconds: Any) -> None:
@@ -181,23 +337,27 @@ def _sum_by_hand(rank: int, world: int, file: str, seconds: Any) -> None:
     dist.destroy_process_group()
 
 
-PARTS = {"loader": try_loader, "causes": name_causes, "links": try_links}
+PARTS = {
+    "loader": try_loader,
+    "causes": name_causes,
+    "gains": compare_gains,
+    "neighbour": try_neighbour,
+    "exchange": try_exchange,
+    "links": try_links,
+}
 
 
 def main() -> None:
-    """Run the parts that are named, or all, and print their figures."""
+    """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     parser.add_argument("--devices", default="auto")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     devices = discover(given.devices).devices
-    found = {}
     for name in given.parts or PARTS:
-        found[name] = PARTS[name](devices)
-        print(name, json.dumps(found[name], indent=1, default=str), flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(found, default=str))
+        began = time.monotonic()
+        PARTS[name](devices)
+        print(f"({name}: {time.monotonic() - began:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

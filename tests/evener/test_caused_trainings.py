@@ -14,19 +14,6 @@ from tests.support.frameworks import skip_without
 skip_without("torch")
 pytestmark = pytest.mark.slow
 
-FIRST = {
-    "loader": LimitKind.INPUT,
-    "collate": LimitKind.INPUT,
-    "disk of one rank": LimitKind.RANK_INPUT,
-    "unequal": LimitKind.UNEQUAL,
-    "optimizer": LimitKind.OPTIMIZER,
-    "checkpoints": LimitKind.CHECKPOINTS,
-    "validation": LimitKind.VALIDATION,
-    "validation between epochs": LimitKind.VALIDATION,
-    "logging": LimitKind.BETWEEN,
-    "own code": LimitKind.OWN_CODE,
-}
-PLAIN = ("plain", "plain, in two epochs")
 MOST_STARVED = 0.25  # of the time, in which a sleep can be told from want of cores
 
 
@@ -36,7 +23,7 @@ def test_the_cause_is_named_first_and_plain_trainings_have_none(
     """Where other programs take cores meanwhile, that is named too, makes ranks unequal, and hides
     sleeps.
     """
-    from tests.support.caused_trainings import read_record
+    from tests.support.caused_trainings import FIRST, PLAIN, read_record
 
     ranks = trainer_ranks("tests.support.caused_trainings.train_all", world=2)
     limits = {}

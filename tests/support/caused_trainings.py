@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 from evener.live import reporter as live
 from evener.live.files import LiveRecord
 from evener.torch import Split
+from evener.training.limits import LimitKind
 
 STEPS, VALIDATION_BATCHES = 40, 12
 WORK_SECONDS = 0.006  # of a forward pass
@@ -36,6 +37,20 @@ CAUSES = (
     "own code",
     "cores",
 )
+
+FIRST = {
+    "loader": LimitKind.INPUT,
+    "collate": LimitKind.INPUT,
+    "disk of one rank": LimitKind.RANK_INPUT,
+    "unequal": LimitKind.UNEQUAL,
+    "optimizer": LimitKind.OPTIMIZER,
+    "checkpoints": LimitKind.CHECKPOINTS,
+    "validation": LimitKind.VALIDATION,
+    "validation between epochs": LimitKind.VALIDATION,
+    "logging": LimitKind.BETWEEN,
+    "own code": LimitKind.OWN_CODE,
+}
+PLAIN = ("plain", "plain, in two epochs")
 
 
 def compute(seconds: float) -> None:

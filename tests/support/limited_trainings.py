@@ -83,3 +83,86 @@ def build():
     return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
 """
 )
+MANY_LAUNCHES = (
+    HEAD
+    + """
+def build():
+    model = plain_model(width=64, layers=300)
+    return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+
+def training_data():
+    return plain_data(width=64)
+"""
+)
+# whose passes take as long for few rows as for some more, as they read its weights
+LARGE_WEIGHTS = (
+    HEAD
+    + """
+def build():
+    model = plain_model(width=6144, layers=12)
+    return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+
+def training_data():
+    return plain_data(width=6144, rows=512)
+"""
+)
+CONVOLUTIONS = (
+    HEAD
+    + """
+class Pictures(Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, row):
+        return torch.full((3, 32, 32), row / 4096), row % 10
+
+def training_data():
+    return Pictures(), {"num_workers": 4}
+
+def build():
+    def block(inputs, outputs):
+        return nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()
+
+    layers = (*block(3, 64), *block(64, 128), nn.MaxPool2d(2), *block(128, 256), nn.MaxPool2d(2))
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 64, 10))
+    return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), nn.CrossEntropyLoss()
+"""
+)
+ROWS_ON_DEVICE = (
+    HEAD
+    + """
+PLACE = "cuda" if torch.cuda.is_available() else "cpu"
+
+def training_data():
+    return TensorDataset(*(each.to(PLACE) for each in plain_data(rows=8192, width=2048).tensors))
+
+def build():
+    model = plain_model(width=2048, layers=6)
+    return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+"""
+)
+TRAINER = """
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+class Texts(Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, row):
+        words = torch.arange(row, row + 128) % 1000
+        return {"input_ids": words, "labels": words}
+
+def build():
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    arguments = TrainingArguments("/tmp/trainer", report_to=[], per_device_train_batch_size=8)
+    return Trainer(LlamaForCausalLM(config), arguments, train_dataset=Texts())
+"""
