@@ -383,7 +383,7 @@ def _sum(solos: list[Interval]) -> tuple[RivalRate, ...]:
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
-    return (RivalRate("sum", "sum of solos", total),)
+    return (RivalRate("sum", "sum of each alone", total),)
 
 
 class CurvePoints(NamedTuple):

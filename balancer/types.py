@@ -441,10 +441,10 @@ class Facts(msgspec.Struct, frozen=True):
 class Stop(StrEnum):
     """Why a search ended, or its run."""
 
-    SETTLED = "Nothing left to measure is expected to change the plan by more than the tolerance."
+    SETTLED = "Nothing left to measure is expected to gain more than --tolerance."
     UNSURE = (
-        "Nothing left to measure is expected to pay, but the plan may be off by more than "
-        "the tolerance"
+        "Nothing left to measure is expected to pay for its time, but the plan may be off by more "
+        "than --tolerance"
     )
     TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
     UNCERTAIN = "The leading layouts are measured too roughly to be told apart within the budget."

@@ -151,7 +151,8 @@ class SumLoss(msgspec.Struct, frozen=True):
     `lost_seconds`: what a step takes beyond a step at the sum's speed.
     """
 
-    cause: Literal["longest_part", "exchange", "unexplained"]
+    # both: the two together explain it, and neither does alone
+    cause: Literal["longest_part", "exchange", "both", "unexplained"]
     part: float  # of the sum
     lost_seconds: float
     longest_seconds: float | None = None  # of its longest share, alone

@@ -429,12 +429,22 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
     took, ideal = batch / chosen.throughput.value, batch / sum(alone)
     apart, sync = report.apart_seconds.get(chosen.layout), report.sync_seconds
     lost = took - ideal
-    cause: Literal["longest_part", "exchange", "unexplained"] = "unexplained"
-    if (apart or 0.0) - ideal >= COVERS * lost:
-        cause = "longest_part"
-    elif (sync or 0.0) >= COVERS * lost:
-        cause = "exchange"
-    return SumLoss(cause, part, lost, apart, sync)
+    return SumLoss(_find_cause(lost, (apart or 0.0) - ideal, sync or 0.0), part, lost, apart, sync)
+
+
+def _find_cause(
+    lost: float, by_share: float, by_exchange: float
+) -> Literal["longest_part", "exchange", "both", "unexplained"]:
+    """What covers the seconds that a step loses: the longest share's small batch, the exchange, or
+    both together.
+    """
+    if by_share >= COVERS * lost:
+        return "longest_part"
+    if by_exchange >= COVERS * lost:
+        return "exchange"
+    if by_share > 0 and by_share + by_exchange >= COVERS * lost:
+        return "both"
+    return "unexplained"
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
@@ -523,7 +533,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
     """Each layout of the race that did not run."""
     for candidate, seen in report.broken:
-        name = name_layout(candidate, devices)
+        name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
             yield LeftOut("layout", name, "failed", seen.detail.rstrip("."))
         else:
@@ -546,9 +556,19 @@ def find_unmeasured(report: SearchReport, devices: int, end: RunEnd) -> Iterator
         return
     enough = _round_enough(report)
     for one in report.unmeasured:
-        yield LeftOut("layout", name_layout(one, devices), "no_time", enough_seconds=enough)
+        yield LeftOut("layout", _name_missing(one, devices), "no_time", enough_seconds=enough)
     for one in report.ungrown:
         yield LeftOut("layout", name_layout(one, devices), "packs_growing", enough_seconds=enough)
+
+
+def _name_missing(one: Candidate, devices: int) -> str:
+    """A layout that wasn't measured by its name; of the even split which devices it is over, as
+    the plan may be an even split over fewer.
+    """
+    if one.family.equal_shares and len(one.layout.active) == devices:
+        over = "both" if devices == 2 else f"all {devices}"
+        return f"the even split over {over} devices"
+    return name_layout(one, devices)
 
 
 def find_retreats(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:

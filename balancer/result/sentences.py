@@ -452,6 +452,13 @@ def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
     elif loss.cause == "longest_part" and loss.longest_seconds is not None:
         longest = milliseconds(loss.longest_seconds)
         yield f"{head}: its longest share alone takes {longest}, as small batches are slower."
+    elif loss.cause == "both" and loss.longest_seconds is not None:
+        longest = milliseconds(loss.longest_seconds)
+        cost = milliseconds(loss.exchange_seconds or 0.0)
+        yield (
+            f"{head}: its longest share alone takes {longest}, as small batches are slower, and "
+            f"synchronizing the devices costs {cost} a step."
+        )
     elif loss.exchange_seconds is not None:
         cost = milliseconds(loss.exchange_seconds)
         yield (
@@ -508,10 +515,11 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
             f"{_write_more(verdict, one)}"
             for one in larger
         ]
-        within = f"within --tolerance {percent(verdict.tolerance)}"
-        why = f"the plan is the smallest batch {within}"
+        part = percent(verdict.tolerance)
+        slow = f"at most {part} slower than the fastest (--tolerance {part})"
+        why = f"the plan is the smallest batch that is {slow}"
         if any(_more(verdict, one) > verdict.tolerance for one in larger):
-            why = f"when it was chosen, the plan was the smallest batch {within}"
+            why = f"when it was chosen, the plan was the smallest batch that is {slow}"
         yield f"With a larger batch: {', '.join(found)}; {why}."
     for one in [one for one in faster if one.why_not != "tolerance"][:MOST_NAMED]:
         name = one.name[:1].upper() + one.name[1:]
@@ -555,6 +563,24 @@ def _write_batches(one: Rival) -> str:
     if len(one.devices) > MOST_DEVICES:
         return f"on {len(one.devices)} devices"
     return f"{batches} on {' + '.join(one.devices)}"
+
+
+def _say_what_errors_mean(verdict: Verdict) -> Iterator[str]:
+    """What ± is, where a difference is smaller than it."""
+    gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
+    close = any(gap.low <= 0 <= gap.high for gap in gaps)
+    if close and verdict.figure.known:
+        yield "± is half of a 95 % interval: a difference below its own ± is too close to call."
+
+
+def _say_use(verdict: Verdict) -> Iterator[str]:
+    """How such a plan is used, where the devices aren't there to train on."""
+    planned = verdict.advice is not None and verdict.advice.action == "plan"
+    if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
+        yield (
+            "Simulated devices train nothing. On real ones evener balance writes such a plan, and "
+            "evener launch plan.toml train.py trains by it."
+        )
 
 
 def _say_earlier(verdict: Verdict) -> Iterator[str]:
@@ -757,6 +783,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_sum_loss,
     _say_idle_devices,
     _say_faster,
+    _say_what_errors_mean,
     _say_earlier,
     _say_packs,
     _say_knobs,
@@ -767,6 +794,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_batch,
     _say_learning,
     _say_few_steps,
+    _say_use,
 )
 
 
@@ -961,6 +989,9 @@ def write_end(verdict: Verdict, words: str) -> str:
     again = verdict.advice is not None and verdict.advice.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
         return ""
+    if verdict.stopped == "settled" and verdict.tolerance:
+        part = percent(verdict.tolerance)
+        return f"Nothing left to measure is expected to gain more than {part} (--tolerance)."
     if verdict.stopped != "tied":
         return words
     tied = [one for one in verdict.rivals if one.tie][:MOST_NAMED]

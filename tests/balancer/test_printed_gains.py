@@ -78,7 +78,7 @@ together                1397  1.000        2 168  ± 0.4 %
 even split: 1 801 samples/s at 694+694 = 1388 samples a step
 SIM:0 alone: 1 346 samples/s at 1008
 larger batch, 1698 samples: 2 203 samples/s at 1004+694
-sum of solos: 2 274 samples/s, an upper bound; the plan reaches 95.3 % of it
+sum of each alone: 2 274 samples/s, an upper bound; the plan reaches 95.3 % of it
 
 Use uneven shares by the plan: 826 + 571 on SIM:0 + SIM:1.
 826 + 571 on SIM:0 + SIM:1   2 168 samples/s ± 0.4 %   +20 % over even, +61 % over SIM:0 alone

@@ -175,7 +175,7 @@ def test_where_other_work_disturbed_everything_the_answer_is_to_measure_again() 
     assert write_end(found, Stop.SETTLED.value) == ""
     calm = judged(result(SPLIT, 1000), [standing(EVEN, 800, -0.2)], seen=[disturbed_turn(0.2)])
     assert advised(calm) == "plan"
-    assert write_end(calm, Stop.SETTLED.value) == Stop.SETTLED.value
+    assert "expected to gain more than 2 %" in write_end(calm, Stop.SETTLED.value)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from evener.balancer.types import (
     Interval,
     Layout,
     Probe,
+    Problem,
     Stop,
     Timed,
     Warned,
@@ -278,6 +279,11 @@ def what_is_missing_of_the_sum_is_partly_the_exchange() -> Verdict:
 
 
 @verdict
+def what_is_missing_of_the_sum_is_small_batches_and_the_exchange() -> Verdict:
+    return summed(sync_seconds=0.06, apart_seconds={SPLIT.layout: 0.18})
+
+
+@verdict
 def what_is_missing_of_the_sum_is_not_known() -> Verdict:
     return summed()
 
@@ -316,6 +322,41 @@ def a_device_is_left_out_and_a_split_with_it_is_too_uncertain() -> Verdict:
 @verdict
 def a_device_is_left_out_and_no_split_with_it_was_measured() -> Verdict:
     return without_the_third()
+
+
+@verdict
+def a_search_was_stopped_before_a_split_with_some_devices() -> Verdict:
+    """What wasn't measured yet isn't said to gain nothing."""
+    chosen = result(candidate("split", Layout("split", (150, 106, 0, 0))), 1000)
+    solos = tuple(result(candidate("solo", solo(4, i, 256)), 500 - 100 * i) for i in range(4))
+    return judged(chosen, results=(chosen, *solos), solos=solos, stop=Stop.INTERRUPTED)
+
+
+@verdict
+def a_run_was_cut_off_before_a_split_with_a_device() -> Verdict:
+    chosen = result(THREE, 1000)
+    return judged(chosen, results=(chosen,), solos=THREE_ALONE, stop=Stop.CUT_OFF)
+
+
+@verdict
+def no_time_was_left_for_the_even_split_over_all_devices() -> Verdict:
+    """The plan is an even split too, over fewer of them."""
+    chosen = result(candidate("even", Layout("split", (128, 128, 0))), 1000)
+    return judged(
+        chosen,
+        results=(chosen, *THREE_ALONE),
+        solos=THREE_ALONE,
+        unmeasured=(candidate("even", Layout("split", (86, 86, 86))),),
+        problem=Problem(3, (None,) * 3, budget_seconds=60.0),
+        enough_seconds=90.0,
+        stop=Stop.TIED,
+    )
+
+
+@verdict
+def a_plan_of_simulated_devices() -> Verdict:
+    """How it is used."""
+    return uneven(standing(EVEN, 880, -0.12), kind="sim", request=FIXED)
 
 
 # ---------------------------------------------------------------------- doubts and faults

@@ -136,7 +136,7 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[0].startswith("simulated: ")
     assert lines[2].split() == ["device", "name", "share", "ratio", "in", "the", "plan", "alone"]
     assert any(line.startswith("even split:") for line in lines)
-    assert any(line.startswith("sum of solos:") for line in lines)
+    assert any(line.startswith("sum of each alone:") for line in lines)
     advice = next(i for i, line in enumerate(lines) if line.startswith("simulated: Use uneven"))
     assert lines[advice + 1].startswith("simulated: ")
     assert "evener export" not in output.out, "nobody trains on simulated devices"

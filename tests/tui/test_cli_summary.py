@@ -92,14 +92,16 @@ def test_the_table_has_every_device_and_the_total() -> None:
 
 
 def test_the_rivals_are_compared() -> None:
-    """The gain over the even split and the best single device, and the part of the sum of solos."""
+    """The gain over the even split and the best single device, and the part of the sum of each."""
     text = "\n".join(summary_lines(PLAN, LABELS))
     assert (
         "even split: 1 810 samples/s at 512+512 = 1024 samples a step; the plan gains 17.3 %"
         in text
     )
     assert "GPU:0 alone: 1 345 samples/s at 1024; the plan gains 57.8 %" in text
-    assert "sum of solos: 2 220 samples/s, an upper bound; the plan reaches 95.6 % of it" in text
+    assert (
+        "sum of each alone: 2 220 samples/s, an upper bound; the plan reaches 95.6 % of it" in text
+    )
     assert "warning: readings drifted" in text
 
 
@@ -159,7 +161,7 @@ def test_one_device_is_compared_with_the_best_split_and_the_other_device() -> No
     text = "\n".join(summary_lines(plan, LABELS))
     better_line = "best split: 1 900 samples/s at 700+300 = 1000 samples a step; the plan gains"
     assert f"{better_line} 11.7 %" in text
-    assert "sum of solos" not in text
+    assert "sum of each alone" not in text
     assert "even split" not in text
     assert "best single device" not in text
     assert "the other device alone, GPU:1: 875.0 samples/s at 512; the plan gains 142.6 %" in text
@@ -249,7 +251,7 @@ def test_progress_follows_a_session() -> None:
     )
     line = event_line(observed, LABELS)
     assert line is not None
-    assert line.endswith("solo  GPU:0[64]: 128.0 samples/s ± 1.0 %")
+    assert line.endswith("alone    GPU:0[64]: 128.0 samples/s ± 1.0 %")
     shown = screen(advance(state, observed))
     assert shown[1].startswith("█ GPU:0 ○ waits 128.0 at 64")
     assert "128.0 ±1.6 %" in shown[3]
@@ -295,7 +297,7 @@ def test_what_did_not_run_is_said_in_words() -> None:
     """Out of memory names the device; a failure shows its one line, harmless."""
     probe = Probe(layout_of((1024, 710)), "split", 5.0)
     words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
-    assert words == "split GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
+    assert words == "together GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
     failed = observation_words(
         Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0), LABELS
     )

@@ -120,14 +120,14 @@ def test_rivals_are_layouts_that_ran(events: Any) -> None:
         ("best so far", 2127),
         ("even split", 1801),
         ("SIM:0 alone", 1346),
-        ("sum of solos", 2271),
+        ("sum of each alone", 2271),
     ]
     at_end = _after(events)
     assert [(each.name, round(each.figure.value)) for each in rivals(at_end)] == [
         ("the plan", 2127),
         ("even split", 1801),
         ("SIM:0 alone", 1346),
-        ("sum of solos", 2271),
+        ("sum of each alone", 2271),
     ]
 
 

@@ -130,7 +130,9 @@ def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan
     """What was measured comes before how it looks, and nothing is cut in the middle."""
     low = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 14)]
     high = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 40)]
-    assert any(row.startswith(" sum of solos") and row.endswith(" 94 % of it") for row in low[:14])
+    assert any(
+        row.startswith(" sum of each alone") and row.endswith(" 94 % of it") for row in low[:14]
+    )
     assert any("18 % faster" in row for row in low[:17])
     assert not any(row.startswith(" ━") for row in low)
     assert sum(row.startswith(" ━") for row in high) == 4

@@ -25,7 +25,7 @@ RANKING_NOTE = (
     "waits for others or for"
     " data. against the winner: as measured alternately, which the samples/s alone may not show. "
     "turns: how often it was"
-    " measured in the race."
+    " measured in turn with the others."
 )
 
 

@@ -53,6 +53,7 @@ from evener.printable import align, plain
 from evener.training.noise_scale import describe
 
 from .formatting import Table, energy_cells, folded
+from .stages import STAGE_WORDS
 
 DOUBTS = {  # about one measurement, behind its figure
     "not_finite": "loss not finite",
@@ -96,7 +97,7 @@ def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
     """
     if not isinstance(seen, Failed):
         return observation_words(seen, labels)
-    before = f"{seen.probe.stage:<5} {layout_words(seen.probe.layout, labels)}"
+    before = f"{_stage_words(seen)} {layout_words(seen.probe.layout, labels)}"
     raised = _RAISED.match(seen.detail)
     if raised is not None:
         return f"{before}: failed while {raised['phase']}, {plain(raised['kind'], 60)}"
@@ -129,9 +130,14 @@ def brief_devices(labels: Sequence[str]) -> str:
 def observation_words(seen: Observation, labels: Sequence[str]) -> str:
     """A measurement in words, on a line: its stage, layout and outcome."""
     return (
-        f"{seen.probe.stage:<5} {layout_words(seen.probe.layout, labels)}: "
+        f"{_stage_words(seen)} {layout_words(seen.probe.layout, labels)}: "
         f"{outcome_words(seen, labels)}"
     )
+
+
+def _stage_words(seen: Observation) -> str:
+    """What a measurement was for, as wide as the longest of the usual ones: together."""
+    return f"{STAGE_WORDS[seen.probe.stage]:<8}"
 
 
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:

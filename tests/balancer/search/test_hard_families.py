@@ -33,4 +33,6 @@ def test_slow_steps_are_shared_by_what_each_device_did(seed: int) -> None:
     found = trials.run(case.machine, case.ask, case.seed)
     assert found.regret <= 0.15
     assert found.held
-    assert "Measure again" not in found.verdict
+    action, headline, *_ = found.verdict.splitlines()
+    assert "Use uneven shares by the plan" in action
+    assert 3 < float(headline.partition("± ")[2].partition(" %")[0]) < 15

@@ -289,8 +289,8 @@ def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_devic
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_share_of_the_plan_is_faster_than_its_device_was_alone(seed: int) -> None:
-    """Else a gain over one device alone, or a part of the sum of solos, is one over a figure that
-    isn't its best.
+    """Else a gain over one device alone, or a part of the sum of each alone, is one over a figure
+    that isn't its best.
     """
     search, _ = searched(machine_families.machine("bent memory", 2, 0.005, seed), seed)
     best, solos = search.best(), search.evaluation.solos()
