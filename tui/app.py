@@ -27,6 +27,7 @@ from .screens.base import SCREENS
 from .settings import ThemeName
 
 YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
+SPELLED_KEYS = ("space", "tab", "esc", "enter", "home", "end")  # with a capital on every page
 MakeScreen = Callable[[], Screen[None]]
 
 
@@ -39,6 +40,12 @@ def _keys_provider() -> type[Provider]:
     from .palette import KeysProvider
 
     return KeysProvider
+
+
+def _app_provider() -> type[Provider]:
+    from .palette import AppProvider
+
+    return AppProvider
 
 
 def _runs_provider() -> type[Provider]:
@@ -58,8 +65,8 @@ class EvenerApp(BaseApp):
 
     TITLE = "evener"
     COMMANDS: ClassVar[set[Any]] = {
-        *BaseApp.COMMANDS,
         _keys_provider,
+        _app_provider,
         _runs_provider,
         _settings_provider,
     }
@@ -225,7 +232,9 @@ class EvenerApp(BaseApp):
         shown = super().get_key_display(binding)
         if shown.startswith("^") and len(shown) > 1:
             return f"Ctrl-{shown[1:].upper()}"
-        return "Space" if shown == "space" else shown
+        if shown.startswith("shift+"):
+            return f"Shift-{shown.removeprefix('shift+').capitalize()}"
+        return shown.capitalize() if shown in SPELLED_KEYS else shown
 
     def action_help(self) -> None:
         """Open the help page."""
@@ -308,6 +317,7 @@ _MEANINGS = {
     "memory": ("#b794f4", "#7e3fc4"),
     "power": ("#e5b567", "#9a5b00"),
     "speed": ("#5fd38d", "#15803d"),
+    "heat": ("#41c7c0", "#0e7c7b"),
     "track": ("#2f3a4a", "#ccd3dc"),
     "frame": ("#2c3646", "#c3cbd6"),
     "frame-focus": ("#4f8cc9", "#0b62c4"),

@@ -1,4 +1,6 @@
-"""The command palette: every key of the screen in front, and every run by its name."""
+"""The command palette: every key of the screen in front, what every screen can do, every run by its
+name, and every setting.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import NamedTuple, cast
 from textual.actions import parse
 from textual.binding import Binding
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
 from textual.dom import DOMNode
 from textual.widget import Widget
 
@@ -25,7 +28,26 @@ OWN_ENTRIES = (
     "command_palette",
     "settings",
 )  # the app offers these by itself
-MOVES = ("move", "page")  # rows of a list: found by a search, but not offered
+MOVES = (  # within a list or a screen: found by a search, but not offered
+    "move",
+    "page",
+    "focus_next",
+    "focus_previous",
+    "copy_text",
+    "end_filter",
+    "refresh",
+)
+KEY_CELLS = 9  # in front of the words
+APP_KEYS = {  # of what every screen can do, by the name of its action
+    "Show Monitor": "1",
+    "Show Balance": "2",
+    "Show Runs": "3",
+    "Show Trainings": "4",
+    "Next theme": "T",
+    "Settings": ",",
+    "Help": "?",
+    "Quit": "q",
+}
 
 LEAST_SCORE = 0.1  # of a hit by words that aren't shown
 OTHER_WORDS = {  # that people look for, by action
@@ -54,6 +76,13 @@ OTHER_WORDS = {  # that people look for, by action
     "traceback": "error why failed",
     "delete": "remove",
 }
+
+
+def entry(key: str, words: str | Content, more: str = "") -> Content:
+    """A line of the palette: the key, what it does, and a remark."""
+    return Content.assemble(
+        (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
+    )
 
 
 class Offered(NamedTuple):
@@ -112,10 +141,20 @@ class KeyDiscovery(DiscoveryHit):
         return 1.0
 
 
+class Entry(NamedTuple):
+    """A key of the screen in the palette."""
+
+    key: str
+    words: str
+    command: Callable[[], object]
+    moves: bool
+    other_words: str
+
+
 class KeysProvider(Provider):
     """Every key of the screen: its words, the panel it belongs to, and the key itself."""
 
-    def _entries(self) -> Iterator[tuple[str, str, Callable[[], object], bool, str]]:
+    def _entries(self) -> Iterator[Entry]:
         app = cast(BaseApp, self.app)
         for offered in offered_keys(self.screen):
             key = app.get_key_display(offered.binding)
@@ -123,23 +162,43 @@ class KeysProvider(Provider):
             words = f"{panel}{offered.binding.description}"
             moves = offered.action in MOVES
             other_words = OTHER_WORDS.get(offered.action, "")
-            yield words, f"key {key}", partial(_press, app, offered), moves, other_words
+            yield Entry(key, words, partial(_press, app, offered), moves, other_words)
 
     async def discover(self) -> Hits:
         """Everything but the moves within a list."""
-        for words, help_text, command, moves, _ in self._entries():
-            if not moves:
-                yield KeyDiscovery(words, command, help=help_text)
+        for each in self._entries():
+            if not each.moves:
+                yield KeyDiscovery(entry(each.key, each.words), each.command, text=each.words)
 
     async def search(self, query: str) -> Hits:
         """What matches these words."""
         matcher = self.matcher(query)
-        for words, help_text, command, _, other_words in self._entries():
-            score = matcher.match(words)
-            if not score and _begins(query, other_words):
+        for each in self._entries():
+            score = matcher.match(each.words)
+            if not score and _begins(query, each.other_words):
                 score = LEAST_SCORE
             if score > 0:
-                yield Hit(score, matcher.highlight(words), command, help=help_text)
+                shown = entry(each.key, matcher.highlight(each.words))
+                yield Hit(score, shown, each.command, text=each.words)
+
+
+class AppProvider(Provider):
+    """What every screen can do."""
+
+    async def discover(self) -> Hits:
+        """All of it, below the keys of the screen."""
+        for title, more, command, *_ in self.app.get_system_commands(self.screen):
+            shown = entry(APP_KEYS.get(title, ""), title, more)
+            yield DiscoveryHit(shown, command, text=title)
+
+    async def search(self, query: str) -> Hits:
+        """What matches these words."""
+        matcher = self.matcher(query)
+        for title, more, command, *_ in self.app.get_system_commands(self.screen):
+            score = matcher.match(title)
+            if score > 0:
+                shown = entry(APP_KEYS.get(title, ""), matcher.highlight(title), more)
+                yield Hit(score, shown, command, text=title)
 
 
 async def _press(app: BaseApp, offered: Offered) -> None:
@@ -167,7 +226,8 @@ class RunsProvider(Provider):
             score = matcher.match(words)
             if score > 0:
                 command = partial(self._open, run.run)
-                yield Hit(score, matcher.highlight(words), command, help=f"{run.state}: open it")
+                shown = entry("", matcher.highlight(words), f"{run.state}: open it")
+                yield Hit(score, shown, command, text=words)
 
     async def _open(self, name: str) -> None:
         from .screens.runs import RunsScreen
@@ -192,4 +252,5 @@ class SettingsProvider(Provider):
             score = matcher.match(words)
             if score > 0:
                 show = partial(app.run_action, f"app.settings({label!r})")
-                yield Hit(score, matcher.highlight(words), show, help="change it")
+                shown = entry("", matcher.highlight(words), "change it")
+                yield Hit(score, shown, show, text=words)

@@ -325,7 +325,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
         await pilot.press("r")
         await until(pilot, lambda: app.screen.query("#log"), "the replay")
         await until(pilot, lambda: app.balance.finished is not None, "the replayed verdict")
-        await until(pilot, lambda: "again" in text(app, "#log"), "its measurements")
+        await until(pilot, lambda: " check " in text(app, "#log"), "its measurements")
         await pilot.press("3")
         await pilot.press("d", "y")
         await until(pilot, lambda: text(app, "#runs").count("finished") == 1, "one run less")

@@ -240,7 +240,7 @@ def test_progress_follows_a_session() -> None:
     probe = Probe(solo(2, 0, 64), "solo", 5.0)
     state = advance(advance(SessionState(), started), ProbeStarted(probe, 0.0))
     state = advance(state, ProbeProgress(probe, "measuring", 684.0, 0.012, 3.0))
-    assert "█ GPU:0 ● solo: measuring 64 684.0 ±1.2 % – –" in screen(state)
+    assert "█ GPU:0 ● alone: measuring 64 684.0 ±1.2 % – –" in screen(state)
     observed = Observed(
         timed(solo(2, 0, 64)),
         BELIEF,

@@ -23,10 +23,12 @@ from evener.balancer.session import Session
 from evener.balancer.session_state import SessionState, advance
 from evener.balancer.store.runs import load_run
 from evener.balancer.types import Probe, Stage, Timed, layout_of, solo
+from evener.balancer.verdict import Recommendation
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.text.leaving import leaving_lines
+from evener.tui.view.balance_lines import verdict_head
 from evener.tui.view.cells import Line, span_cells
-from evener.tui.view.result_panel import KeyHint, result_lines
+from evener.tui.view.result_panel import BAR_SIGN, KeyHint, result_lines
 from evener.tui.view.run_differences import compare_runs, difference_lines
 from evener.tui.view.runs import plan_lines, run_page
 from evener.tui.view.search_log import log_rows, probe_lines
@@ -107,7 +109,7 @@ def test_the_log_says_what_is_news(events: Any) -> None:
     one.
     """
     rows = {row.number: row for row in log_rows(_after(events))}
-    assert rows[3].news == "+97 % on 64 rows"
+    assert rows[3].news == "+97 % over 64 rows"
     assert rows[5].news == "the fastest so far, +58 %"
     assert rows[6].news == ""
     wall = _text(probe_lines(rows[4], 80))
@@ -140,13 +142,13 @@ def test_a_result_keeps_to_its_size_and_its_keys_stay(events: Any, width: int, h
 
 def test_the_longest_bar_is_the_fastest(events: Any) -> None:
     """Bars stand for samples/s, and each gain is that over its own row."""
-    rows = [row for row in result_lines(_after(events), 100, 30, ()) if "█" in row.text]
-    plan, even, alone = rows[-3:]
-    lengths = [row.text.count("█") + row.text.count("▌") / 2 for row in (plan, even, alone)]
+    rows = [row for row in result_lines(_after(events), 100, 30, ()) if BAR_SIGN in row.text]
+    _, even, alone = rows
+    lengths = [row.text.count(BAR_SIGN) for row in rows]
     assert lengths[1] / lengths[0] == pytest.approx(1801 / 2127, abs=0.03)
     assert lengths[2] / lengths[0] == pytest.approx(1346 / 2127, abs=0.03)
-    assert "+18.1 %" in even.text
-    assert "+58.0 %" in alone.text
+    assert "plan +18.1 %" in even.text
+    assert "plan +58.0 %" in alone.text
 
 
 def test_leaving_says_the_verdict_the_plan_and_how_to_go_on(
@@ -239,17 +241,32 @@ async def test_runs_are_compared_in_the_app_with_six_keys(app_of: Any) -> None:
         await until(pilot, lambda: "Every measurement" in app.screen.query_one("Text").text, "it")
 
 
-def test_the_advice_of_a_result_comes_first_and_once() -> None:
+def test_a_result_begins_with_its_figure_and_the_advice_and_says_each_once() -> None:
     run = load_run(_search(Request(devices=PAIR)))
     assert run.end is not None
     assert run.end.found is not None
     state = msgspec.structs.replace(
         SessionState(devices=("SIM:0", "SIM:1")), finished=run.end, ended=True
     )
-    advice = write_verdict(run.end.found).advice
-    assert advice
-    rows = [row.text.strip() for row in result_lines(state, 198, 40, ())]
-    assert [row for row in rows if row == advice] == [rows[0]]
+    figure, advice, *rows = [row.text.strip() for row in result_lines(state, 198, 40, ())]
+    assert figure.startswith(write_verdict(run.end.found).figure)
+    assert "826 + 571 on SIM:0 + SIM:1" in figure
+    assert advice == "Use uneven shares by the plan."
+    assert not any("826 + 571" in row or "Use uneven" in row for row in rows)
+
+
+def test_an_advice_other_than_the_fastest_layout_stands_before_it() -> None:
+    run = load_run(_search(Request(devices=PAIR)))
+    assert run.end is not None
+    found = run.end.found
+    assert found is not None
+    again = msgspec.structs.replace(
+        found, advice=Recommendation("measure_again", (), (), "", "uncertain")
+    )
+    end = msgspec.structs.replace(run.end, found=again)
+    first, second, *_ = [row.text.strip() for row in verdict_head(end, 198)]
+    assert first.startswith("Measure again before you decide")
+    assert second.startswith(write_verdict(again).figure)
 
 
 def test_the_page_of_a_result_says_each_gain_once() -> None:

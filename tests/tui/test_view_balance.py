@@ -211,7 +211,7 @@ def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
     bar = share_lines(_after(events), 80, 9)[0]
     assert span_cells(bar.spans) == 79
     assert [len(span.text) for span in bar.spans[1:]] == [46, 32]
-    assert bar.spans[1].text[0] != bar.spans[2].text[0], "distinguishable without colour"
+    assert bar.text[46:48] == "▌█", "the ends of parts are seen without colours"
     legend = _text(share_lines(_after(events), 80, 9))
     assert "SIM:0 820 (59 %)" in legend
     assert "global batch 1388" in legend
@@ -370,7 +370,7 @@ def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -
     )
     state = msgspec.structs.replace(_after(events, 1), running=running)
     assert "The model is being built on SIM:0, SIM:1: 12 s." in _text(search_lines(state, 80, 5))
-    assert "solo: building 12 s" in _text(lane_lines(state, 160, 4)[0])
+    assert "alone: building 12 s" in _text(lane_lines(state, 160, 4)[0])
     assert "building 11 s" in _text(lane_lines(state, 120, 4)[0])
 
 

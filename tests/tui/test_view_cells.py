@@ -192,13 +192,10 @@ def test_every_sign_has_an_ascii_one_in_one_cell() -> None:
     assert len(set(map(to_ascii, Mark.LEVELS))) == len(Mark.LEVELS)
 
 
-def test_no_ascii_filling_is_a_sign_of_arithmetic_or_another_mark() -> None:
-    fills = set(to_ascii(Mark.FILLS))
-    assert not fills & set("+-=*x%")
-    assert not fills & set(
-        to_ascii(Mark.RUNNING + Mark.WAITING + Mark.DONE + Mark.FAILED + Mark.NONE + "…")
-    )
-    assert len(fills) == len(Mark.FILLS)
+def test_a_thick_bar_in_ascii_ends_with_another_sign_and_is_no_arithmetic() -> None:
+    block, end = to_ascii(Mark.BLOCK + Mark.WALL)
+    assert block != end
+    assert not {block, end} & set("+-=*x%")
 
 
 def test_a_reading_without_a_value_yet_is_not_lost() -> None:

@@ -54,7 +54,7 @@ def test_utilisation_and_temperature_are_shown_with_the_probe(
     assert "util" in head
     assert re.search(r"98( %)? +61", first)
     assert re.search(r"92( %)? +62", second)
-    assert re.search(r"solo.* 512 +910.0 +±0.4 %", second)
+    assert re.search(r"alone.* 512 +910.0 +±0.4 %", second)
 
 
 def test_a_missing_metric_is_no_zero(events: Any, script: Any) -> None:

@@ -77,8 +77,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             devices.place(snapshot)
             self._place_panels(snapshot, devices.count)
             self._draw_bars(snapshot)
-            devices.redraw()
             self._draw_graphs()
+            devices.has_graphs = self.query_one(TimelinePanel).shows_all
+            devices.redraw()
             self.query_one(ProcessPanel).follow(snapshot)
 
     def _place_panels(self, snapshot: Snapshot, devices: int) -> None:
@@ -222,6 +223,7 @@ class DevicePanel(ListPanel[PanelRow]):
     def __init__(self) -> None:
         super().__init__("Devices", id="devices")
         self.folded: frozenset[str] = frozenset()  # hosts whose devices are hidden
+        self.has_graphs = False  # each device has graphs below, which show more than its history
 
     @property
     def position(self) -> Position:
@@ -243,11 +245,13 @@ class DevicePanel(ListPanel[PanelRow]):
                 self.folded,
             )
         )
-        self.entitle(subtitle=f"every {publisher.interval_seconds:g} s")
+        self.entitle(subtitle=f"read every {publisher.interval_seconds:g} s")
 
     def grid(self) -> Grid[PanelRow]:
         """The table of these rows, without the columns that were hidden."""
-        hidden = self.evener.settings.hidden_columns
+        hidden = {*self.evener.settings.hidden_columns}
+        if self.has_graphs:
+            hidden.add("history")
         if not hidden:
             return DEVICES
         return DEVICES._replace(

@@ -171,7 +171,7 @@ class RunsScreen(RunActions, SortedScreen):
                 )
         panel.display = bool(lines)
         panel.styles.height = len(lines) + (0 if self.has_class("-bare") else 2)
-        panel.entitle("Differences", f"{before} and {after}" if lines else "")
+        panel.entitle("Differences")
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:

@@ -197,7 +197,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
 
     def redraw(self) -> None:
         """Draw the rows; the heading says the screen's state."""
-        self.entitle(subtitle=str(self.count))
+        self.entitle(subtitle=f"{self.count} in all" if self.count > 1 else "")
         self._draw_table(self.grid(), note=self.state)
 
 
@@ -211,7 +211,7 @@ class RankPanel(ListPanel[RankRow]):
         """Show the ranks of a training."""
         self.place_rows(row.ranks if row is not None else ())
         if row is not None:
-            self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}", str(self.count))
+            self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}")
         self.redraw()
 
     def grid(self) -> Grid[RankRow]:

@@ -9,7 +9,7 @@ from evener.balancer.number_format import duration, percent, rate, relative_erro
 from evener.balancer.result.rivals import list_samples
 from evener.balancer.result.sentences import (
     BETWEEN,
-    Written,
+    SIMULATED,
     find_training_command,
     recommends_plan,
     write_verdict,
@@ -34,7 +34,6 @@ from .cells import (
     Span,
     Tone,
     cut,
-    device_pattern,
     device_tone,
     line,
     pad,
@@ -50,8 +49,7 @@ MOST_ROWS = 6  # of the answer, which is shown whole for many devices too
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """The best layout's shares as one bar, each device with its colour and pattern, and a legend
-    below.
+    """The best layout's shares as one bar, each device with its colour, and a legend below.
 
     While another split is measured, its shares are shown too, as a second bar if there is a row for
     it.
@@ -65,7 +63,7 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
                 Span(f" No layout has been {'chosen' if timed(state) else 'measured'} yet.", "dim")
             ),
         )
-    legend = _legend(state, chosen, width)
+    legend = share_legend(state, chosen, width)
     total = line(Span(f" global batch {chosen.global_batch}", "dim"))
     tried = _tried_layout(state, chosen)
     if tried is None:
@@ -99,16 +97,21 @@ def _alone_words(state: SessionState) -> str:
 
 
 def shares_bar(shares: Sequence[int], width: int) -> Line:
-    """The shares as one bar, each device with its colour and pattern."""
+    """The shares as one bar, each device with its colour; half a cell ends each part but the last,
+    so that parts differ without colours.
+    """
     parts = apportion(width - 2, [float(share) for share in shares])
-    spans = (
-        Span(device_pattern(device) * part, device_tone(device))
-        for device, part in enumerate(parts)
-    )
-    return Line((Span(" "), *spans))
+    last = max((device for device, part in enumerate(parts) if part), default=0)
+    spans = [Span(" ")]
+    for device, part in enumerate(parts):
+        blocks = Mark.BLOCK * part
+        if device != last and part > 1:
+            blocks = Mark.BLOCK * (part - 1) + Mark.WALL
+        spans.append(Span(blocks, device_tone(device)))
+    return Line(tuple(spans))
 
 
-def _legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
+def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
     """The share of each device; where there are many, those that are left out are only counted."""
     shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
@@ -137,7 +140,7 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
         else ""
     )
     return (
-        Span(f" {device_pattern(device)} ", device_tone(device)),
+        Span(f" {Mark.BLOCK} ", device_tone(device)),
         Span(f"{state.devices[device]} ", "strong"),
         Span(
             f"{share_words(layout, device)}{part} " if share else "left out ",
@@ -209,7 +212,8 @@ def _rival_line(
         Span(f" {gain:<7} ", versus_tone(gain)),
     )
     left = width - span_cells(spans)
-    return Line(pad((*spans, Span(cut(each.where, max(1, min(22, left))), "dim")), width))
+    where = f"at {each.where}" if each.where else ""
+    return Line(pad((*spans, Span(cut(where, max(1, min(25, left))), "dim")), width))
 
 
 def versus_tone(text: str) -> Tone:
@@ -251,12 +255,13 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
-    """The verdict: the advice, the answer with its figure and gains, what to do next, remarks."""
+    """The verdict: the answer with its figure and advice, gains, what to do next, remarks."""
     if finished.found is None:  # of an older version, which kept its text alone
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
     written = write_verdict(finished.found)
-    lines = list(text_lines(written.advice, width, 3, "strong")) if written.advice else []
-    lines += _headline(written, width)
+    lines = verdict_head(finished, width)
+    if written.gains:
+        lines += text_lines(written.gains, width, MOST_ROWS, "good")
     if recommends_plan(finished):
         train = find_training_command(finished.plan, "plan.toml")
         then = f", then {train}" if train else ""
@@ -267,21 +272,30 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def _headline(written: Written, width: int) -> list[Line]:
-    """The answer, its figure and its gains: on one line where they fit, else on two or more."""
-    answer = Span(f" {plain(written.answer)}", "strong")
-    figure = Span(f"{BETWEEN}{plain(written.figure)}", "speed")
-    gains = Span(f"{BETWEEN}{plain(written.gains)}" if written.gains else "", "good")
-    if span_cells((answer, figure, gains)) <= width:
-        return [line(answer, figure, gains)]
-    if span_cells((answer, figure)) <= width:
-        head = [line(answer, figure)]
-    else:
-        head = [
-            *text_lines(written.answer, width, MOST_ROWS, "strong"),
-            *text_lines(written.figure, width, MOST_ROWS, "speed"),
-        ]
-    return [*head, *(text_lines(written.gains, width, MOST_ROWS, "good") if written.gains else ())]
+def verdict_head(finished: Finished, width: int) -> list[Line]:
+    """The figure with the layout that has it, and the advice: first of the two what leads on.
+
+    An advice that names the layout again is shortened to what it adds.
+    """
+    if finished.found is None:
+        return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
+    written, found = write_verdict(finished.found), finished.found
+    answer = written.answer.removeprefix(SIMULATED)
+    advice = written.advice.removeprefix(SIMULATED)
+    figure = _figure_lines(written.figure, answer, found.simulated, width)
+    if advice.endswith(f": {answer}."):
+        return [*figure, *text_lines(f"{advice.removesuffix(f': {answer}.')}.", width, 3)]
+    return [*(text_lines(advice, width, 3, "strong") if advice else ()), *figure]
+
+
+def _figure_lines(figure: str, answer: str, simulated: bool, width: int) -> list[Line]:
+    """The figure and its layout, side by side where they fit."""
+    mark = Span(f"{BETWEEN}{Mark.SIMULATED} simulated" if simulated else "", "warn")
+    beside = Span(f"{BETWEEN}{plain(answer)}", "strong")
+    first = Span(f" {plain(figure)}", "headline")
+    if span_cells((first, beside, mark)) <= width:
+        return [line(first, beside, mark)]
+    return [line(first, mark), *text_lines(answer, width, MOST_ROWS, "strong")]
 
 
 def _searching_words(state: SessionState) -> str:

@@ -20,7 +20,7 @@ class Mark:
     FULL, HALF, TRACK = "━╸─"  # of a bar: what is filled, half a cell of it, what is empty
     LEVELS = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
     SHADE = "░"  # a cell of a graph under its edge
-    FILLS = "█▓▒░▞▚▤▥"  # one filling for each device in a shares bar
+    BLOCK = "█"  # of a thick bar
     NONE = "–"  # the device doesn't report it
     PENDING = "…"  # not read yet: a rate needs two readings
     DENIED = "⊘"  # this user may not read it
@@ -89,8 +89,8 @@ Shade = Literal[  # a tone that is mixed with the background: the lower rows of 
     "power.low",
     "speed.mid",
     "speed.low",
-    "good.mid",
-    "good.low",
+    "heat.mid",
+    "heat.low",
 ]
 Tone = Literal[
     "text",  # ordinary
@@ -101,6 +101,8 @@ Tone = Literal[
     "memory",
     "power",
     "speed",  # samples/s
+    "headline",  # the figure that all is about
+    "heat",  # temperatures
     "good",
     "warn",
     "bad",
@@ -145,11 +147,6 @@ def line(*spans: Span | str, cursor: bool = False) -> Line:
 def device_tone(position: int) -> Tone:
     """A device's colour, the same on every screen of a session."""
     return DEVICE_TONES[position % len(DEVICE_TONES)]
-
-
-def device_pattern(position: int) -> str:
-    """A device's filling in a bar."""
-    return Mark.FILLS[position % len(Mark.FILLS)]
 
 
 def cells(text: str) -> int:

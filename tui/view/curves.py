@@ -65,12 +65,15 @@ def _series(
     labels = ", ".join(state.devices[curve.device] for curve in group)
     name = state.names[first.device] if first.device < len(state.names) else ""
     sign = str(first.device) if first.device < 10 and len(group) == 1 else Mark.RUNNING
-    believed = tuple((float(batch), speed) for batch, speed in first.believed)
+    begin = min(first.measured, default=(0, 0.0))
+    believed = [(float(batch), speed) for batch, speed in first.believed if batch > begin[0]]
+    if believed and begin[0]:
+        believed.insert(0, (float(begin[0]), begin[1]))
     return Series(
         f"{labels} {name}".strip(),
         device_tone(first.device),
         tuple(points),
-        believed,
+        tuple(believed),
         known_to=first.largest_tested,
         sign=sign,
     )

@@ -16,13 +16,16 @@ from evener.balancer.session_state import (
     own_speed,
 )
 from evener.devices.types import DeviceSample
-from evener.printable import plain
 
+from ..text.stages import STAGE_WORDS
 from ..text.summaries import share_words
-from .cells import Mark, Span, Tone, cells, cut, device_pattern, device_tone, span_cells
-from .devices import DEVICE_COLUMNS, DeviceRow
+from .cells import Mark, Span, Tone, cells, cut, device_tone, pad, span_cells
+from .charts import bar
+from .devices import DEVICE_COLUMNS, DeviceRow, short_name
 from .table import Column, Grid
 
+ALONE_CELLS = 14  # of a device's best without its bar
+LEAST_BAR = 8
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 
 
@@ -42,29 +45,36 @@ class Lane:
 
 def _name(lane: Lane, width: int) -> tuple[Span, ...]:
     label = lane.state.devices[lane.device]
-    name = lane.state.names[lane.device] if lane.device < len(lane.state.names) else ""
+    given = lane.state.names[lane.device] if lane.device < len(lane.state.names) else ""
     room = width - cells(label) - 3
+    name = short_name(given)
+    if cells(name) > room:
+        name = name.removeprefix("GTX ").removeprefix("RTX ")
     return (
-        Span(f"{device_pattern(lane.device)} ", device_tone(lane.device)),
+        Span(f"{Mark.BLOCK} ", device_tone(lane.device)),
         Span(label, "strong"),
-        Span(f" {cut(plain(name), max(0, room))}" if room > 3 else "", "dim"),
+        Span(f" {cut(name, max(0, room))}" if room > 3 else "", "dim"),
     )
+
+
+def _goes_on(lane: Lane) -> bool:
+    """True until the search has ended: what runs now is worth its columns."""
+    return bool(lane.state.fault) or not lane.state.ended
+
+
+def _is_sampled(lane: Lane) -> bool:
+    return lane.sample is not None and _goes_on(lane)
 
 
 def _doing(lane: Lane, width: int) -> tuple[Span, ...]:
     running = lane.running
     if running is None:
-        if lane.state.fault:
-            return (Span(f"{Mark.FAILED} failed", "dim"),)
-        done = lane.state.ended or lane.state.finished is not None
-        return (Span(f"{Mark.DONE} done" if done else f"{Mark.WAITING} waits", "dim"),)
+        words = f"{Mark.FAILED} failed" if lane.state.fault else f"{Mark.WAITING} waits"
+        return (Span(words, "dim"),)
     since = f" {duration(running.phase_seconds)}" if running.phase_seconds >= LONG_SECONDS else ""
-    forms = (
-        f"{running.probe.stage}: {running.phase}{since}",
-        f"{running.phase}{since}",
-        running.phase,
-    )
-    words = next((form for form in forms if len(form) + 2 <= width), running.probe.stage)
+    stage = STAGE_WORDS[running.probe.stage]
+    forms = (f"{stage}: {running.phase}{since}", f"{running.phase}{since}", running.phase)
+    words = next((form for form in forms if len(form) + 2 <= width), stage)
     return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
@@ -81,9 +91,7 @@ def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[Lane]:
         )
 
     column = next(column for column in DEVICE_COLUMNS if column.key == key)
-    return Column(
-        key, column.titles, widths, draw, needs=needs, there=lambda lane: lane.sample is not None
-    )
+    return Column(key, column.titles, widths, draw, needs=needs, there=_is_sampled)
 
 
 def _batch(lane: Lane, width: int) -> tuple[Span, ...]:
@@ -118,12 +126,29 @@ def _interval(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _alone(lane: Lane, width: int) -> tuple[Span, ...]:
+    """A device's best alone; with a bar where there is room, as long as the fastest one's."""
+    spans = _alone_spans(lane.state, lane.device)
+    if span_cells(spans) > width:
+        return spans[:1]
+    every = range(len(lane.state.devices))
+    widest = max(span_cells(_alone_spans(lane.state, device)) for device in every)
+    room = width - max(widest, ALONE_CELLS) - 1
     solo = best_solo(lane.state, lane.device)
+    if room < LEAST_BAR or solo is None:
+        return spans
+    found = [best_solo(lane.state, device) for device in every]
+    top = max(each.samples_per_second for each in found if each is not None)
+    drawn = bar(solo.samples_per_second / top, room, device_tone(lane.device))
+    return (*drawn, *pad(spans, width - room, "right"))
+
+
+def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
+    """A device's best alone, and at which batch."""
+    solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
-    share = share_words(solo.probe.layout, lane.device)
-    spans = (Span(rate(solo.samples_per_second), "strong"), Span(f" at {share}", "dim"))
-    return spans if span_cells(spans) <= width else spans[:1]
+    share = share_words(solo.probe.layout, device)
+    return Span(rate(solo.samples_per_second), "strong"), Span(f" at {share}", "dim")
 
 
 def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
@@ -163,15 +188,15 @@ def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
 
 LANES: Grid[Lane] = Grid(
     (
-        Column("device", ("device",), (8, 8, 17), _name, "left", most=34),
-        Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69),
+        Column("device", ("device",), (8, 8, 17, 22), _name, "left", most=34),
+        Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69, there=_goes_on),
         _sampled("util", (4, 6, 14)),
         _sampled("temperature", (3, 5), 45),
         _sampled("memory", (7, 11, 20), 100),
-        Column("batch", ("batch",), (6,), _batch, needs=41),
-        Column("speed", ("samples/s", "smp/s"), (7, 9), _speed),
-        Column("interval", ("interval", "known"), (7, 8), _interval, needs=77),
-        Column("alone", ("best alone", "alone"), (14,), _alone, needs=60),
+        Column("batch", ("batch",), (6,), _batch, needs=41, there=_goes_on),
+        Column("speed", ("samples/s", "smp/s"), (7, 9), _speed, there=_goes_on),
+        Column("interval", ("interval", "known"), (7, 8), _interval, needs=77, there=_goes_on),
+        Column("alone", ("best alone", "alone"), (ALONE_CELLS,), _alone, needs=60, most=80),
         Column("fits", ("largest batch", "largest"), (11, 18, 24), _fits, "left"),
     )
 )

@@ -19,7 +19,7 @@ from .charts import axis_ticks, nice_ceiling, short, whole
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 BRAILLE = 0x2800
 LEAST_WIDTH, LEAST_HEIGHT = 24, 5  # cells, below which nothing could be read
-CELLS_PER_TICK = 8, 3  # along x and y: closer ticks would touch
+CELLS_PER_TICK = 8, 2  # along x and y: closer ticks would touch
 _DASH = 3  # of this many dots, one is drawn where a line is a prediction
 _HATCH = "╱"
 
@@ -89,7 +89,7 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
         high = 2.0 ** math.ceil(math.log2(max(usable, default=2.0)))
         return Axis(low, high if high > low else low * 2, log2=True)
     highest = max(usable, default=1.0)
-    step = nice_ceiling(highest / 4)
+    step = nice_ceiling(highest / 8)
     return Axis(0.0, max(step, math.ceil(highest / step - 1e-9) * step))
 
 
@@ -203,7 +203,7 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
     """The frame of a chart that fills so many cells: legend, plot, axis, labels."""
     x, y = chart.axes()
     rows = max(1, height - 3)
-    labels = [chart.draw_y(tick) for tick in y.ticks(max(2, rows // CELLS_PER_TICK[1]))]
+    labels = [chart.draw_y(tick) for tick in y.ticks(max(3, rows // CELLS_PER_TICK[1]))]
     left = max(map(cells, labels), default=1) + 2
     return Frame(x, y, left, max(1, width - left), rows)
 
@@ -282,7 +282,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
     """The label and the axis in front of each row of the plot."""
-    ticks = frame.y.ticks(max(2, frame.height // CELLS_PER_TICK[1]))
+    ticks = frame.y.ticks(max(3, frame.height // CELLS_PER_TICK[1]))
     labels = {frame.dots(frame.x.low, tick)[1] // 4: chart.draw_y(tick) for tick in ticks}
     for row in range(frame.height):
         label = labels.get(row, "")

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from evener.balancer.events import Finished
 from evener.balancer.number_format import rate
 from evener.balancer.result.sentences import (
-    BETWEEN,
     Written,
     write_next_steps,
     write_verdict,
@@ -19,14 +18,23 @@ from evener.printable import plain
 
 from ..text.summaries import rival_lines as rival_texts
 from ..text.summaries import share_table, versus, write_search
-from .balance_lines import other_warnings, shares_bar, versus_tone, warning_lines
+from .balance_lines import (
+    other_warnings,
+    share_legend,
+    shares_bar,
+    verdict_head,
+    versus_tone,
+    warning_lines,
+)
 from .cells import Line, Mark, Span, cut, line, pad, span_cells, text_lines, whole_lines
 from .search_log import LOG, log_rows
 from .table import whole_table
 
 WIDEST_NAME = 30
-GAIN_CELLS = 9
+GAIN_CELLS = 14
+MOST_LEGEND = 3  # rows
 LEAST_BAR = 8
+BAR_SIGN = "▆"
 PLAN_NAME = "this plan"
 
 
@@ -48,7 +56,7 @@ def result_lines(
     finished = state.finished
     if finished is None:
         return ()
-    body = [*_headline(finished, width), *_shares(state, width)]
+    body = [*verdict_head(finished, width), *_shares(state, width)]
     bars = gain_bars(state, width)
     body += [Line(), *bars, Line()] if len(body) + len(bars) + 3 <= height else bars
     body += _remarks(finished, width)
@@ -64,29 +72,12 @@ def count_rows(state: SessionState, width: int) -> int:
     return len(result_lines(state, width, 999, ()))
 
 
-def _headline(finished: Finished, width: int) -> list[Line]:
-    """What to do, then the figure and the layout that has it: side by side where they fit."""
-    if finished.found is None:  # of an older version, which kept its text alone
-        return list(text_lines(finished.verdict, width, 6, "strong"))
-    written = write_verdict(finished.found)
-    advice = text_lines(written.advice, width, 3, "strong") if written.advice else ()
-    figure, answer = Span(f" {plain(written.figure)}", "speed"), plain(written.answer)
-    beside = Span(f"{BETWEEN}{answer}", "strong")
-    if span_cells((figure, beside)) <= width:
-        return [*advice, line(figure, beside)]
-    return [
-        *advice,
-        *text_lines(written.figure, width, 3, "speed"),
-        *text_lines(answer, width, 6, "strong"),
-    ]
-
-
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """The shares as one bar, for a layout over several devices."""
+    """The shares as one bar with the rows of each device, for a layout over several devices."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
-    return [shares_bar(chosen.shares, width)]
+    return [shares_bar(chosen.shares, width), *share_legend(state, chosen, width)[:MOST_LEGEND]]
 
 
 def gain_bars(state: SessionState, width: int) -> list[Line]:
@@ -110,22 +101,21 @@ def _gain_bar(
 ) -> Line:
     first = each is plan
     bar_cells = width - name_cells - GAIN_CELLS - 13
-    words = "" if first else versus(plan, each)
+    gain = "" if first else versus(plan, each)
+    words = f"plan {gain}" if gain[:1] in "+-" and gain else gain
     spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
     if bar_cells >= LEAST_BAR:
         spans += _blocks(each.figure.value / top, bar_cells, first)
     number = rate(each.figure.value) if is_known(each.figure) else f"~{rate(each.figure.value)}"
     spans += (Span(f"{number:>10}", "speed" if first else "text"),)
-    spans += (Span(f"  {words:<{GAIN_CELLS - 2}}", versus_tone(words)),)
+    spans += (Span(f"  {words:<{GAIN_CELLS - 2}}", versus_tone(gain)),)
     return Line(pad(tuple(spans), width))
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """A thick bar, to half a cell."""
-    halves = max(1, round(min(1.0, part) * width * 2))
-    full, half = divmod(halves, 2)
-    filled = Mark.FILLS[0] * full + Mark.WALL * half
-    return Span(filled, "speed" if first else "dim"), Span(" " * (width - full - half))
+    """A thick bar, which doesn't touch the one above it."""
+    count = max(1, round(min(1.0, part) * width))
+    return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
 
 
 def _remarks(finished: Finished, width: int) -> list[Line]:
@@ -167,7 +157,7 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
     finished = state.finished
     if finished is None:
         return ()
-    head = _headline(finished, width)
+    head = verdict_head(finished, width)
     if finished.found is None:
         head = list(whole_lines(finished.verdict, width, "strong"))
     lines = [*head, Line(), *gain_bars(state, width), Line()]

@@ -15,6 +15,8 @@ from evener.printable import plain
 from .cells import Line, Mark, Span, Tone, cut, fit, line, text_lines
 
 LABEL_CELLS = 14
+CHANGE_CELLS = 14  # at least
+MOST_CELLS = 44  # of a fact: figures that are compared aren't far from each other
 
 
 class ComparedFact(NamedTuple):
@@ -99,21 +101,29 @@ def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
     shown = [each for each in found if each.differs or each.name == "samples/s"]
-    cells = max(6, (width - LABEL_CELLS - 4) // 3)
-    lines += [_draw(each, cells) for each in shown]
+    cells = max(6, min(MOST_CELLS, (width - LABEL_CELLS - 4 - CHANGE_CELLS) // 2))
+    room = max(6, width - LABEL_CELLS - 4 - 2 * cells)
+    lines.append(_heading(one.header.run, other.header.run, cells))
+    lines += [_draw(each, cells, room) for each in shown]
     if not any(each.differs for each in found):
         lines.append(line(Span(" The two runs and their plans are alike.", "dim")))
     return tuple(lines)
 
 
-def _draw(each: ComparedFact, cells: int) -> Line:
+def _heading(one: str, other: str, cells: int) -> Line:
+    """The runs over their facts."""
+    runs = " ".join(fit(plain(run), cells) for run in (one, other))
+    return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
+
+
+def _draw(each: ComparedFact, cells: int, room: int) -> Line:
     return line(
         Span(f" {fit(each.name, LABEL_CELLS)}", "title"),
         Span(fit(_last_part(each.before, cells), cells)),
         Span(" "),
         Span(fit(_last_part(each.after, cells), cells), "strong"),
         Span(" "),
-        Span(cut(each.change, cells), each.tone),
+        Span(cut(each.change, room), each.tone),
     )
 
 

@@ -86,7 +86,7 @@ def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, flo
         if not smaller:
             return ""
         batch = max(smaller)
-        return f"{_signed(speed / smaller[batch] - 1)} on {batch} rows"
+        return f"{_signed(speed / smaller[batch] - 1)} over {batch} rows"
     if speed > fastest > 0:
         return f"the fastest so far, {_signed(speed / fastest - 1)}"
     return ""
@@ -143,10 +143,10 @@ LOG: Grid[LogRow] = Grid(
             (7, 11),
             lambda row, width: (Span(cut(duration(row.entry.at_seconds), width), "dim"),),
         ),
-        Column("kind", ("measured",), (8, 11), _draw_kind, "left"),
+        Column("kind", ("phase",), (6,), _draw_kind, "left"),
         Column("layout", ("rows",), (22, 30, 34), _draw_layout, "left", most=60),
         Column("speed", ("samples/s",), (13, 16), _draw_outcome),
-        Column("news", ("",), (12, 24), _draw_news, "left", most=60),
+        Column("news", ("",), (18, 24), _draw_news, "left", most=60),
     ),
     "The first measurements appear when they have ended.",
 )

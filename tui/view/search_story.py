@@ -197,6 +197,7 @@ def best_chart(state: SessionState) -> Chart:
         log2_x=False,
         log2_y=False,
         nothing="It appears with the first measurement.",
+        draw_x="{:g}".format,
     )
 
 

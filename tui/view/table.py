@@ -128,27 +128,31 @@ def _drawn(columns: Sequence[Column[RowT]], widths: Mapping[str, int]) -> Iterat
 
 
 def _heading(
-    columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: Order, more: str
+    columns: Sequence[Column[RowT]],
+    widths: Mapping[str, int],
+    order: Order,
+    more: str,
+    width: int,
 ) -> Line:
-    """The titles; `more` is at the right end, over the last ones."""
+    """The titles; `more` is at the right end of `width` cells, over the last ones."""
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
-        width = widths[column.key]
+        own = widths[column.key]
         sign = Mark.DESCENDING if order.descending else Mark.ASCENDING
         mark = sign if column.key == order.key else ""
-        room = max(0, width - len(mark))
+        room = max(0, own - len(mark))
         title = next(
             (text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, "")
         )
         action = f"sort('{column.key}')" if column.value is not None else ""
         spans += (
-            Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action),
+            Span(fit(title + mark, own, column.align, ""), "strong" if mark else "title", action),
             _BETWEEN,
         )
     titles = tuple(spans[:-1])
-    width = span_cells(titles)
-    shown = cut(more, width // 2)
-    return Line((*pad(titles, width - cells(shown)), Span(shown, "key")))
+    whole = max(width, span_cells(titles)) if more else span_cells(titles)
+    shown = cut(more, whole // 2)
+    return Line((*pad(titles, whole - cells(shown)), Span(shown, "key")))
 
 
 def table_row(
@@ -206,7 +210,7 @@ def table_lines(
     shown = rows[first : first + room]
     hidden = _hidden_rows(first, len(rows) - first - len(shown))
     notes = "".join(f" {sign}" for sign in (note, *hidden) if sign)
-    lines = [_heading(grid.columns, widths, order, notes)]
+    lines = [_heading(grid.columns, widths, order, notes, width)]
     for place, row in enumerate(shown, first):
         here = position.active and place == position.cursor
         if grid.draw:

@@ -19,7 +19,7 @@ from .time_graph import PastTicks, TickWindow, axis_text, draw_columns, mean, sh
 LABEL_CELLS = 9  # the device in front of its graphs
 GUTTER_CELLS = 6  # in front of each graph: its newest figure, and the ends of its axis
 LEAST_GRAPH = 14  # cells of a graph, below which a column is left out
-LEAST_ROWS, MOST_ROWS = 2, 14  # of a graph
+LEAST_ROWS, MOST_ROWS = 2, 30  # of a graph
 MIDDLE_ROWS = 5  # from which on the middle of the axis is named too
 COLDEST = 20.0  # °C, the lower end of temperatures
 
@@ -40,7 +40,7 @@ METRICS = (
     GraphMetric(
         "temperature °C",
         "temperature_celsius",
-        "good",
+        "heat",
         whole,
         lambda sample: sample.temperature_limit_celsius.value or 100.0,
         COLDEST,

@@ -11,7 +11,7 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 
 from evener.balancer.journal import ObservationEntry
-from evener.balancer.session_state import SessionState
+from evener.balancer.session_state import SessionState, rivals
 from evener.devices.registry import is_simulated
 from evener.devices.types import DeviceSample
 from evener.printable import plain
@@ -57,7 +57,8 @@ class LanePanel(ListPanel[Lane]):
         self.rows = lane_rows(state, self._samples)
         title = plain(state.workload, 60) or "Devices"
         mark = f"{Mark.SIMULATED} simulated: " if is_simulated(state.devices) else ""
-        self.entitle(f"{mark}{title}", f"run {plain(state.run)}" if state.run else "")
+        run = f"run {plain(state.run)}" if state.run and state.finished is None else ""
+        self.entitle(f"{mark}{title}", run)
         self.redraw()
 
 
@@ -202,8 +203,9 @@ class BalanceView(UsesApp, Widget):
         """Rows of shares and rivals; none once the result has them."""
         if self.shows_result:
             return 0
-        shares = 0 if narrow else self._share_rows(width)
-        return max(4, shares) + frame
+        if narrow:
+            return max(1, len(rivals(self.state))) + frame
+        return max(4, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
         """The bar, the global batch and the legend, and one more for a split that is being

@@ -30,10 +30,11 @@ _VARIABLES = {
     "warn": "warning",
     "bad": "error",
     "key": "primary",
+    "headline": "ev-speed",
     "tab": "ev-strong",
 }
 _SHADES = {"mid": 0.75, "low": 0.5}  # of the tone, the rest is the background
-_BOLD = ("strong", "bad", "key", "tab")
+_BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):

@@ -160,7 +160,7 @@ class SortedPanel(ListPanel[RowT]):
     COLUMNS: ClassVar[Sequence[Column[Any]]]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s,f6", "next_sort", "Sort", show=False),
-        Binding("S", "reverse", "Reverse", show=False),
+        Binding("S", "reverse", "Reverse the order", show=False),
         Binding("space", "tag", "Mark", key_display="Space"),
     ]
 
@@ -191,7 +191,7 @@ class SortedPanel(ListPanel[RowT]):
         kept = [row for row in self.found if matches(self.words_of(row), self.words)]
         self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
         total = len(self.found)
-        self.entitle(subtitle=str(total))
+        self.entitle(subtitle=f"{total} in all" if total > 1 else "")
         grid = self.grid()
         grid = grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:]))
         self._draw_table(

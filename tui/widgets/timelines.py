@@ -30,6 +30,12 @@ class TimelinePanel(Lines):
         """Seconds that are shown at least: of those to choose from, the nearest to the setting."""
         return nearest_span(self.evener.settings.graph_seconds)
 
+    @property
+    def shows_all(self) -> bool:
+        """True where every device has its graphs."""
+        plan = self._plan
+        return self.display and plan is not None and len(plan.devices) == len(self._samples)
+
     def take(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
         """Draw these devices, whose past the app's sampler has."""
         self._samples, self._chosen = samples, chosen
