@@ -193,7 +193,7 @@ def test_every_sign_has_an_ascii_one_in_one_cell() -> None:
 
 
 def test_a_thick_bar_in_ascii_ends_with_another_sign_and_is_no_arithmetic() -> None:
-    block, end = to_ascii(Mark.BLOCK + Mark.WALL)
+    block, end = to_ascii(Mark.BLOCK), to_ascii(Mark.WALL)
     assert block != end
     assert not {block, end} & set("+-=*x%")
 
