@@ -141,7 +141,7 @@ class KeyDiscovery(DiscoveryHit):
         return 1.0
 
 
-class Entry(NamedTuple):
+class PaletteEntry(NamedTuple):
     """A key of the screen in the palette."""
 
     key: str
@@ -154,7 +154,7 @@ class Entry(NamedTuple):
 class KeysProvider(Provider):
     """Every key of the screen: its words, the panel it belongs to, and the key itself."""
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[PaletteEntry]:
         app = cast(BaseApp, self.app)
         for offered in offered_keys(self.screen):
             key = app.get_key_display(offered.binding)
@@ -162,7 +162,7 @@ class KeysProvider(Provider):
             words = f"{panel}{offered.binding.description}"
             moves = offered.action in MOVES
             other_words = OTHER_WORDS.get(offered.action, "")
-            yield Entry(key, words, partial(_press, app, offered), moves, other_words)
+            yield PaletteEntry(key, words, partial(_press, app, offered), moves, other_words)
 
     async def discover(self) -> Hits:
         """Everything but the moves within a list."""
