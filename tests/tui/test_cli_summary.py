@@ -297,7 +297,7 @@ def test_what_did_not_run_is_said_in_words() -> None:
     """Out of memory names the device; a failure shows its one line, harmless."""
     probe = Probe(layout_of((1024, 710)), "split", 5.0)
     words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
-    assert words == "together GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
+    assert words == "split    GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
     failed = observation_words(
         Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0), LABELS
     )
