@@ -35,7 +35,10 @@ class Chunks:
         for path in self._folder.glob(f"{function}*.jsonl"):
             path.unlink()
         path = self._folder / f"{function}0.jsonl"
-        while left := [name for name in names if name not in found]:
+        while True:
+            left = [name for name in names if name not in found]
+            if not left:
+                break
             reason = self._try(function, left, given, world)
             found |= {each["name"]: each for each in _lines(path)}
             stuck = next((name for name in left if name not in found), "")

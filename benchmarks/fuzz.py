@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 
@@ -125,16 +126,14 @@ def _with_atheris(
 def _own_functions() -> Iterator[FunctionType]:
     """Every function and method of evener that is loaded: what coverage is counted in."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "evener"]
-    owners = [
-        *modules,
-        *(kind for module in modules for kind in vars(module).values() if isinstance(kind, type)),
-    ]
-    found = {
-        id(one): one
-        for owner in owners
-        for one in vars(owner).values()
-        if isinstance(one, FunctionType)
-    }
+    owners: list[Any] = [*modules]
+    for module in modules:
+        owners += [kind for kind in vars(module).values() if isinstance(kind, type)]
+    found = {}
+    for owner in owners:
+        for one in vars(owner).values():
+            if isinstance(one, FunctionType):
+                found[id(one)] = one
     return (one for one in found.values() if one.__module__.partition(".")[0] == "evener")
 
 

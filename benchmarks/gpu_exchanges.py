@@ -133,7 +133,9 @@ def trusted(bench: GpuBench) -> None:
     length = ("--devices", where, "--budget", bench.budget, "--seconds", "18", "--blocks", "6")
     with bench.mps() if pair else nullcontext({}) as variables:
         for trainer, (size, rows) in TRAINERS.items():
-            batch = 8 if bench.small else rows if pair else rows // 2
+            batch = rows if pair else rows // 2
+            if bench.small:
+                batch = 8
             sizes = ("--size", "small") if bench.small else ("--size", size, "--bf16")
             words = (
                 "plan",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from itertools import chain
 
 import msgspec
 
@@ -151,9 +152,8 @@ def _outcome(
         raise RuntimeError(f"no layout was measured: {job}, {search.why_stopped()}")
     truth = _true_rate(machine, result.layout)
     stages = Counter(seen.probe.stage for seen in watched.seen)
-    short = Counter(
-        i for seen in watched.seen if isinstance(seen, OutOfMemory) for i in seen.devices
-    )
+    failures = [seen.devices for seen in watched.seen if isinstance(seen, OutOfMemory)]
+    short = Counter(chain.from_iterable(failures))
     return SearchOutcome(
         job=job,
         regret=1 - truth / best.samples_per_second,

@@ -46,10 +46,13 @@ def train(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
     """With `lightning.Trainer`."""
     split = Split(plan) if plan else None
     world = int(os.environ.get("WORLD_SIZE", 1))
+    strategy: Any = "ddp" if world > 1 else "auto"
+    if split:
+        strategy = split.strategy()
     trainer = L.Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=world,
-        strategy=split.strategy() if split else "ddp" if world > 1 else "auto",
+        strategy=strategy,
         use_distributed_sampler=split is None,
         precision="bf16-mixed" if options.bf16 else "32-true",
         max_epochs=1000,

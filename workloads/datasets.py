@@ -29,18 +29,24 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
-    dots = np.array(
-        [[[int(dot) for dot in line] for line in text.split()] for text in _FONT], np.float32
-    )
-    glyphs = np.kron(dots, np.ones((1, _SCALE, _SCALE), np.float32))
+    glyphs = _draw_digits()
     height, width = glyphs.shape[1:]
     tops = random.integers(0, SIZE - height + 1, rows)
     lefts = random.integers(0, SIZE - width + 1, rows)
     pictures = np.zeros((rows, SIZE, SIZE), np.float32)
-    row = (np.arange(rows)[:, None, None], tops[:, None, None] + np.arange(height)[None, :, None])
-    pictures[(*row, lefts[:, None, None] + np.arange(width)[None, None, :])] = glyphs[labels]
+    for picture, label, top, left in zip(pictures, labels, tops, lefts, strict=True):
+        picture[top : top + height, left : left + width] = glyphs[label]
     pictures += NOISE * random.standard_normal(pictures.shape, np.float32)
     return np.clip(pictures, 0, 1)[..., None], labels
+
+
+def _draw_digits() -> Any:
+    """The ten digits (10, height, width): a dot is a square of 1."""
+    glyphs = []
+    for text in _FONT:
+        lines = [[int(dot) for dot in line] for line in text.split()]
+        glyphs.append(np.kron(lines, np.ones((_SCALE, _SCALE))))
+    return np.array(glyphs, np.float32)
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
@@ -52,9 +58,11 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
     angles = np.pi * labels / classes
     down, right = np.mgrid[0:side, 0:side].astype(np.float32) / side
     phase = random.uniform(0, 2 * np.pi, (rows, 1, 1, 3))
-    along = np.cos(angles)[:, None, None] * right + np.sin(angles)[:, None, None] * down
+    by_row = angles[:, None, None]
+    along = np.cos(by_row) * right + np.sin(by_row) * down
     waves = np.sin(8 * np.pi * along[..., None] + phase)
-    return (waves + NOISE * random.standard_normal(waves.shape)).astype(np.float32), labels
+    noise = NOISE * random.standard_normal(waves.shape)
+    return (waves + noise).astype(np.float32), labels
 
 
 def sine_waves(
@@ -64,9 +72,11 @@ def sine_waves(
     random = np.random.default_rng(rows)
     labels = random.integers(0, classes, rows)
     phase = random.uniform(0, 2 * np.pi, (rows, 1, features))
-    angle = 2 * np.pi * (labels[:, None, None] + 1) * np.arange(steps)[None, :, None] / steps
-    x = np.sin(angle + phase) + NOISE * random.standard_normal((rows, steps, features))
-    return x.astype(np.float32), labels
+    turns = labels[:, None, None] + 1
+    times = np.arange(steps)[None, :, None] / steps
+    waves = np.sin(2 * np.pi * turns * times + phase)
+    noise = NOISE * random.standard_normal((rows, steps, features))
+    return (waves + noise).astype(np.float32), labels
 
 
 def grey_noise(rows: int) -> tuple[Any, Any]:
@@ -74,8 +84,8 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
     nothing to learn.
     """
     random = np.random.default_rng(rows)
-    x = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8).astype(np.float32)
-    return x, random.integers(0, 10, rows)
+    greys = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8)
+    return greys.astype(np.float32), random.integers(0, 10, rows)
 
 
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:

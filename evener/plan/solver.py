@@ -38,7 +38,8 @@ def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
 
 def scale(curve: Curve, factor: float) -> Curve:
     """The curve of a device that takes `factor` times as long."""
-    return Curve(curve.batches, tuple(time * factor for time in curve.times), curve.slope * factor)
+    times = tuple(time * factor for time in curve.times)
+    return Curve(curve.batches, times, curve.slope * factor)
 
 
 def solve_shares(
@@ -56,23 +57,29 @@ def solve_shares(
     `passes`, of all or of each device, no share is above its wall. `extras` are the seconds that
     each further pass costs a device beside its rows.
     """
-    more = extras or (0.0,) * len(curves)
-    cut = (passes,) * len(curves) if isinstance(passes, bool) else passes
-    devices = [
-        DeviceCurve(i, PassCurve(curve, wall, wall, more[i]), batch)
-        if wall and cut[i]
-        else DeviceCurve(i, curve, min(wall or batch, batch))
-        for i, (curve, wall) in enumerate(zip(curves, walls, strict=True))
-    ]
-    found = split_fixed(devices, (0.0,) * (len(devices) + 1), batch, quantum, len(devices))
-    return tuple(share for _, share in found.shares) if found else None
+    count = len(curves)
+    more = extras or (0.0,) * count
+    cut = (passes,) * count if isinstance(passes, bool) else passes
+    devices = []
+    for i, (curve, wall) in enumerate(zip(curves, walls, strict=True)):
+        if wall and cut[i]:
+            device = DeviceCurve(i, PassCurve(curve, wall, wall, more[i]), batch)
+        else:
+            device = DeviceCurve(i, curve, min(wall or batch, batch))
+        devices.append(device)
+    no_costs = (0.0,) * (count + 1)
+    found = split_fixed(devices, no_costs, batch, quantum, fewest=count)
+    if found is None:
+        return None
+    return tuple(share for _, share in found.shares)
 
 
 def pass_rows(shares: Sequence[int], walls: Sequence[int]) -> tuple[int, ...]:
     """The most rows of each pass of these shares: all where they fit at once, else those of the
     wall.
     """
-    return tuple(min(share, wall or share) for share, wall in zip(shares, walls, strict=True))
+    pairs = zip(shares, walls, strict=True)
+    return tuple(min(share, wall) if wall else share for share, wall in pairs)
 
 
 def _join_knots(knots: Knots) -> Curve:

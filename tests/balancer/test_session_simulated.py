@@ -36,6 +36,7 @@ from evener.devices.discover import discover
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan.file import Plan, load_plan, parse_plan, to_json, to_toml
 from evener.plan.solver import read_curves, solve_shares
+from tests.support.whole_sessions import drive
 
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")
 
@@ -58,15 +59,6 @@ contention = 0.1
 noise = 0.002
 curve = [[16, 80.0], [64, 200.0]]
 """
-
-
-def drive(request: Request, resume: str | None = None) -> list[Event]:
-    """Every event of a session, closed behind it."""
-    session = Session(open_run(request, resume=resume))
-    try:
-        return list(session.events())
-    finally:
-        session.close()
 
 
 class Ended(Finished, frozen=True):

@@ -6,8 +6,7 @@ import gc
 import sys
 
 from evener.balancer.request import Request
-from evener.balancer.run import open_run
-from evener.balancer.session import Session
+from tests.support.whole_sessions import drive
 
 
 def live_objects(sessions: range) -> int:
@@ -15,13 +14,7 @@ def live_objects(sessions: range) -> int:
     caches have bounds.
     """
     for seed in sessions:
-        session = Session(
-            open_run(
-                Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512)
-            )
-        )
-        list(session.events())
-        session.close()
+        drive(Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512))
     ours = [module for name, module in sys.modules.items() if name.startswith("evener.")]
     for cached in {each for module in ours for each in vars(module).values() if callable(each)}:
         getattr(cached, "cache_clear", int)()

@@ -26,6 +26,7 @@ from tests.support.cores import CORES, two_cores
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
 from tests.support.python_path import python_path
+from tests.support.whole_sessions import finish
 
 MIB = 1 << 20
 CGROUP = Path("/sys/fs/cgroup/memory")
@@ -176,10 +177,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
         budget_seconds=8.0,
         max_global_batch=600,
     )
-    session = Session(open_run(request))
-    events = list(session.events())
-    session.close()
-    plan = events[-1].plan  # type: ignore[union-attr]
+    plan = finish(request)[0].plan
     assert plan.batches[0] <= 126
     assert plan.search.out_of_memory <= 3
     assert plan.layout.share[0].limit == "64MiB"

@@ -23,6 +23,7 @@ import pytest
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import skip_without
+from tests.support.launched_plan import UNEVEN
 from tests.support.listeners import Listener, ListenerLog, list_listeners, list_tree
 from tests.support.python_path import python_path
 from tests.support.quick_probes import QUICK_EVENER
@@ -30,14 +31,6 @@ from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "tests/support/meeting_program.py")
-PLAN = """
-[[layout.share]]
-device = "cpu-0-of-2"
-batch = 3
-[[layout.share]]
-device = "cpu-1-of-2"
-batch = 1
-"""
 NOBODY = 65534
 LISTED, READ = ("fd", "map_files", "cwd"), ("environ", "mem")  # of a process's folder in /proc
 SECONDS = 240.0
@@ -69,7 +62,7 @@ def test_a_training_on_one_host_has_no_store_that_others_reach(
     launcher never does, and another user who knows all names gets nothing.
     """
     skip_without("torch")
-    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "plan.toml").write_text(UNEVEN)
     variables = {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     server = rank_server("tests.support.torch_imports")
     words = (*WAYS[way], f"{tmp_path}/")

@@ -27,6 +27,7 @@ from evener.balancer.store import runs
 from evener.balancer.types import Failed
 from tests.support.cores import two_cores
 from tests.support.probe_children import list_children, list_probe_children
+from tests.support.whole_sessions import finish
 
 KILLS = int(os.environ.get("EVENER_KILLS", "8"))  # random moments; 200 and more by hand
 SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
@@ -70,17 +71,6 @@ def read_until(process: subprocess.Popen[str], word: str) -> None:
         if line.strip() == word:
             return
     raise AssertionError(f"it ended without {word}")
-
-
-def finish(request: Request, resume: str | None = None) -> tuple[Finished, list[Event]]:
-    """Drive a session to its end, here."""
-    session = Session(open_run(request, resume=resume))
-    try:
-        events = list(session.events())
-    finally:
-        session.close()
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
 
 
 def wait_gone(pids: list[int]) -> None:

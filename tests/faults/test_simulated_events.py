@@ -11,12 +11,11 @@ import pytest
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted
 from evener.balancer.request import Request
-from evener.balancer.run import open_run
-from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory
 from evener.devices.simulated import parse_machine
 from evener.errors import RequestError
+from tests.support.whole_sessions import finish
 
 MACHINE = """
 [sync]
@@ -45,13 +44,7 @@ def searched(folder: Path, event: str, resume: str | None = None) -> tuple[Finis
     """A whole search on that machine; no tolerance, so that it fills the memory."""
     machine = folder / "machine.toml"
     machine.write_text(MACHINE + event)
-    session = Session(open_run(Request(devices=f"sim:{machine}", tolerance=0.0), resume=resume))
-    try:
-        events = list(session.events())
-    finally:
-        session.close()
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
+    return finish(Request(devices=f"sim:{machine}", tolerance=0.0), resume)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5])

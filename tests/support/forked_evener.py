@@ -35,9 +35,9 @@ class ForkedEvener:
         given = {"ranks": [{**os.environ, **variables}], "imports": "evener.launch.restarts"}
         self._thread = Thread(target=self._run, args=(partial(run, **given),), daemon=True)
         self._thread.start()
-        while not (pid := self._read("pid")) and self._thread.is_alive():
+        while not self._read("pid") and self._thread.is_alive():
             time.sleep(0.01)
-        self.pid = int(pid)
+        self.pid = int(self._read("pid"))
 
     def _run(self, run: partial[None]) -> None:
         with suppress(AssertionError):  # it was killed

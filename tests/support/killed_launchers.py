@@ -79,11 +79,16 @@ def main() -> None:
         os.kill(launcher, signal.SIGKILL)
         os.waitpid(launcher, 0)
     deadline = time.monotonic() + seconds
-    while (
-        left := [*list_processes(folder), *map(str, (folder / "temporary").glob("evener-*"))]
-    ) and time.monotonic() < deadline:
+    left = find_left(folder)
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
+        left = find_left(folder)
     print(json.dumps(left))
+
+
+def find_left(folder: Path) -> list[str]:
+    """The processes of a launch and its folders."""
+    return [*list_processes(folder), *map(str, (folder / "temporary").glob("evener-*"))]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,16 @@ from evener.plan.file import (
     make_layout,
 )
 
+# of two slices of the CPU, as a person writes it
+UNEVEN = """
+[[layout.share]]
+device = "cpu-0-of-2"
+batch = 3
+[[layout.share]]
+device = "cpu-1-of-2"
+batch = 1
+"""
+
 
 def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:
     """A plan for these devices, each with two rows less than the one before; "(out)" behind one

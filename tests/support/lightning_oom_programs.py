@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -259,7 +259,9 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     """Every program as one rank."""
     torch.set_num_threads(1)
     pass_limits.CLEAN_STEPS = 1
-    names = ALONE if len(shares) == 1 else AT_ONCE if shares == micros else IN_PASSES
+    names: Sequence[str] = AT_ONCE if shares == micros else IN_PASSES
+    if len(shares) == 1:
+        names = ALONE
     found = {
         name: fit(CASES[name], Split(make_plan(shares, micros)), str(folder / name), rank)
         for name in names

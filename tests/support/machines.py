@@ -70,5 +70,8 @@ def samples_per_second(machine: Machine, shares: Sequence[int], micro: Sequence[
     """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no
     time.
     """
-    total, seconds = sum(shares), step_seconds(machine, shares, micro)
-    return total / seconds if seconds > 0 else (math.inf if total else 0.0)
+    total = sum(shares)
+    seconds = step_seconds(machine, shares, micro)
+    if seconds > 0:
+        return total / seconds
+    return math.inf if total else 0.0

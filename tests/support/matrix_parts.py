@@ -68,7 +68,9 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def rows(self) -> int:
         """With a tail the last batch has five of eight rows."""
-        return (13 if self.window == 1 else 21) if self.tail else 8 * 2 * self.window
+        if not self.tail:
+            return 8 * 2 * self.window
+        return 13 if self.window == 1 else 21
 
     @property
     def by_label(self) -> bool:

@@ -27,16 +27,9 @@ import evener.program.guard
 import evener.torch.planned  # noqa: F401
 import tests.support.torch_imports  # noqa: F401 - before they are forked, too
 from evener.training import launched
+from tests.support.launched_plan import UNEVEN
 
 ROWS, BATCH = 50, 4
-PLAN = """
-[[layout.share]]
-device = "cpu-0-of-2"
-batch = 3
-[[layout.share]]
-device = "cpu-1-of-2"
-batch = 1
-"""
 Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # of the model, x, classes and targets
 Programs = dict[str, Callable[[], Any]]  # each returns what it has trained: a module or several
 
@@ -127,7 +120,7 @@ def run_twice(
     warnings.simplefilter("ignore")
     program = import_module(module).PROGRAMS[name]
     bare = _run(program)
-    (folder / "plan.toml").write_text(PLAN) if rank == 0 else None
+    (folder / "plan.toml").write_text(UNEVEN) if rank == 0 else None
     os.environ["MASTER_PORT"] = str(port)
     hooked = _run_hooked(folder, rank, name, program, noise)
     (folder / f"{rank}.json").write_bytes(msgspec.json.encode([bare, hooked]))

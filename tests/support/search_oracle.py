@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 
 import msgspec
@@ -56,7 +56,9 @@ def free(
     With a largest global batch, times that fall with larger shares make it an upper bound.
     """
     now, kept = moment(machine, at)
-    return _free(now, tolerance, quantum, most) if kept else Best(0.0, 0)
+    if not kept:
+        return Best(0.0, 0)
+    return _free(now, tolerance, quantum, most)
 
 
 def fixed(
@@ -64,7 +66,9 @@ def fixed(
 ) -> Best:
     """The best of one global batch."""
     now, kept = moment(machine, at)
-    return Best(_fixed(now, batch, micro, quantum) if kept else 0.0, batch)
+    if not kept:
+        return Best(0.0, batch)
+    return Best(_fixed(now, batch, micro, quantum), batch)
 
 
 def true_rate(
@@ -74,16 +78,14 @@ def true_rate(
     then.
     """
     now, kept = moment(machine, at)
+    left = [shares[i] for i in kept]
+    if sum(left) < sum(shares):
+        return 0.0
     rows = [(micro or shares)[i] for i in kept]
-    if sum(shares[i] for i in kept) < sum(shares):
-        return 0.0
-    if any(
-        now.memory_bytes(i, most) > now.usable_memory_bytes(i)
-        for i, most in enumerate(rows)
-        if most
-    ):
-        return 0.0
-    return samples_per_second(now, [shares[i] for i in kept], rows)
+    for i, most in enumerate(rows):
+        if most and now.memory_bytes(i, most) > now.usable_memory_bytes(i):
+            return 0.0
+    return samples_per_second(now, left, rows)
 
 
 def moment(machine: Machine, at: float) -> tuple[Machine, list[int]]:
@@ -91,19 +93,18 @@ def moment(machine: Machine, at: float) -> tuple[Machine, list[int]]:
     stood before.
     """
     kept = [i for i in range(len(machine.devices)) if not machine.lost(i, at)]
-    room = [machine.usable_memory_bytes(i) - machine.short_bytes(i, at) for i in kept]
-    limits = tuple(
-        Limit(machine.limit(i).percent, max(1, left)) for i, left in zip(kept, room, strict=True)
-    )
-    return Machine(
-        tuple(_slower(machine.devices[i], machine.slowed(i, at)) for i in kept),
-        machine.sync,
-        limits,
-    ), kept
+    devices = []
+    limits = []
+    for i in kept:
+        room = machine.usable_memory_bytes(i) - machine.short_bytes(i, at)
+        devices.append(_slower(machine.devices[i], machine.slowed(i, at)))
+        limits.append(Limit(machine.limit(i).percent, max(1, room)))
+    return Machine(tuple(devices), machine.sync, tuple(limits)), kept
 
 
 def _slower(device: SimulatedDevice, slowed: float) -> SimulatedDevice:
-    by, again = 1 / (1 - slowed), device.pass_overhead_ms
+    by = 1 / (1 - slowed)
+    again = device.pass_overhead_ms
     return msgspec.structs.replace(
         device,
         curve=tuple((batch, by * ms) for batch, ms in device.curve),
@@ -121,26 +122,28 @@ def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True
     Without `micro` it is one pass.
     """
     batch = np.arange(1, most + 1)
-    (left, low), (right, high) = device.curve[:2]
-    # by the line before the curve
-    free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0
-    sizes = [
-        wall,
-        1,
-        *(b for b in (free_rows, free_rows + 1, *(b for b, _ in device.curve)) if 0 < b <= wall),
-    ]
-    counts = (
-        (-(-batch // size) + more for size in dict.fromkeys(sizes) for more in (-1, 0, 1))
-        if micro
-        else iter([1])
-    )
+    fewest = -(-batch // wall)
+    counts: list[Whole] = [np.clip(1, fewest, 1)]
+    if micro:
+        counts = []
+        for size in _pass_sizes(device, wall):
+            near = -(-batch // size)
+            counts += [np.clip(near + more, fewest, batch) for more in (-1, 0, 1)]
     milliseconds = np.full(most, np.inf)
     for count in counts:
-        fits = np.clip(count, -(-batch // wall), batch if micro else 1)
-        milliseconds = np.minimum(milliseconds, _in_passes(device, batch, fits))
+        milliseconds = np.minimum(milliseconds, _in_passes(device, batch, count))
     if device.stall_ms > 0:
         milliseconds = np.ceil(milliseconds / device.stall_ms - 1e-9) * device.stall_ms
     return np.asarray(milliseconds / 1000)
+
+
+def _pass_sizes(device: SimulatedDevice, wall: int) -> list[int]:
+    """Rows of a pass at which the line of its time may bend."""
+    (left, low), (right, high) = device.curve[:2]
+    # by the line before the curve
+    free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0
+    bends = [free_rows, free_rows + 1, *(batch for batch, _ in device.curve)]
+    return list(dict.fromkeys([wall, 1, *(rows for rows in bends if 0 < rows <= wall)]))
 
 
 def _in_passes(device: SimulatedDevice, batch: Whole, passes: Whole) -> Floats:
@@ -214,56 +217,72 @@ def _least_of_falling(machine: Machine, tables: Tables, batch: int, quantum: int
     """The shortest step where a larger share may take less time: of each set of devices, by
     bisection.
     """
-    count, least = len(tables.alone), math.inf
-    slower = [1 + device.contention for device in machine.devices]
+    count = len(tables.alone)
+    least = math.inf
+    together = [
+        alone * (1 + device.contention)
+        for alone, device in zip(tables.alone, machine.devices, strict=True)
+    ]
     for k in range(2, min(count, batch) + 1):
         for team in combinations(range(count), k):
-            times = [tables.alone[i] * slower[i] for i in team]
-            step = _first(tables.finish, lambda t, times=times: _adds_up(times, t, batch, quantum))  # type: ignore[misc]
+            times = [together[i] for i in team]
+            step = _first(tables.finish, partial(_adds_up, times, batch, quantum))
             least = min(least, step + machine.sync_seconds(team))
     return least
 
 
 def _first(finish: Floats, holds: Callable[[float], bool]) -> float:
     """The least time at which it holds, as it does at all later ones; infinite if it never does."""
-    low, high = -1, len(finish)
+    low = -1
+    high = len(finish)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(float(finish[middle])) else (middle, high)
+        if holds(float(finish[middle])):
+            high = middle
+        else:
+            low = middle
     return float(finish[high]) if high < len(finish) else math.inf
 
 
-def _adds_up(times: Sequence[Floats], finish: float, batch: int, quantum: int) -> bool:
+def _adds_up(times: Sequence[Floats], batch: int, quantum: int, finish: float) -> bool:
     """Whether shares that each end by then sum to the batch: sums are bits of a number."""
-    sums, keep = 1, (1 << batch + 1) - 1
+    keep = (1 << batch + 1) - 1
+    sums = 1
     for each in times:
+        in_time = each <= finish * (1 + 1e-12)
+        whole = np.arange(1, len(each) + 1) % quantum == 0
         fit = np.zeros(len(each) + 2, dtype=bool)
-        fit[1:-1] = (each <= finish * (1 + 1e-12)) & (np.arange(1, len(each) + 1) % quantum == 0)
+        fit[1:-1] = in_time & whole
         edges = np.flatnonzero(fit[1:] != fit[:-1])
         now = 0
         for first, last in zip(edges[::2], edges[1::2], strict=True):
-            spread, width = sums << int(first) + 1, int(last - first)
-            reach = 1
-            while reach < width:
-                more = min(reach, width - reach)
-                spread, reach = spread | spread << more, reach + more
-            now |= spread
+            now |= _spread(sums << int(first) + 1, int(last - first))
         sums = now & keep
     return bool(sums >> batch & 1)
 
 
+def _spread(sums: int, width: int) -> int:
+    """The bits of `sums`, each with the width - 1 bits above it."""
+    reach = 1
+    while reach < width:
+        more = min(reach, width - reach)
+        sums |= sums << more
+        reach += more
+    return sums
+
+
 @lru_cache(maxsize=4)
 def _tables(machine: Machine, batch: int | None, micro: bool, quantum: int) -> Tables:
-    walls = [largest(machine, i) for i in range(len(machine.devices))]
-    slower = [1 + device.contention for device in machine.devices]
-    most = [
-        wall if batch is None else batch if micro and wall else min(wall, batch) for wall in walls
-    ]
-    times = [
-        step_times(device, wall, n, micro)
-        for device, wall, n in zip(machine.devices, walls, most, strict=True)
-    ]
-    together = [t * slow for t, slow in zip(times, slower, strict=True)]
+    times = []
+    together = []
+    for i, device in enumerate(machine.devices):
+        wall = largest(machine, i)
+        most = wall
+        if batch is not None:
+            most = batch if micro and wall else min(wall, batch)
+        alone = step_times(device, wall, most, micro)
+        times.append(alone)
+        together.append(alone * (1 + device.contention))
     finish = np.unique(np.concatenate(together)) if together else np.zeros(0)
     if len(finish) > MOST_TIMES:
         finish = finish[:: -(-len(finish) // MOST_TIMES)]
@@ -282,5 +301,7 @@ def _teams(machine: Machine, done: Whole) -> Iterator[tuple[Floats, Floats]]:
     for count in range(1, len(hosts) + 1):
         for chosen in combinations(hosts, count):
             own = done[[device.host in chosen for device in machine.devices]]
-            totals = np.cumsum(-np.sort(-own, axis=0), axis=0).astype(np.float64)
-            yield totals, np.array([machine.sync.seconds(k, count) for k in range(1, len(own) + 1)])
+            largest_first = -np.sort(-own, axis=0)
+            totals = np.cumsum(largest_first, axis=0).astype(np.float64)
+            costs = [machine.sync.seconds(k, count) for k in range(1, len(own) + 1)]
+            yield totals, np.array(costs)

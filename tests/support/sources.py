@@ -8,6 +8,7 @@ import ast
 import os
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -94,12 +95,8 @@ def compared(tree: ast.AST) -> Iterator[tuple[int, set[str], set[str]]]:
             case ast.BinOp(left=left, op=ast.BitAnd() | ast.Sub(), right=right):
                 pairs = [(left, (right,)), (right, (left,))]
             case ast.Match(subject=subject, cases=cases):
-                values = [
-                    one
-                    for case in cases
-                    for one in ast.walk(case.pattern)
-                    if isinstance(one, ast.MatchValue)
-                ]
+                parts = chain.from_iterable(ast.walk(case.pattern) for case in cases)
+                values = [one for one in parts if isinstance(one, ast.MatchValue)]
                 pairs = [(one.value, (subject,)) for one in values]
             case ast.Subscript(value=looked, slice=key):
                 pairs = [(key, (looked,))]

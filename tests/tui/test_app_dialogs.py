@@ -24,6 +24,7 @@ from evener.tui.view.cells import cells
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import OneOf, Ticks
 from tests.support.pilots import open_form, open_runs, text, until
+from tests.support.whole_sessions import make_runs
 
 NOBODY = "~nobody-of-that-name/plan.toml"
 
@@ -96,7 +97,7 @@ async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(
     drawn.
     """
     app = app_of()
-    await asyncio.to_thread(_make_runs, 2)
+    await asyncio.to_thread(make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
         await open_runs(pilot, 2)
         panel = app.screen.query_one(RunPanel)
@@ -115,7 +116,7 @@ async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(
 @pytest.mark.usefixtures("quick_replays")
 async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> None:
     app = app_of()
-    await asyncio.to_thread(_make_runs, 1)
+    await asyncio.to_thread(make_runs, 1)
     async with app.run_test(size=(120, 40)) as pilot:
         await open_runs(pilot, 1)
         await pilot.press("r")
@@ -140,7 +141,7 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
 async def test_a_replay_gives_way_to_the_form_and_not_to_a_search(app_of: Any) -> None:
     """The next run takes the place of one that still plays; a search goes on."""
     app = app_of()
-    await asyncio.to_thread(_make_runs, 2)
+    await asyncio.to_thread(make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
         await open_runs(pilot, 2)
         first, second = (row.run for row in app.screen.query_one(RunPanel).rows)
@@ -184,16 +185,3 @@ async def test_a_typed_workload_runs_in_its_framework(
                 pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form again"
             )
         assert len(searches.requests) == 2
-
-
-def _make_runs(count: int) -> None:
-    from evener.balancer.request import Request
-    from evener.balancer.run import open_run
-    from evener.balancer.session import Session
-
-    for seed in range(count):
-        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", seed=seed)))
-        try:
-            assert list(session.events())
-        finally:
-            session.close()

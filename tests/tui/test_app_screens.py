@@ -19,6 +19,7 @@ from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.monitor import DevicePanel, ProcessPanel
 from evener.tui.screens.run_dialogs import SaveDialog
 from tests.support.pilots import asks, text, until
+from tests.support.whole_sessions import make_runs
 
 
 async def _ready(pilot: Pilot[Any]) -> None:
@@ -308,7 +309,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
 ) -> None:
     app = app_of()
     monkeypatch.setattr(BaseApp, "replay", functools.partialmethod(BaseApp.replay, speed=1e6))
-    await asyncio.to_thread(_make_runs, 2)
+    await asyncio.to_thread(make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("3")
@@ -329,19 +330,6 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
         await pilot.press("3")
         await pilot.press("d", "y")
         await until(pilot, lambda: text(app, "#runs").count("finished") == 1, "one run less")
-
-
-def _make_runs(count: int) -> None:
-    from evener.balancer.request import Request
-    from evener.balancer.run import open_run
-    from evener.balancer.session import Session
-
-    for seed in range(count):
-        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", seed=seed)))
-        try:
-            assert list(session.events())
-        finally:
-            session.close()
 
 
 async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, script: Any) -> None:

@@ -13,11 +13,10 @@ import pytest
 from textual.pilot import Pilot
 
 from evener.balancer.request import Request
-from evener.balancer.run import open_run
-from evener.balancer.session import Session
 from evener.devices.types import Snapshot, value
 from evener.tui.screens.settings_dialog import SettingsDialog
 from tests.support.pilots import open_runs, text, until
+from tests.support.whole_sessions import finish
 
 MADE_WITH = ("3.11", "8.2.8")
 pytestmark = pytest.mark.skipif(
@@ -92,9 +91,7 @@ def _make_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         created = f"2026-09-22T{hour:02}:30:00Z"
         monkeypatch.setattr("evener.balancer.run.new_run_id", lambda run=run: run)
         monkeypatch.setattr("time.strftime", lambda *_, created=created: created)
-        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", global_batch=batch)))
-        list(session.events())
-        session.close()
+        finish(Request(devices="sim:gtx1080ti,gtx1080", global_batch=batch))
     monkeypatch.undo()
 
 

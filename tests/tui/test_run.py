@@ -34,6 +34,7 @@ from evener.training.step_record import StepFigures
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import LazyModule, skip_without
+from tests.support.launched_plan import UNEVEN
 from tests.support.rank_server import RankServer
 
 torch = LazyModule("torch")
@@ -43,14 +44,6 @@ PROGRAM, TRAINER, ACCELERATED, LIGHTNING, BUCKETED = (
     for name in ("ddp", "trainer", "accelerated", "lightning", "bucketed")
 )
 OWN_MEANS = str(ROOT / "tests/support/trainer_own_means.py")
-UNEVEN = """
-[[layout.share]]
-device = "cpu-0-of-2"
-batch = 3
-[[layout.share]]
-device = "cpu-1-of-2"
-batch = 1
-"""
 
 
 Ranks = Callable[..., list[Any]]

@@ -14,9 +14,10 @@ import pytest
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import LazyModule, skip_without
+from tests.support.launched_plan import UNEVEN
 from tests.support.listeners import ListenerLog
 from tests.support.rank_server import RankServer
-from tests.tui.test_run import PROGRAM, ROOT, UNEVEN, difference, make_variables
+from tests.tui.test_run import PROGRAM, ROOT, difference, make_variables
 
 torch = LazyModule("torch")
 SPAWNING, FOR_ONE = (ROOT / f"tests/support/{name}_program.py" for name in ("spawning", "one_gpu"))

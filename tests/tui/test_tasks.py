@@ -8,13 +8,11 @@ from typing import Any
 from textual.command import CommandPalette
 from textual.pilot import Pilot
 
-from evener.balancer.request import Request
-from evener.balancer.run import open_run
-from evener.balancer.session import Session
 from evener.devices.types import value
 from evener.tui.screens.settings_dialog import LABELS, SettingsDialog
 from evener.tui.view.devices import DEVICES, device_rows
 from tests.support.pilots import open_runs, text, until
+from tests.support.whole_sessions import make_runs
 
 SMALL = (80, 24)
 MOST_KEYS = 12
@@ -54,10 +52,7 @@ async def test_a_model_is_balanced_and_its_plan_written(
 
 
 async def test_two_runs_are_compared(app_of: Any, own_folder: Path) -> None:
-    for seed in (0, 1):
-        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", seed=seed)))
-        list(session.events())
-        session.close()
+    make_runs(2)
     app = app_of()
     async with app.run_test(size=SMALL) as pilot:
         await open_runs(pilot, 2)

@@ -33,14 +33,12 @@ def maxer(learning_rate: float = 0.001) -> Any:
     """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It
     never converges.
     """
-    blocks = [
-        layers.MaxPooling2D() if each == "pool" else _convolution(each) for each in CONVOLUTIONS
-    ]
-    dense = [layers.Dense(units, activation="relu") for units in DENSE]
-    stack = [keras.Input((28, 28, 1)), *blocks, layers.Flatten(), *dense, _softmax(10)]
-    return _compiled(
-        keras.Sequential(stack, name="maxer"), learning_rate, "categorical_crossentropy"
-    )
+    stack = [keras.Input((28, 28, 1))]
+    stack += [_convolution_or_pool(each) for each in CONVOLUTIONS]
+    stack.append(layers.Flatten())
+    stack += [layers.Dense(units, activation="relu") for units in DENSE]
+    network = keras.Sequential([*stack, _softmax(10)], name="maxer")
+    return _compiled(network, learning_rate, "categorical_crossentropy")
 
 
 def maxer_batch(rows: int) -> tuple[Any, Any]:
@@ -67,15 +65,12 @@ def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
     chosen = CUDNN.get(str(use_cudnn).lower())
     if chosen is None:
         raise RequestError(f"use_cudnn can't be {use_cudnn!r}.", "It is auto, true or false.")
-    last = sizes["layers"] - 1
-    stack = [
-        layers.GRU(sizes["units"], return_sequences=i < last, use_cudnn=chosen)
-        for i in range(last + 1)
-    ]
-    head = [layers.Dense(sizes["dense"], activation="relu"), _softmax(sizes["classes"])]
-    network = keras.Sequential(
-        [keras.Input((sizes["steps"], sizes["features"])), *stack, *head], name="gru"
-    )
+    stack = [keras.Input((sizes["steps"], sizes["features"]))]
+    for number in range(1, sizes["layers"] + 1):
+        whole = number < sizes["layers"]  # the next one takes every step, the dense layer the last
+        stack.append(layers.GRU(sizes["units"], return_sequences=whole, use_cudnn=chosen))
+    stack += [layers.Dense(sizes["dense"], activation="relu"), _softmax(sizes["classes"])]
+    network = keras.Sequential(stack, name="gru")
     return _compiled(network, learning_rate, SPARSE, metrics=["accuracy"])
 
 
@@ -87,6 +82,10 @@ def resnet50(side: int = 32, classes: int = 10, learning_rate: float = 0.001) ->
     return _compiled(
         network, learning_rate, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
+
+
+def _convolution_or_pool(each: object) -> Any:
+    return layers.MaxPooling2D() if each == "pool" else _convolution(each)
 
 
 def _convolution(filters: object) -> Any:
@@ -108,8 +107,12 @@ def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     first, second = place.devices[:2]
     if place.placement == "towers":
-        return (first,) * 5, (first, *(second,) * 4)
-    return (first, second, first, second, first), (first, first, second, first, second)
+        of_user = (first, first, first, first, first)
+        of_item = (first, second, second, second, second)
+    else:
+        of_user = (first, second, first, second, first)
+        of_item = (first, first, second, first, second)
+    return of_user, of_item
 
 
 def towers(
@@ -163,10 +166,8 @@ class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not fo
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Keras' own, on dense gradients; they come in the order of the weights."""
-        super().apply(
-            [None if each is None else tf.convert_to_tensor(each) for each in grads],
-            trainable_variables,
-        )
+        dense = [None if each is None else tf.convert_to_tensor(each) for each in grads]
+        super().apply(dense, trainable_variables)
 
 
 class AdamInPlace(DenseAdam):
@@ -192,16 +193,16 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
     with tf.device(places[0][0]):
         loss = model.compute_loss(x=x, y=y, y_pred=model.get_layer("rating")(ends))
         # unlike a tape, this computes the gradient of an operation on its device
-        gradients = tf.gradients(
-            model.optimizer.scale_loss(loss), [each.value for each in model.trainable_variables]
-        )
+        weights = [each.value for each in model.trainable_variables]
+        gradients = tf.gradients(model.optimizer.scale_loss(loss), weights)
     model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     return {"loss": loss}
 
 
 def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
     """The end of a tower on these words, each operation on its device."""
-    for name, device in zip(("words", *(f"{tower}_{kind}" for kind in TOWER)), places, strict=True):
+    names = ("words", *(f"{tower}_{kind}" for kind in TOWER))
+    for name, device in zip(names, places, strict=True):
         with tf.device(device):
             flow = model.get_layer(name)(flow)
     return flow
@@ -213,9 +214,10 @@ def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any,
     """
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))
-    ids = (vocabulary * random.random((2, rows, words)) ** (0.5 + 2 * taste)).astype(np.int32)
+    drawn = random.random((2, rows, words)) ** (0.5 + 2 * taste)
+    users, items = (vocabulary * drawn).astype(np.int32)
     ratings = 5 - 4 * np.abs(taste[0] - taste[1])
-    return (ids[0], ids[1]), ratings.astype(np.float32)
+    return (users, items), ratings.astype(np.float32)
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:

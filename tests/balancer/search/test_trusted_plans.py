@@ -4,18 +4,14 @@ than the answer.
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.events import Finished, Observed
+from evener.balancer.events import Observed
 from evener.balancer.request import Request
-from evener.balancer.run import open_run
 from evener.balancer.search.layouts import TIE
 from evener.balancer.search.search import Search
-from evener.balancer.session import Session
 from evener.balancer.types import Observation, Problem, Result, Stop, Timed, solo
 from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.plan.file import BEST_SINGLE
@@ -23,6 +19,7 @@ from tests.support import machine_families, search_oracle
 from tests.support.machines import crawling_machine, samples_per_second
 from tests.support.recording_prober import RecordingProber, run_search
 from tests.support.search_machines import Bench, benches
+from tests.support.whole_sessions import finish
 
 TOLERANCE = 0.02
 SLACK = 0.006  # what a measurement can't tell
@@ -57,12 +54,7 @@ def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
     """300 samples on two cards: the faster one was measured at 178 of them and at 300, and 300 is
     what counts.
     """
-    with closing(
-        Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300)))
-    ) as session:
-        events = list(session.events())
-    finished = events[-1]
-    assert isinstance(finished, Finished)
+    finished, events = finish(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300))
     layouts = [event.seen.probe.layout for event in events if isinstance(event, Observed)]
     assert solo(2, 0, 300) in layouts
     single = next(one for one in finished.plan.evidence if one.name == BEST_SINGLE)
