@@ -163,6 +163,12 @@ class Workload(ABC):
         """
         return self.memory.release()
 
+    def recover(self) -> bool:
+        """Give back what a step held that ran out of memory; True if the workload is again what it
+        was before that step, so that another may be prepared.
+        """
+        return False
+
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
         """The plan's facts about the workload: framework version, parameters, engine, ..."""
@@ -222,6 +228,11 @@ class MemoryMeter:
         done.
         """
         return (None,) * self._devices
+
+    def held(self) -> int:
+        """The bytes that are allocated now; 0 where the kernel doesn't say."""
+        _return_unused()
+        return _status_bytes("VmRSS") or 0
 
 
 def _return_unused() -> None:

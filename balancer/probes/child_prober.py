@@ -208,6 +208,10 @@ class ChildProber:
                 closer=self._wants_closer_look(probe),
             )
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
+        except GroupError as error:
+            if group is not None and not self._keep_recovered(key, group, error):
+                group.end()
+            raise
         except BaseException:
             if group is not None:
                 group.end()
@@ -215,6 +219,22 @@ class ChildProber:
         self._running.discard(probe)
         self._keep(key, group, seen, measurement.busy_cores, stop)
         return seen
+
+    def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
+        """Keep a child that ran out of memory and has given back what the step held; False for any
+        other failure, and for ranks of a group, of which some wait in a sum.
+        """
+        if len(group.children) > 1 or not (error.root.out_of_memory and error.root.recovered):
+            return False
+        try:
+            kept = group.rest(self._timeouts.prepare, self._closed)
+        except (GroupError, HostLostError, StoppedError):
+            return False
+        group.fresh = False
+        group.held_bytes.update(kept)
+        with self._lock:
+            self._idle[key] = group
+        return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
         """True for the first measurement of a layout that may become the plan: what limits its

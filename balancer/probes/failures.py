@@ -94,6 +94,7 @@ class RankFailure(msgspec.Struct, frozen=True):
     gpu: int | None = None
     output: str = ""  # the whole traceback, or the end of standard error
     user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
+    recovered: bool = False  # memory ran out in a step, and its child goes on
 
     @property
     def lost_a_peer(self) -> bool:
@@ -102,7 +103,9 @@ class RankFailure(msgspec.Struct, frozen=True):
 
 
 class GroupError(Exception):
-    """The group can't go on; its children are not used again."""
+    """A rank of the group has failed; its children are not used again, unless one that is alone
+    has recovered.
+    """
 
     def __init__(self, *failures: RankFailure) -> None:
         super().__init__(failures)
@@ -137,7 +140,9 @@ def error_failure(rank: int, error: ChildError) -> RankFailure:
     gpu = find_gpu_number(error.text) if memory else None
     own = bool(error.where) or any(kind in _USER_ERRORS for kind in error.types)
     user_code = own and not memory and not names_hardware(error.text)
-    return RankFailure(rank, "raised", words, memory, gpu, error.traceback, user_code)
+    return RankFailure(
+        rank, "raised", words, memory, gpu, error.traceback, user_code, error.recovered
+    )
 
 
 def error_is_memory(types: Sequence[str], text: str) -> bool:

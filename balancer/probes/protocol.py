@@ -163,6 +163,8 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     text: str
     where: str = ""  # "file.py:12": the user's own line that it came from, if there is one
     traceback: str = ""
+    # memory ran out in a step, and the child is again what it was before that step
+    recovered: bool = False
 
 
 Reply = (

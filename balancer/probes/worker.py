@@ -40,6 +40,7 @@ from evener.workloads import user_code
 from evener.workloads.protocol import Workload
 
 from . import protocol
+from .failures import error_is_memory
 from .fork_server import ForkServer, die_with_parent, import_first
 
 NAMED_FROM = 0.05  # of a block's time without a core: who had it is looked up
@@ -77,10 +78,12 @@ def run_child(parent: int) -> None:
             reply = worker.execute(command)
         except BaseException as error:
             reply = worker.describe_error(error)
+            if isinstance(command, (protocol.Prepare, protocol.RunSteps)):
+                reply = worker.recover(error, reply)
         replies.write(protocol.encode_line(reply))
         replies.flush()
-        if isinstance(reply, protocol.ChildError):
-            break  # a child that failed is never used again
+        if isinstance(reply, protocol.ChildError) and not reply.recovered:
+            break  # a child that failed otherwise is never used again
     _exit_now()
 
 
@@ -140,6 +143,23 @@ class Worker:
         )
         text = _encodable(str(error) or type(error).__name__)
         return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
+
+    def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
+        """The reply, with whether this child can go on after a step that ran out of memory."""
+        if self._workload is None or not error_is_memory(reply.types, reply.text):
+            return reply
+        gc.unfreeze()
+        gc.enable()
+        seen: BaseException | None = error
+        while seen is not None:  # frames hold what the step had allocated
+            traceback.clear_frames(seen.__traceback__)
+            seen.__traceback__ = None
+            seen = seen.__context__
+        try:
+            recovered = self._workload.recover()
+        except Exception:
+            recovered = False
+        return msgspec.structs.replace(reply, recovered=recovered)
 
     def _build_workload(self, command: protocol.Build) -> protocol.Built:
         from evener.workloads import registry

@@ -48,9 +48,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.accelerator.prepare_model = lambda model, *_, **__: prepare(
             model, device_placement=False, evaluation_mode=True
         )
-        self.accelerator.autocast_handler = AutocastKwargs(
-            cache_enabled=False
-        )  # it would keep every unit
+        keep_no_casts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model, a unit at a time; every process calls it. With the optimizer in a
@@ -86,6 +84,13 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _load_best_model(self) -> None:
         checkpoint.load(self.state.best_model_checkpoint, self.model)
+
+
+def keep_no_casts(accelerator: Any) -> None:
+    """Have autocast forget the copies in half precision that it makes of gathered units: it would
+    keep all of them until the forward pass ends.
+    """
+    accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
 def _note_device(model: Any, device: torch.device) -> None:

@@ -199,8 +199,12 @@ def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     prober = child_prober((one_slice(cap_mib * MIB),), workload, framework)
     fits = observe(prober, batch, micro)
     seen = observe(prober, batch)
+    again = observe(prober, batch, micro)
     prober.close()
     assert isinstance(seen, OutOfMemory), seen
     assert seen.devices == (0,)
     assert isinstance(fits, Timed), fits
     assert fits.probe.layout.passes(0) == batch // micro
+    assert isinstance(again, Timed), again
+    if framework == "torch":
+        assert fits.start_seconds > again.start_seconds == 0, "its child goes on"

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import wrapt
 
 from evener.torch.packed import pack_weights
 from evener.torch.shards.flat import ShardPlace
@@ -16,6 +17,17 @@ from evener.torch.shards.whole import count_gathered
 from evener.torch.step.wrapped import watch
 
 from ..protocol import Place
+
+
+def leave_trainers_on_host() -> None:
+    """Have transformers' Trainers leave their models where they are, also such as are imported
+    later: a device may not hold the whole model, which is cut from there.
+    """
+    wrapt.register_post_import_hook(_leave_on_host, "transformers.trainer")
+
+
+def _leave_on_host(module: Any) -> None:
+    module.Trainer._move_model_to_device = lambda *_: None
 
 
 class RecipeShards:

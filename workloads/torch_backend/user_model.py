@@ -209,6 +209,7 @@ class TrainerSteps:
 
 def _from_trainer(trainer: Any) -> Recipe:
     from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
+    from evener.huggingface.shards import keep_no_casts
 
     optimizer = trainer.create_optimizer()
     compute = TrainerSteps(trainer, optimizer).compute
@@ -218,7 +219,18 @@ def _from_trainer(trainer: Any) -> Recipe:
     data = _to_data(rows, collate, workers, pinned, lengths=lengths)
     module = LossModule(trainer.model, compute)
     mixed = str(trainer.accelerator.mixed_precision)
-    return Recipe(module, optimizer, None, data, mixed_precision=mixed)
+
+    def prepare(in_shards: bool) -> None:
+        """Have the model compute as in a training: accelerate's autocast is around its forward
+        pass, and makes its outputs float32.
+        """
+        if in_shards:
+            keep_no_casts(trainer.accelerator)
+        trainer.accelerator.prepare_model(
+            trainer.model, device_placement=False, evaluation_mode=True
+        )
+
+    return Recipe(module, optimizer, None, data, mixed_precision=mixed, prepare=prepare)
 
 
 def _from_lightning(name: str, module: Any, given: Any) -> Recipe:

@@ -31,7 +31,7 @@ from evener.torch.rows.loader import StepListener
 from evener.torch.rows.sampler import UnevenBatchSampler
 from evener.torch.rows.structure import DealtBatch
 from evener.torch.step.part import make_parts
-from evener.torch.step.retry import Passes
+from evener.torch.step.retry import Passes, free_memory
 from evener.torch.step.wrapped import Exchanged, check_normalization, model_digest, wrap_module
 from evener.torch.stores import open_file_store, open_tcp_store
 from evener.torch.sums.exchange import Exchange
@@ -41,9 +41,11 @@ from evener.training.dealing import Dealer
 from ..protocol import LinkSpeed, MemoryMeter, PhaseSeconds, Place, Workload
 from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .phases import PhaseClock, enqueue_pause
-from .shards import RecipeShards
+from .shards import RecipeShards, leave_trainers_on_host
 
 MEETING_TIME = timedelta(seconds=300)  # in which the ranks of a group come
+NOTED_STEPS = 2  # the optimizer makes its state in the first
+LEFT_BYTES = 128 << 20  # that libraries keep for themselves from their first use on
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
@@ -60,6 +62,8 @@ class Recipe(msgspec.Struct, frozen=True):
     data: Data | None = None  # to train on; None: rows that `sample_batch` makes
     sample_batch: SampleBatch | None = None
     mixed_precision: str = ""  # of a Trainer, as accelerate names it: no | fp16 | bf16
+    # called once with True if the model will be cut into shards, before it is
+    prepare: Callable[[bool], None] = lambda _: None
 
 
 class Waits:
@@ -114,7 +118,10 @@ class TorchWorkload(Workload, StepListener):
         )
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
+        if place.state:
+            leave_trainers_on_host()
         self.recipe = build_recipe()
+        self.recipe.prepare(bool(place.state))
         module = self.recipe.module.train()
         self._known = {
             "parameters": sum(map(torch.numel, module.parameters())),
@@ -132,6 +139,9 @@ class TorchWorkload(Workload, StepListener):
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the most rows of a pass
         self._passes = Passes(place.rank, self.device, lambda _: None)
+        self._updates = False  # the optimizer's step runs
+        # what was allocated as a step began, and how many steps were looked at since `prepare`
+        self._held = self._noted = 0
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._waits: Waits | None = None
         self._phases = PhaseClock(GpuClock() if _on_gpu(self.device) else HostClock())
@@ -186,6 +196,7 @@ class TorchWorkload(Workload, StepListener):
         batches = self._open_batches()
         batches.drop()
         self.memory.reset()
+        self._noted = 0
         if self._group:
             self._regroup(tuple(shares))
         if own:
@@ -202,6 +213,7 @@ class TorchWorkload(Workload, StepListener):
         self._phases.leave()
         optimizer = self.recipe.optimizer
         optimizer.zero_grad(set_to_none=True)
+        self._note_held()
         passes = 1
         if not self._batches.on_host:
             self._scaled_loss(*batch).backward()
@@ -214,8 +226,10 @@ class TorchWorkload(Workload, StepListener):
             ):  # as in a training, which survives
                 part.backward(self._scaled_loss(*as_pair(part.batch)))
         self._phases.enter("update")
+        self._updates = True
         self._scaler.step(optimizer)
         self._scaler.update()
+        self._updates = False
         self._phases.leave()
         self._count(self._batches.works(batch), passes)
 
@@ -226,6 +240,30 @@ class TorchWorkload(Workload, StepListener):
             self._work = Work(
                 *map(sum, zip(*map(msgspec.structs.astuple, (self._work, whole)), strict=True))
             )
+
+    def _note_held(self) -> None:
+        """Note what is allocated as a step begins, once it has run and once the optimizer has its
+        state.
+        """
+        if self._noted < NOTED_STEPS:
+            self._noted += 1
+            self._held = self.memory.held()
+
+    def recover(self) -> bool:
+        """Give back what a step held that ran out of memory; False if that was within the
+        optimizer's step, which leaves its state half-made, if other ranks wait for this one, or if
+        more stays allocated than before the step.
+        """
+        if self._group or self._updates or not self._noted:
+            return False
+        self._loss = None
+        self._passes = Passes(self.place.rank, self.device, lambda _: None)
+        self.recipe.optimizer.zero_grad(set_to_none=True)
+        if self._shards is not None:
+            self._shards.sharded.reset()
+        self._open_batches().drop()
+        free_memory(self.device)
+        return self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
         """The sum over all steps; None where rows have no lengths."""
@@ -406,6 +444,10 @@ class GpuMemory(MemoryMeter):
     def read(self) -> tuple[int | None, ...]:
         """The most bytes on each GPU."""
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._gpus)
+
+    def held(self) -> int:
+        """The bytes of tensors on all GPUs."""
+        return sum(int(torch.cuda.memory_allocated(device)) for device in self._gpus)
 
     def release(self) -> tuple[int | None, ...]:
         """Free the allocator's cache; the bytes kept on each GPU."""

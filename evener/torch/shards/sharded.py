@@ -372,6 +372,16 @@ class Sharded:
             with own_collectives():
                 spread(list(self.root.module.buffers()))
 
+    def reset(self) -> None:
+        """Drop what a pass left that ended with an error: gathered units and gradients."""
+        self.waits, self._computes, self._outside = False, False, []
+        self._task = self._passing = self._sending = self._flags = None
+        for unit in [self.root, *self.units]:
+            unit.forget()
+            unit.drop()
+        if self.whole is not None:
+            self.whole.forget()
+
     def note_state(self, optimizer: Any) -> None:
         """Count the state of an optimizer of this model's parameters."""
         whole = self.whole.parameters if self.whole is not None else []

@@ -215,6 +215,15 @@ class Unit:
         for flat in self.flats:
             flat.free()
 
+    def drop(self) -> None:
+        """Drop the whole parameters, also of a gather that didn't end."""
+        self._work, self.gathered, self.hidden = None, False, False
+        for slot in self.slots:
+            slot.point_to(slot.piece)
+        for flat in self.flats:
+            if flat.whole.untyped_storage().size():
+                flat.free()
+
     def send(self, weight: float) -> None:
         """Begin to sum the gradients."""
         self.unsent = False
