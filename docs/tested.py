@@ -11,7 +11,7 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {  # the beginnings of test files' names, or of a file's tests
     "PyTorch": ("test_torch_", "test_noise_scale"),
-    "transformers, TRL": ("test_huggingface", "test_trainer_matrix", "test_loss_check"),
+    "transformers, TRL": ("test_huggingface", "test_trainer_matrix", "test_trainer_audits"),
     "Lightning": ("test_lightning",),
     "Keras": ("test_keras_", "test_fit_kinds", "test_early_sums"),
     "Ray Train": tuple(
@@ -26,7 +26,7 @@ FEATURES = {  # words in the names of tests and of their cases
     "shares that change": r"rebalanc|shares_change|changes? to the same shares",
     "rows of unequal length": r"lengths?\b|by cost|tokens by|dealt",
     "resumed, restarted": r"resum|goes_on|go_on|checkpoint|killed|restored|BackupAndRestore",
-    "losses and loops that are refused": r"refused|guard|no_mean|loss_kinds|loss_check",
+    "losses and loops that are refused": r"refused|guard|no_mean|loss_kinds|loss_check|_audit",
     "noise scale": r"noise_scale|test_torch_noise",
     "gradient accumulation": r"accumulat|no_sync",
     "FSDP2": r"FSDP2",

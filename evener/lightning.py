@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -33,7 +34,6 @@ try:
     from .lightning_passes import (
         LIGHTNING,
         PassFigures,
-        check_module_loss,
         check_module_part,
         loss_of,
     )
@@ -186,9 +186,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
         self._has_figures = True
-        self._retry.check = lambda part, rows: check_module_part(
-            self, self._planned.weights, part, rows
-        )
+        self._retry.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
         """Sum gradients in place of DistributedDataParallel, whose sums can't be taken up again
@@ -287,17 +285,6 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 f"pass's at a time.",
                 f"Use a plan without passes (evener balance --micro off), or {other}.",
             )
-        alone = self._planned.world * self._passes == 1
-        if self._checks and not alone and self.lightning_module.automatic_optimization:
-            self.check_loss(given[0])
-
-    def check_loss(self, loader: Any) -> None:
-        """RequestError on every rank unless the module's loss of this loader's rows is a mean over
-        what counts.
-        """
-        with self._planned.weights.checking():
-            found = check_module_loss(self, loader, self._count)
-            self._retry.checked = found and not self._searches
 
     @property
     def _trainer(self) -> Any:

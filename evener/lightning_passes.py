@@ -1,8 +1,6 @@
-"""A LightningModule in the passes of a batch: what its loss is a mean over, and the figures that it
-logs.
+"""A LightningModule in the passes of a batch: its loss, and the figures that it logs.
 
-The loss is checked on a few rows before the first step. Figures are joined over passes, and over
-the pieces of one that ran out of memory.
+Figures are joined over passes, and over the pieces of one that ran out of memory.
 """
 
 from __future__ import annotations
@@ -13,18 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torchmetrics import Metric
 
 from .errors import RequestError
+from .torch.audit.compute import Bench
 from .torch.audit.state import keep_attributes
 from .torch.ranks.own_work import StepTimer
-from .torch.step.checks import check_part_loss, check_rows
-from .torch.step.part import OfPart, Part
-from .torch.step.weights import BatchWeights, WholeBatchLoss
+from .torch.step.part import Part
 
 # the same code under two names; a program that has loaded pytorch_lightning alone trains by that
 LIGHTNING = (
@@ -35,48 +31,24 @@ LIGHTNING = (
 DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
-def check_module_loss(strategy: Any, loader: Any, count: OfPart | None) -> bool:
-    """True if `training_step` returns a mean over rows, or over what `count` counts; False if that
-    can't be seen.
-
-    RequestError on every rank where it doesn't.
+def check_module_part(strategy: Any, part: Part, rows: int) -> None:
+    """RequestError on this rank unless parts of up to `rows` rows of a pass have the gradient of
+    these rows together.
     """
     module = strategy.lightning_module
-    rows = SimpleNamespace(  # as a loop's own loader has them
-        dataset=loader.dataset,
-        batch_sampler=loader.batch_sampler.sampler,
-        collate_fn=loader.collate_fn,
-    )
-    with silent(module):
-        return (
-            check_part_loss(
-                partial(compute_part, strategy), rows, count, [module], strategy.root_device
-            )
-            is not None
-        )
-
-
-def check_module_part(strategy: Any, weights: BatchWeights, part: Part, rows: int) -> None:
-    """RequestError on this rank unless parts of up to `rows` rows of a pass have the loss of these
-    rows together.
-    """
-    module = strategy.lightning_module
+    audits = strategy.planned.audits
     if any(isinstance(each, torch.optim.LBFGS) for each in strategy.optimizers):
         raise RequestError("LBFGS goes by the loss of the whole batch.", "Use another optimizer.")
-    try:
-        with silent(module):
-            check_rows(
-                lambda each: _step(strategy, each.batch),
-                weights,
-                [module],
-                strategy.root_device,
-                part,
-                rows,
-            )
-    except WholeBatchLoss:
-        raise RequestError(
-            "split.loss and split.gather are of a whole batch.", "Return a mean over rows."
-        ) from None
+
+    def make_bench() -> Bench:
+        around = [partial(silent, module)]
+        function = module.training_step
+        made: Bench = audits.make_bench(
+            [module], strategy.optimizers, function=function, around=around
+        )
+        return made
+
+    audits.audit_part(lambda each: _step(strategy, each.batch), part, rows, make_bench)
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:

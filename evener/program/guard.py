@@ -257,7 +257,8 @@ class Guard(Recorder):
         self.padded = found.cut
         difference = found.audited.difference
         if difference is None:
-            return "" if found.audited.repeatable else "its gradient is another each time"
+            fault = found.audited.fault
+            return f"its gradient can't be compared: {fault}" if fault else ""
         self.measured = True
         audited = found.audited
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)

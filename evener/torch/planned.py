@@ -25,7 +25,6 @@ from ..training.bottleneck import RankFigures, fewest_windows, find_bottleneck
 from ..training.dealing import make_dealer
 from ..training.ending import end_when_stuck
 from ..training.launched import launched_device
-from ..training.loss_check import LossMeaning
 from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_devices
 from .ranks.others import explain_at_exit, watch_others
 from .ranks.own_work import KEPT_STEPS, StepReporter, make_timer
@@ -33,7 +32,7 @@ from .ranks.ranks import RankShares, claim_device, join
 from .ranks.waits import time_waits
 from .rows.loader import LoaderStates
 from .rows.sampler import LengthSampler, UnevenBatchSampler
-from .step.checks import OPTIMIZER_CHECK, check_part_loss, check_rows
+from .step.checks import OPTIMIZER_CHECK
 from .step.memory import MemoryGauge
 from .step.part import OfPart, Part, make_parts, weigh_by_count
 from .step.retry import Passes
@@ -240,28 +239,6 @@ class PlannedTraining:
                 ),
             )
 
-    def check(self, loader: Any, loss: OfPart, count: OfPart | None = None) -> LossMeaning | None:
-        """Check on a few rows of `loader` that the loss of a part is a mean over its rows, or over
-        what `count` counts.
-
-        Before the first step, and without a trace: `split.check(loader, lambda part:
-        criterion(model(part.batch[0]), part.batch[1]))`. RequestError on every rank where shares
-        would change what is learned; every rank calls it. The loader has a `dataset`, a
-        `batch_sampler` of this training's and a `collate_fn`.
-        """
-        if self.world == 1 and not self.ranks.in_passes:
-            return None
-        if self.weights.equal_passes:
-            raise RequestError(
-                "Each rank checks the loss by itself, and ranks meet in each unit of a "
-                "sharded model.",
-                "Leave split.check out.",
-            )
-        with self.weights.checking():
-            found = check_part_loss(loss, loader, count, self.weights.models, self.device)
-        self.passes.checked = found is not None
-        return found
-
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
@@ -299,11 +276,9 @@ class PlannedTraining:
         `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
         `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients
         are exchanged once. A pass that runs out of memory is computed again in smaller ones. Every
-        rank calls it for every batch. The first time, the loss is checked as by `check`.
+        rank calls it for every batch. `check=False` leaves audits out.
         """
-        self.passes.check = partial(
-            check_rows, compute, self.weights, self.weights.models, self.device
-        )
+        self.passes.check = partial(self.audits.audit_part, compute)
         total: Any = 0.0
         for part in self._parts(batch, count):
             with part:

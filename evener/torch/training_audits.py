@@ -46,7 +46,7 @@ from .audit.rows import FewRows, cut_few, digest_rows, fetch_rows
 from .audit.settings import Code, LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
-from .rows.structure import each_tensor, tensors_in
+from .rows.structure import cut_rows, each_tensor, tensors_in
 from .step.backward import listen
 from .step.part import OfPart, Part, make_parts
 from .step.retry import drop_frames, free_memory, is_out_of_memory
@@ -62,7 +62,7 @@ CHANGED = (
     " once for each of its passes."
 )
 NOT_AUDITED = "A loss wasn't checked, as {}."
-QUESTION = " Is it a mean over rows (split.check)?"
+QUESTION = " Is it a mean over rows?"
 PADDED = (
     "its rows are padded to the longest one beside them, and whether it depends on that can't be"
     " seen: the loop reads lengths from its batch"
@@ -76,10 +76,6 @@ OTHER_NUMBERS = (
     " ({}). Drawn at random, that is as it should be. Noted of earlier rows, such as a running mean"
     " of losses, a baseline or a multiplier, it makes shares learn something else: note it of the"
     " whole batch, by split.mean(value)."
-)
-UNREPEATABLE = (
-    "The gradient couldn't be audited: the same rows give another one each time that they are"
-    " computed."
 )
 
 
@@ -233,6 +229,33 @@ class TrainingAudits:
             return audit(bench, self.make_ways(few, compute, counted), moves=first)
 
         self._act(Replayed(self._run(find)), survives=True)
+
+    def audit_part(
+        self,
+        compute: OfPart,
+        part: Part,
+        rows: int,
+        make_bench: Callable[[], Bench] | None = None,
+    ) -> None:
+        """RequestError on this rank unless parts of up to `rows` rows of a pass, which ran out of
+        memory, have the gradient of these rows together.
+
+        `make_bench` makes the bench of a trainer of a library.
+        """
+        most = min(rows, part.rows)
+        few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
+        if few is None:
+            raise RequestError("The rows of the pass can't be cut apart.", "Make smaller passes.")
+        ways = devices_ways(few, refuse_meeting(compute), part.count)
+        bench = self._bench(compute) if make_bench is None else make_bench()
+        try:
+            verdict = self._judge(audit(bench, ways, moves=True))
+        except WholeBatchLoss:
+            raise RequestError(
+                "split.loss and split.gather are of a whole batch.", "Return a mean over rows."
+            ) from None
+        if verdict.message:
+            raise RequestError(verdict.message, verdict.remedy)
 
     # ------------------------------------------------------------------ a loop of one's own
 
@@ -571,8 +594,8 @@ class TrainingAudits:
         """This rank's own verdict."""
         if found.changed:
             self._say(CHANGED.format(found.changed[0]))
-        if not found.repeatable:
-            self._say(UNREPEATABLE + self.question)
+        if found.fault:
+            self._say(f"The gradient couldn't be audited: {found.fault}.{self.question}")
             return RankVerdict()
         if not found.finite:
             return RankVerdict()
@@ -648,6 +671,8 @@ def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micr
     changes = {"sum": AuditChange(_unweighted(trained))}
     if micro:
         changes["passes"] = AuditChange(way(few.parts, few.sizes, 0))
+    if counted is not None:
+        changes["count"] = AuditChange(_make_way(loss, None, few.parts, few.sizes, micro))
     if few.cut is not None and few.cut is not few.parts:
         changes["collation"] = AuditChange(way(few.cut, few.sizes, micro))
     return Ways(whole, trained, changes, few.sizes, digest_rows(few.whole), few.pads)

@@ -341,6 +341,10 @@ CAUSES = {
         "Make a plan without passes (evener balance --micro off), or change the loss to a mean"
         " over rows.",
     ),
+    "count": LikelyCause(
+        "The loss isn't a mean over what count= counts: it is a mean over rows",
+        "Leave count= out.",
+    ),
     "sum": LikelyCause(
         "The loss grows with the number of rows: it is a sum, not a mean over rows",
         "Divide it by the number of rows that the device has.",

@@ -101,9 +101,9 @@ def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes
         ("another strategy", "L.Trainer(strategy=split.strategy()"),
         ("a sum", "it is a sum, not a mean over rows"),
         ("class weights", "it isn't a mean over rows"),
-        ("tokens that nothing counts", "For a mean over tokens or class weights, give count="),
-        ("rows that are counted as tokens", "not over what count= counts"),
-        ("parts", "Lightning's strategy takes the passes itself"),
+        ("tokens that nothing counts", "say what it is a mean over (split.strategy(count=))"),
+        ("rows that are counted as tokens", "isn't a mean over what count= counts"),
+        ("parts", "split.parts"),
         ("unchecked", "learned"),
     ],
 )

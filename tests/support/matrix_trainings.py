@@ -179,8 +179,6 @@ def _train_loop(case: Case, plan: Plan | None, _: str, accelerator: Any = None) 
     trained = trained if split is None else split.wrap(trained)
     backward = torch.Tensor.backward if accelerator is None else accelerator.backward
     loader, steps = _batches(case, rows, collate, split), -(-case.rows // GLOBAL_BATCH)
-    if split is not None:
-        split.check(loader, lambda part: compute_loss(case, trained, part.batch)[0], _count(case))
     for number, batch in enumerate(loader):
         last = (number + 1) % case.window == 0 or number + 1 == steps
         scale = 1 / min(case.window, steps - number // case.window * case.window)

@@ -136,11 +136,6 @@ def compiled(split: Split, model: Any) -> None:
     torch.compile(split.shard(model), backend="eager")(torch.zeros(1, 2, dtype=torch.int64))
 
 
-def checked(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    split.check(split.loader(data()), lambda part: objective(model.case, model, *part.batch))
-
-
 def by_length(split: Split, model: Any) -> None:
     model = split.shard(model)
     for batch in split.loader(data(), lengths=list(range(1, ROWS + 1))):
@@ -222,7 +217,6 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
         cleared_before_a_sum,
     ),
     "torch.compile": ("can't be compiled", compiled),
-    "a check of the loss": ("Leave split.check out", checked),
     "rows by length": ("Leave lengths out", by_length),
     "out of memory": ("ranks meet in each unit of a sharded model", out_of_memory),
 }

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...training.audit import Sketch
 from .closures import kept_closure
 from .precision import full_precision
-from .randomness import SEED, EvenRandomness, seed_all, seed_torch
+from .randomness import SEED, EvenRandomness, digest_draws, seed_all, seed_torch
 from .sketch import SIGNS, GradientSums
 from .state import kept_attributes, kept_state
 
@@ -44,7 +44,8 @@ class Bench:
     `losses_only`: gradients can't be taken, as they are sharded; a sketch is of the loss then.
     `measures`: an audit says what rounding makes of the gradient, in any case.
     `changed` are the names of buffers that a pass changes, `draws` the random numbers that depend
-    on how many are drawn at once.
+    on how many are drawn at once. `drawn` tells how many of Python's and NumPy's random numbers
+    each piece of the last sketch has drawn.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Bench:
         self.measures = measures
         self.changed: set[str] = set()
         self.draws = 0
+        self.drawn: set[int] = set()
         self._adds: Callable[..., None] | None = None  # within a piece
 
     @contextmanager
@@ -98,16 +100,18 @@ class Bench:
                 stack.enter_context(_moved(self._tensors.values()))
             yield self
 
-    def sketch(self, way: Sequence[Piece], disturbance: int = 0) -> Sketch:
+    def sketch(self, way: Sequence[Piece], disturbance: int = 0, seed: int = SEED) -> Sketch:
         """The gradient of a way to compute some rows; errors of the program's own code are raised.
 
-        With a `disturbance`, a number, it differs by as much as rounding may make of it.
+        With a `disturbance`, a number, it differs by as much as rounding may make of it. Random
+        numbers begin at `seed` for each piece.
         """
         sums = GradientSums(self._tensors, SIGNS)
         computed: set[torch.dtype] = set()
+        self.drawn = set()
         for piece in way:
-            seed_all(SEED)
-            randomness = EvenRandomness(disturbance)
+            seed_all(seed)
+            randomness = EvenRandomness(disturbance, seed)
             # each pass begins as the first one did
             kept = kept_attributes(*self._modules, *self._holders, apart=self._apart)
             with kept, kept_closure(self._function):
@@ -115,6 +119,7 @@ class Bench:
                 self._adds = partial(sums.add, weight=piece.weight, loss_only=self.losses_only)
                 with randomness, torch.set_grad_enabled(not self.losses_only):
                     loss = piece.loss()
+                    self.drawn.add(digest_draws())
                     self._note_changes(before)
                     if isinstance(loss, torch.Tensor):
                         self.add(loss)

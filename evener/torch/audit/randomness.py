@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 from torch.nn.functional import leaky_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEED = 20_260_923
+LONGEST = 4096  # rows, whose shorter ones begin with the same random numbers
 
 
 # Operations whose results a disturbance changes: those that add up many terms, by the place of the
@@ -27,16 +29,17 @@ SUM_TERMS = 32  # which are added up in pairs, so the error hardly grows with th
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Draws the same random numbers for every row.
+    """Draws the same random numbers for every row, by `seed`.
 
-    `draws` counts them in a pass, and `shaped` those of them whose values depend on how many are
-    drawn at once, as padding makes more of them; `kinds` are the types of what was computed, single
+    `draws` counts them in a pass, and `shaped` those of them whose values may depend on how long
+    rows are, as padding makes them longer; `kinds` are the types of what was computed, single
     figures apart. With a `disturbance`, a seed, sums of many terms differ as they might if they
     were added up in another order.
     """
 
-    def __init__(self, disturbance: int = 0) -> None:
+    def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
         super().__init__()
+        self._seed = seed
         self.kinds: set[torch.dtype] = set()
         self.draws = self.shaped = 0
         self._disturbance = disturbance
@@ -50,8 +53,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
             result = function(*arguments, **given)
         else:
             self.draws += 1
-            self.shaped += function.overloadpacket.__name__ not in _EVEN
-            result = _draw(function, list(arguments), given, SEED + self.draws)
+            result, shaped = _draw(function, list(arguments), given, self._seed + self.draws)
+            self.shaped += shaped
         if isinstance(result, torch.Tensor) and result.numel() > 1:
             self.kinds.add(result.dtype)
         if self._disturbance:
@@ -65,8 +68,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         sum by half a unit u; the errors' deviation is u * sqrt(n / 2) of the sums' own (Higham,
         Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
         """
-        results = result if isinstance(result, tuple | list) else (result,)
-        for place, each in enumerate(results):
+        for place, each in enumerate(_each(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
                 continue
             if not each.is_floating_point():
@@ -91,6 +93,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         result.add_(errors.mul_(size).mul_(unit * math.sqrt(terms / 2)))
 
 
+def _each(result: Any) -> Sequence[Any]:
+    """The results of an operation, of which there may be several."""
+    return result if isinstance(result, tuple | list) else (result,)
+
+
 def _count_terms(name: str, arguments: Any, place: int) -> int:
     """How many terms each value of an operation's result adds up; 0 for others.
 
@@ -110,42 +117,104 @@ def _count_terms(name: str, arguments: Any, place: int) -> int:
     return SUM_TERMS if name in _SUMS else 0
 
 
-# that are the same for any number of values: dropout keeps all of them
-_EVEN = {"native_dropout", "_cudnn_init_dropout_state"}
+_CUDNN = "_cudnn_init_dropout_state"  # which no layer uses without dropout
+
+
+class _Draw(msgspec.Struct, frozen=True, eq=False):
+    """A call of an operation that draws random numbers."""
+
+    function: Any
+    arguments: list[Any]
+    keywords: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The operation's name, whichever overload."""
+        return str(self.function.overloadpacket.__name__)
+
+    def names(self) -> list[str]:
+        """The names of its arguments."""
+        return [each.name for each in self.function._schema.arguments]
+
+    def call(self) -> Any:
+        """Make the call."""
+        return self.function(*self.arguments, **self.keywords)
 
 
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
-    name = function.overloadpacket.__name__
-    if name == "_cudnn_init_dropout_state":  # which no layer uses without dropout
-        return function(*arguments, **keywords)
+    """The result of a draw, the same for every row, and whether it is another one for longer rows.
+
+    Nothing is dropped.
+    """
+    draw = _Draw(function, arguments, keywords)
+    if draw.name == _CUDNN:
+        return draw.call(), False
     keywords.pop("generator", None)  # the user's own stays where it is
-    names = [each.name for each in function._schema.arguments]
-    _turn_dropout_off(names, arguments, keywords)
-    seed_torch(seed)
-    if name == "randperm":
-        return torch.arange(*arguments, **keywords)
+    _turn_dropout_off(draw.names(), arguments, keywords)
+    made = _draw_nothing(draw)
+    if made is not None:
+        return made, False
     if _needs_generator(function):
         keywords["generator"] = None  # PyTorch's own
-    if name in _DISTRIBUTIONS and not isinstance(arguments[0], float):
-        return _DISTRIBUTIONS[name](*arguments)
-    if name == "native_dropout":
+    seed_torch(seed)
+    for rule in (_draw_by_arguments, _draw_size, _draw_like):
+        made = rule(draw)
+        if made is not None:
+            return made, _is_long(made)
+    return draw.call(), True
+
+
+def _is_long(made: Any) -> bool:
+    """True if rows are so long that shorter ones don't begin with the same numbers."""
+    tensors = [each for each in _each(made) if isinstance(each, torch.Tensor) and each.ndim > 1]
+    return any(each.shape[-1] > LONGEST for each in tensors)
+
+
+def _draw_nothing(draw: _Draw) -> Any:
+    """What needs no random number: an order is kept, and dropout keeps all."""
+    arguments = draw.arguments
+    if draw.name == "randperm":
+        return torch.arange(*arguments, **draw.keywords)
+    if draw.name == "native_dropout":
         return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
-    if "size" in names:
-        place = names.index("size")
-        shape = list(arguments[place])
-        arguments[place] = shape[-1:] if len(shape) > 1 else [1] * len(shape)
-        return function(*arguments, **keywords).expand(shape).clone()
-    if name == "bernoulli_" and len(arguments) < 2:
-        arguments.append(keywords.pop("p", 0.5))
-    if name == "bernoulli_" and not isinstance(arguments[1], torch.Tensor) and arguments[1] >= 0.5:
-        return arguments[0].fill_(1)  # dropout keeps all
+    if draw.name == "bernoulli_":
+        chance = arguments[1] if len(arguments) > 1 else draw.keywords.get("p", 0.5)
+        if not isinstance(chance, torch.Tensor) and chance >= 0.5:
+            return arguments[0].fill_(1)
+    return None
+
+
+def _draw_by_arguments(draw: _Draw) -> Any:
+    """Draw from distributions whose arguments are tensors, which may differ from row to row."""
+    if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
+        return _DISTRIBUTIONS[draw.name](*draw.arguments)
+    return None
+
+
+def _draw_size(draw: _Draw) -> Any:
+    """Draw a tensor of a size that is given."""
+    names = draw.names()
+    if "size" not in names:
+        return None
+    place = names.index("size")
+    shape = list(draw.arguments[place])
+    if len(shape) < 2:
+        draw.arguments[place] = [1] * len(shape)
+        return draw.call().expand(shape).clone()
+    draw.arguments[place] = [_stable_length(shape[-1])]
+    return draw.call()[: shape[-1]].expand(shape).clone()
+
+
+def _draw_like(draw: _Draw) -> Any:
+    """Draw into a tensor, or one like it, if nothing else decides what is drawn."""
+    arguments = draw.arguments
     if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
-        return function(*arguments, **keywords)
-    if function._schema.is_mutable:
-        return arguments[0].copy_(_one_row(function, arguments, keywords))
-    if name.endswith("_like"):
-        return _one_row(function, arguments, keywords).expand_as(arguments[0]).clone()
-    return function(*arguments, **keywords)
+        return None
+    if draw.function._schema.is_mutable:
+        return arguments[0].copy_(_one_row(draw))
+    if draw.name.endswith("_like"):
+        return _one_row(draw).expand_as(arguments[0]).clone()
+    return None
 
 
 def _turn_dropout_off(names: list[str], arguments: list[Any], keywords: dict[str, Any]) -> None:
@@ -167,27 +236,35 @@ def _needs_generator(function: Any) -> bool:
     return False
 
 
-def _one_row(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-    like = arguments[0]
-    return function(torch.empty_like(_last_axis(like)), *arguments[1:], **keywords)
+def _one_row(draw: _Draw) -> Any:
+    """What one row gets: values of its last axis, which begin alike however long it is."""
+    like, *others = draw.arguments
+    return _shorten(draw.function(_one_line(like), *others, **draw.keywords), like)
 
 
-def _last_axis(tensor: Any) -> Any:
-    """The first line of a tensor along its last axis if it has two axes or more, otherwise one
-    value.
+def _one_line(like: Any) -> Any:
+    """An empty tensor for the last axis of one with two axes or more, as many values as all such
+    axes get; for one value of another.
     """
-    return (
-        tensor[(0,) * (tensor.ndim - 1)]
-        if tensor.ndim > 1
-        else tensor[:1]
-        if tensor.ndim
-        else tensor
-    )
+    if like.ndim < 2:
+        return torch.empty_like(like[:1] if like.ndim else like)
+    return like.new_empty(_stable_length(like.shape[-1]))
+
+
+def _shorten(line: Any, like: Any) -> Any:
+    return line[: like.shape[-1]] if like.ndim > 1 else line
+
+
+def _stable_length(length: int) -> int:
+    """How many values are drawn where so many are needed: the same number of a shorter and a longer
+    row up to LONGEST, so that they begin alike.
+    """
+    return max(LONGEST, length)
 
 
 def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
     like = mean if isinstance(mean, torch.Tensor) else deviation
-    return mean + deviation * torch.randn_like(_last_axis(like))
+    return mean + deviation * _shorten(torch.randn_like(_one_line(like)), like)
 
 
 _DISTRIBUTIONS: dict[
@@ -230,6 +307,12 @@ class RandomState:
         torch.set_rng_state(self._torch)
         if self._gpu is not None:
             torch.cuda.set_rng_state(self._gpu)
+
+
+def digest_draws() -> int:
+    """A number for how far Python's and NumPy's random numbers have come."""
+    drawn: Any = numpy.random.get_state()
+    return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 
 
 def seed_all(seed: int) -> None:

@@ -20,9 +20,16 @@ from ...training.audit import (
     floor,
 )
 from .compute import Bench, Piece
+from .randomness import SEED
 
 Way = Sequence[Piece]
 REENTRANT = "use_reentrant=True"  # in PyTorch's words for such a checkpoint
+# why a gradient can't be compared, as a part of a sentence
+UNREPEATABLE = "the same rows give another one each time that they are computed"
+DRAWN = (
+    "it goes by random numbers of Python or NumPy that are drawn for each row, and are other ones"
+    " in a part; torch's would do"
+)
 NEAR = 1e-5  # of two losses that are the same but for rounding
 
 
@@ -51,17 +58,16 @@ class Ways(msgspec.Struct, frozen=True, eq=False):
 class Audited(msgspec.Struct, frozen=True):
     """The result of an audit: a difference with its cause, or none.
 
-    `repeatable` is false where the same rows, computed the same way, gave another gradient, and
-    `finite` where the reference isn't a number: nothing can be said then. `sketch` is that of the
-    reference, `noises` what rounding makes of it where the bench measures that, and `changed` the
-    buffers that a pass changes.
+    `fault` is why nothing can be said, as a part of a sentence; nothing can be said either where
+    the reference isn't `finite`. `sketch` is that of the reference, `noises` what rounding makes of
+    it where the bench measures that, and `changed` the buffers that a pass changes.
     """
 
     difference: GradientDifference | None
     cause: str
     rows: int
     sizes: tuple[int, ...]
-    repeatable: bool
+    fault: str
     finite: bool
     sketch: Sketch
     changed: tuple[str, ...]
@@ -88,14 +94,16 @@ def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
 def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
     with bench.open(moves):
         reference = bench.sketch(ways.reference)
+        drawn = bench.drawn
         trained = bench.sketch(ways.trained)
+        draws_by_row = bench.drawn != drawn
         found = partial(_result, bench, ways, reference)
         first = compare(reference, trained)
         if first is None and not bench.measures:
             return found(None)
         again = bench.sketch(ways.reference)
         if compare(reference, again) is not None:
-            return found(None, repeatable=False)
+            return found(None, fault=UNREPEATABLE)
         repeats = [bench.sketch(ways.reference, number + 1) for number in range(REPEATS)]
         if bench.measures:
             found = partial(found, noises=find_noises(reference, repeats))
@@ -106,8 +114,13 @@ def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
             name: partial(_is_right, bench, reference, change, repeats)
             for name, change in ways.changes.items()
         }
-        if bench.draws and ways.pads and answers["collation"]():
-            return found(None)  # longer rows draw other random numbers, which explains it
+        if draws_by_row or (bench.draws and ways.pads):
+            others = bench.sketch(ways.reference, seed=SEED + 1)
+            matter = compare(reference, others, repeats) is not None
+            if matter and draws_by_row:
+                return found(None, fault=DRAWN)
+            if matter and answers["collation"]():
+                return found(None)  # longer rows draw other random numbers, which explains it
         cause = find_cause(answers)
         if cause == "rows" and _are_near(*difference.losses):
             cause = "weight"
@@ -143,13 +156,13 @@ def _result(
     reference: Sketch,
     difference: GradientDifference | None,
     cause: str = "",
-    repeatable: bool = True,
+    fault: str = "",
     noises: Mapping[str, float] | None = None,
 ) -> Audited:
     changed = tuple(sorted(bench.changed))
     finite = all(math.isfinite(reference.size(name)) for name in reference.sums)
     return Audited(
-        difference, cause, ways.digest, ways.sizes, repeatable, finite, reference, changed, noises
+        difference, cause, ways.digest, ways.sizes, fault, finite, reference, changed, noises
     )
 
 

@@ -1,5 +1,4 @@
-"""Checks of a loop of one's own: what the loss of a part is a mean over, and an optimizer's
-gradients and memory.
+"""Checks of an optimizer's gradients and memory.
 
 Before an optimizer's step gradients are those of the whole batch, and memory has room for it.
 
@@ -11,8 +10,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -20,102 +17,12 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import DeviceError, RequestError
-from ...training.loss_check import LossMeaning
 from ...training.retreat import say
 from ..hooks import ProcessHooks
-from ..loss.check import REMEDY, CheckBatch, Count, LossCheck, find_together, make_check_batch
-from ..loss.measure import LossMeasure
-from ..rows.structure import cut_rows, each_tensor, tensors_in
-from ..sums.collectives import average, refuse_meeting
+from ..sums.collectives import average
 from ..sums.exchange import EXCHANGES, Exchange
 from .batch import BatchTracker
-from .part import OfPart, Part
 from .retry import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
-from .weights import BatchWeights, WholeBatchLoss
-
-
-def check_part_loss(
-    loss: OfPart,
-    loader: Any,
-    count: OfPart | None,
-    models: Iterable[Any],
-    device: torch.device,
-) -> LossMeaning | None:
-    """The meaning of a part's loss: a mean over rows, or over what `count` counts; None if it
-    couldn't be checked.
-
-    None also for a loss that is the whole batch's by split.loss or split.gather. RequestError on
-    every rank if it is no such mean on any; every rank calls it. `loader` has a data set, a sampler
-    of shares and a collate function.
-    """
-    wrapped = list(models)
-    if not wrapped:
-        raise RequestError(
-            "split.check knows of no wrapped model.", "Write model = split.wrap(model) before it."
-        )
-
-    def find() -> LossMeaning | None:
-        batch = make_check_batch(loader.dataset, loader.batch_sampler, loader.collate_fn)
-        if batch is None:
-            return None
-        check = LossCheck(
-            LossMeasure(torch.nn.ModuleList(wrapped)), batch, _counts(count, device), _REMEDY
-        )
-        meaning = check.find_meaning(lambda each: loss(_to_part(each, device)))
-        wanted = _COUNTED if count else "rows"
-        if wanted not in meaning.mean_over:
-            raise RequestError(
-                f"The loss is a mean over rows, not over {wanted}.", "Leave count= out."
-            )
-        return meaning
-
-    with suppress(WholeBatchLoss), ExitStack() as stack:
-        for model in wrapped:
-            if hasattr(model, "no_sync"):
-                stack.enter_context(model.no_sync())
-        return find_together(find, LossMeaning)
-    return None
-
-
-def check_rows(
-    loss: OfPart,
-    weights: BatchWeights,
-    models: Iterable[Any],
-    device: torch.device,
-    part: Part,
-    most: int,
-) -> None:
-    """RequestError on this rank unless the loss of up to `most` rows of `part` is that of parts of
-    them together.
-    """
-    rows = min(most, part.rows)
-    first = max(1, rows * 3 // 8)
-    whole = each_tensor(lambda tensor: tensor.to(device), cut_rows(part.batch, 0, rows, part.rows))
-    parts = cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
-    batch = CheckBatch(whole, parts, (first, rows - first))
-    with weights.checking():
-        check = LossCheck(
-            LossMeasure(torch.nn.ModuleList(models)), batch, _counts(part.count, device)
-        )
-        wanted = {_COUNTED if part.count else "rows"}
-        check.find_meaning(refuse_meeting(lambda each: loss(_to_part(each, device))), wanted)
-
-
-_COUNTED = "what count= counts"
-_REMEDY = (
-    f"For a mean over tokens or class weights, give count=, of what it is a mean over. {REMEDY}"
-)
-
-
-def _to_part(batch: Any, device: torch.device) -> Part:
-    rows = next((len(each) for each in tensors_in(batch) if each.ndim), 1)
-    return Part(
-        each_tensor(lambda tensor: tensor.to(device), batch), rows, 1.0, lambda scaled: scaled
-    )
-
-
-def _counts(count: OfPart | None, device: torch.device) -> Count:
-    return lambda batch: {} if count is None else {_COUNTED: float(count(_to_part(batch, device)))}
 
 
 class OptimizerCheck:

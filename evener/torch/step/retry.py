@@ -23,7 +23,7 @@ from ...training.passes import PassLimit, PassQueue
 from ...training.retreat import Retreat, says_out_of_memory
 from ..audit.randomness import RandomState
 from ..rows.structure import each_tensor
-from ..sums.collectives import count_foreign
+from ..sums.collectives import MeetingError, count_foreign
 from ..sums.exchange import Exchange
 from .loose import LOOSE
 from .part import Part
@@ -88,7 +88,7 @@ class Passes:
         self._rank, self._device, self._said = rank, device, said
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # buffers that passes leave as they are
-        # RequestError where parts of some rows don't add up
+        # RequestError where parts of so many rows have another gradient than these together
         self.check: Callable[[Part, int], None] | None = None
         self.checked = False
         self._exchanges: list[Exchange] = []
@@ -275,11 +275,9 @@ class Passes:
         for rows in (8, 4, 2):
             try:
                 self.check(part, rows)
+            except MeetingError:
+                raise self._meeting(f"ran out of memory in a pass of {part.rows} rows") from None
             except RequestError as error:
-                if count_foreign() != self._before:
-                    raise self._meeting(
-                        f"ran out of memory in a pass of {part.rows} rows"
-                    ) from None
                 raise DeviceError(
                     f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and "
                     f"smaller passes would learn"
@@ -301,9 +299,7 @@ class Passes:
             f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and there is "
             f"no memory left to check"
             " whether smaller passes learn the same.",
-            "Make a plan with smaller passes (evener balance --micro), or in a loop of your "
-            "own call"
-            " split.check(loader, ...) before the first step.",
+            "Make a plan with smaller passes (evener balance --micro).",
         )
 
 

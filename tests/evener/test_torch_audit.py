@@ -1,0 +1,260 @@
+"""Audits of a PyTorch loss by few rows of data: which kinds of models and losses they take for
+right, and that no trace of them is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.utils.data import default_collate  # noqa: E402
+
+from evener.torch.audit.compute import Bench  # noqa: E402
+from evener.torch.audit.rows import fetch_rows  # noqa: E402
+from evener.torch.audit.sketch import name_tensors  # noqa: E402
+from evener.torch.audit.step import DRAWN, audit  # noqa: E402
+from evener.torch.training_audits import devices_ways  # noqa: E402
+
+Loss = Callable[[Any, Any, Any], Any]
+
+
+class Points:
+    """Rows (x, class): classes in order, so that the first rows have one."""
+
+    def __init__(self, rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(rows, 5, generator=generator)
+        self.y = torch.arange(rows) * 3 // rows
+
+    def __getitem__(self, row: int) -> Any:
+        return self.x[row], self.y[row]
+
+
+class Texts(Points):
+    """Rows of 1 to 9 values each."""
+
+    def __getitem__(self, row: int) -> Any:
+        return self.x[row, 0] + torch.arange(row * 7 % 9 + 1.0), self.y[row]
+
+
+def pad(rows: Any) -> Any:
+    """Rows as long as the longest, with zeros."""
+    values = nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True)
+    return values, torch.stack([y for _, y in rows])
+
+
+def find_cause(
+    make: Callable[[], Any], loss: Loss, data: Any = Points, collate: Any = default_collate
+) -> str:
+    """The cause of a difference that the audit of a model's first step finds, "" for none; no trace
+    of the audit is left.
+    """
+    torch.manual_seed(0)
+    model = make().train()
+    device = next(model.parameters()).device
+    was = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = _list_random_states()
+    few = fetch_rows(data(45), collate, range(45))
+    assert few is not None
+    ways = devices_ways(few, lambda part: loss(model, *[each.to(device) for each in part.batch]))
+    found = audit(Bench([model], name_tensors([model])), ways, moves=True)
+    assert all(torch.equal(tensor, was[name]) for name, tensor in model.state_dict().items())
+    assert _list_random_states() == states
+    assert model.training
+    assert all(each.grad is None for each in model.parameters())
+    assert getattr(model, "calls", 0) == 0
+    assert getattr(model, "seen", []) == []
+    assert (found.difference is None) == (found.cause == "")
+    return found.cause or found.fault
+
+
+def _list_random_states() -> list[Any]:
+    drawn: Any = numpy.random.get_state()
+    on_gpus = [each.tolist() for each in torch.cuda.get_rng_state_all()]
+    return [torch.get_rng_state().tolist(), drawn[1].tolist(), random.getstate(), on_gpus]
+
+
+class Batchwise(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return (x - x.mean(0)) / (1 + x.std(0)) if self.training else x
+
+
+class Counting(nn.Sequential):
+    def __init__(self, *layers: Any) -> None:
+        super().__init__(*layers)
+        self.calls = 0
+        self.seen: list[int] = []
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        self.seen.append(len(x))
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return super().forward(x)
+
+
+class Noise(nn.Module):
+    def forward(self, x: Any) -> Any:
+        scale = torch.rand(len(x), 1)
+        return x + scale * torch.randn_like(x) + torch.normal(torch.zeros_like(x), x.abs())
+
+
+class Recurrent(nn.Module):
+    """Layers that take their dropout as an argument: cuDNN's recurrent ones, fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(1, 8, 2, dropout=0.3, batch_first=True)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.attention(self.layers(x[..., None])[0]).mean(1))
+
+
+class NumpyNoise(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x + torch.tensor(numpy.random.randn(*x.shape), dtype=x.dtype)
+
+
+class OneScale(nn.Module):
+    """Draws a number for all rows."""
+
+    def forward(self, x: Any) -> Any:
+        return x * numpy.random.rand()
+
+
+class RowScales(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return torch.stack([row * random.random() for row in x])
+
+
+class Reader(nn.Module):
+    """Dropout, then the values' sum, or with padding their mean; noise for each place."""
+
+    def __init__(self, reads_padding: bool) -> None:
+        super().__init__()
+        self.reads_padding = reads_padding
+        self.dropout = nn.Dropout(0.1)
+        self.last = nn.Linear(1, 3)
+
+    def forward(self, x: Any) -> Any:
+        noisy = self.dropout(x) * torch.randn_like(x)
+        made = noisy.mean(1) if self.reads_padding else noisy.sum(1)
+        return self.last(made[:, None])
+
+
+def head() -> Any:
+    return nn.Linear(5, 3)
+
+
+def zero_head() -> Any:
+    made = head()
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
+def classify(model: Any, x: Any, y: Any, **options: Any) -> Any:
+    scores = model(x.to(next(model.parameters()).dtype)).float()
+    return functional.cross_entropy(scores, y, **options)
+
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "linear": head,
+    "a zero head": zero_head,
+    "dropout": lambda: nn.Sequential(nn.Dropout(0.3), head()),
+    "BatchNorm": lambda: nn.Sequential(nn.BatchNorm1d(5), head()),
+    "noise and times": lambda: nn.Sequential(Noise(), head()),
+    "random slopes": lambda: nn.Sequential(nn.RReLU(), head()),
+    "16 bits": lambda: head().bfloat16(),
+    "counters and a moving mean": lambda: Counting(head()),
+    "recurrent": Recurrent,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_mean_over_rows_is_right_in_any_model(name: str) -> None:
+    assert find_cause(EXACT[name], classify) == ""
+
+
+def test_kernels_of_a_gpu_leave_no_trace_either() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    weigh = partial(classify, weight=torch.tensor([1.0, 2.0, 5.0]).cuda())
+    assert find_cause(lambda: Recurrent().cuda(), classify) == ""
+    assert find_cause(lambda: Recurrent().cuda(), weigh) == "rows"
+
+
+def test_random_numbers_explain_no_padding_that_is_read() -> None:
+    """Places of a shorter and a longer row draw the same numbers."""
+    assert find_cause(lambda: Reader(reads_padding=False), classify, Texts, pad) == ""
+    assert find_cause(lambda: Reader(reads_padding=True), classify, Texts, pad) == "collation"
+
+
+@pytest.mark.parametrize("draws", [NumpyNoise, RowScales])
+def test_numbers_that_others_draw_for_each_row_are_no_difference(draws: Any) -> None:
+    assert find_cause(lambda: nn.Sequential(draws(), head()), classify) == DRAWN
+
+
+def test_a_number_that_others_draw_for_all_rows_hides_nothing() -> None:
+    model = partial(nn.Sequential, OneScale())
+    assert find_cause(lambda: model(head()), classify) == ""
+    assert find_cause(lambda: model(Batchwise(), head()), classify) == "rows"
+
+
+@pytest.mark.parametrize("layers", [(), (nn.Dropout(0.3),)])
+def test_a_model_that_looks_at_the_other_rows_is_not(layers: Any) -> None:
+    assert find_cause(lambda: nn.Sequential(Batchwise(), *layers, head()), classify) == "rows"
+
+
+def compare_rows(model: Any, x: Any, _: Any) -> Any:
+    return functional.cross_entropy(model(x) @ model(x).T, torch.arange(len(x)))
+
+
+def penalize(model: Any, x: Any, _: Any) -> Any:
+    inputs = x.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    return (slopes.norm(dim=1) - 1).square().mean()
+
+
+def improve(model: Any, x: Any, _: Any) -> Any:
+    """A policy's loss, which is 0 in its first step: advantages beside the batch's mean."""
+    scores = model(x)[:, 0]
+    return ((scores - scores.detach()).exp() * (x[:, 0] - x[:, 0].mean())).mean()
+
+
+WEIGHTED = partial(classify, weight=torch.tensor([1.0, 2.0, 5.0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (penalize, ""),
+        (WEIGHTED, "rows"),
+        (partial(classify, reduction="sum"), "sum"),
+        (lambda model, x, y: functional.mse_loss(model(x)[:, 0], y.float()).sqrt(), "rows"),
+        (compare_rows, "rows"),
+        (improve, "rows"),
+        (lambda model, x, _: model(x).sum() * 0, ""),
+    ],
+)
+def test_the_cause_of_a_difference_is_named(loss: Loss, cause: str) -> None:
+    assert find_cause(head, loss) == cause
+
+
+def test_a_zero_head_hides_no_weights_of_classes() -> None:
+    assert find_cause(zero_head, WEIGHTED) == "rows"
+
+
+def test_one_row_is_no_audit() -> None:
+    assert fetch_rows(Points(1), default_collate, range(1)) is None
