@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
+from evener.devices.types import Device
 from evener.errors import RequestError
 
 from .events import EventThread, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
@@ -23,6 +24,7 @@ from .run import Run
 from .search.report import SearchReport
 from .search.search import Search
 from .store import runs
+from .store.links import note_link
 from .store.runs import make_search
 from .types import End, Facts, Failed, Observation, OutOfMemory, Probe, Stop, Timed
 
@@ -56,6 +58,7 @@ class Session(EventThread):
         began, facts, seen = record.clock_seconds, record.facts, record.observations
         self._facts, self._seen = facts, list(seen)
         self._out_of_memory = sum(isinstance(one, OutOfMemory) for one in seen)
+        self._linked: set[tuple[Device, ...]] = set()  # whose link is kept
         try:
             errors = runs.errors_path(record.header.run)
             self._search: Search = make_search(run.job, facts, seen, run.spend_all)
@@ -186,6 +189,7 @@ class Session(EventThread):
         if facts not in (self._facts, Facts()):
             self._learn(facts, at)
         self._run.write(ObservationEntry(seen, at))
+        self._keep_link(seen)
         self._seen.append(seen)
         self._out_of_memory += isinstance(seen, OutOfMemory)
         self._check_energy(seen, at)
@@ -193,6 +197,17 @@ class Session(EventThread):
         self._running.pop(seen.probe, None)
         belief, best = self._search.belief(), self._search.best()
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
+
+    def _keep_link(self, seen: Observation) -> None:
+        """Keep what a split's first probe has measured of its link, for the monitor and later
+        searches.
+        """
+        if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
+            return
+        devices = tuple(self._job.devices[i] for i in seen.probe.layout.active)
+        if devices not in self._linked:
+            self._linked.add(devices)
+            note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""

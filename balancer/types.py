@@ -244,6 +244,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     # a GPU's step whose kernels the host has enqueued before, on that batch; None: unknown
     enqueued_seconds: Amount | None = None
     link_bytes_per_second: Amount | None = None  # of an all-reduce between the devices
+    link_path: str = ""  # between them: NVLink; empty: unknown
 
     @property
     def restart_seconds(self) -> float:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from evener.plan.file import Link
 from evener.training.limits import TrainingLimit
 from evener.training.noise_scale import NoiseScale
 
@@ -321,4 +322,5 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0  # measurements that failed, besides those that ran out of memory
     sum_loss: SumLoss | None = None  # None: the plan reaches nearly the sum, or is one device
     unequal_twins: UnequalTwins | None = None
+    link: Link | None = None  # between the chosen devices; None: it wasn't measured
     limits: tuple[TrainingLimit, ...] = ()  # what the training's time goes to, the largest first

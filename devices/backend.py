@@ -332,6 +332,10 @@ class Backend(Protocol):
         """
         return None
 
+    def name_path(self, first: Device, second: Device) -> str:
+        """The way data takes between two devices of this kind, in words; empty if unknown."""
+        return ""
+
     def bus_address(self, device: Device) -> str:
         """The PCI address as sysfs writes it, like 0000:3b:00.0: its file is locked between users;
         empty: none is.

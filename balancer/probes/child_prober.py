@@ -44,6 +44,7 @@ from .launch_plan import (
     map_ranks,
     runs_in_one_process,
 )
+from .links import name_path
 from .measurement import Measurement, ProgressReporter, Timeouts
 from .protocol import Built, LinkMeasured, MeasureLink, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
@@ -339,6 +340,7 @@ class ChildProber:
             progress.enter("building")
             try:
                 group.link_speed = self._check_link(group, key, stop)
+                group.link_path = name_path([self._devices[i] for i in key.active])
             except BaseException:
                 group.end()
                 raise

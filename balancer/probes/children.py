@@ -223,6 +223,7 @@ class ChildGroup:
         self.fresh = True  # it has not measured anything yet
         # that its children waited for the process that they are forked from
         self.link_speed = 0.0  # bytes per second of an all-reduce between its ranks; 0: unknown
+        self.link_path = ""  # between their devices; empty: unknown
         self.import_seconds = 0.0
         self.held_bytes: dict[int, int] = {}  # position -> what it keeps there while it rests
         self._inbox = inbox

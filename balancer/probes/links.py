@@ -55,6 +55,7 @@ class LinkFigure(msgspec.Struct, frozen=True):
     detail: str = ""
     met: bool = True  # the ranks had met; False: the fault isn't one of a link
     cure: str = ""  # the variables with which it works, as NCCL_P2P_DISABLE=1
+    path: str = ""  # between the devices: NVLink; empty: unknown
 
 
 class Doing(NamedTuple):
@@ -119,6 +120,18 @@ def find_cure(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> st
     return ""
 
 
+def name_path(devices: Sequence[Device]) -> str:
+    """The slowest path between two of these devices, in words; empty if one isn't known, as
+    between hosts.
+    """
+    kinds = {device.kind for device in devices}
+    if len(kinds) > 1 or any(device.host for device in devices):
+        return ""
+    backend = find_backend(kinds.pop())
+    paths = {backend.name_path(*pair) for pair in combinations(devices, 2)}
+    return "" if "" in paths else max(paths, key=len, default="")
+
+
 def write_variables(variables: Mapping[str, str]) -> str:
     """Variables as a shell takes them."""
     return " ".join(f"{name}={text}" for name, text in variables.items())
@@ -145,7 +158,7 @@ def _measure_by(
                 yield _try_alone(chosen, labels, way, program)
                 continue
             try:
-                yield _describe(labels, way, group.measure(members))
+                yield _describe(chosen, way, group.measure(members))
             except LinkError as fault:
                 group.close()
                 group = None
@@ -162,7 +175,7 @@ def _try_alone(
     group: LinkGroup | None = None
     try:
         group = LinkGroup(devices, WAYS[way], program)
-        return _describe(labels, way, group.measure(tuple(range(len(devices)))))
+        return _describe(devices, way, group.measure(tuple(range(len(devices)))))
     except LinkError as fault:
         return fault.describe(labels, way)
     finally:
@@ -170,14 +183,15 @@ def _try_alone(
             group.close()
 
 
-def _describe(labels: tuple[str, ...], way: Way, summed: Summed) -> LinkFigure:
+def _describe(devices: Sequence[Device], way: Way, summed: Summed) -> LinkFigure:
     return LinkFigure(
-        labels,
+        tuple(device.label for device in devices),
         way,
         "wrong" if summed.wrong else "ok",
         summed.bytes_per_second,
         summed.latency_seconds,
         summed.wrong,
+        path=name_path(devices),
     )
 
 

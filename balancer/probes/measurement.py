@@ -192,6 +192,7 @@ class Measurement:
             kept=self._kept,
             enqueued_seconds=self._enqueued_seconds,
             link_bytes_per_second=self._group.link_speed or None,
+            link_path=self._group.link_path,
         )
 
     def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:

@@ -53,7 +53,7 @@ from .rivals import (
     name_rivals,
     printed_gain,
 )
-from .training_limits import find_training_limits
+from .training_limits import find_link, find_training_limits
 
 MARGIN = 1.3  # on top of a budget that would just have been enough: starts of children are guessed
 STEP_SECONDS = 10  # to which it is rounded up
@@ -119,6 +119,7 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
         short_budget=find_short_budget(report, seen, end),
         retreats=find_retreats(report, len(labels)),
         unfinished=() if end.interrupted else end.unfinished,
+        link=find_link(seen, report.chosen.layout, devices),
         taken_memory=measurements.find_taken_memory(seen, devices),
         code_limit=measurements.find_code_limit(seen),
         few_steps=measurements.find_few_steps(chosen.layout, record.facts.rows),

@@ -56,6 +56,7 @@ def build_outcome(record: Record, report: SearchReport, end: RunEnd) -> Finished
         search=_summarize(record, end),
         fingerprint=_write_fingerprint(header, facts),
         warnings=written.warnings,
+        link=verdict.link,
     )
     return Finished(
         in_its_schema(plan),

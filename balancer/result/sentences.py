@@ -326,6 +326,13 @@ def _say_limits(verdict: Verdict) -> Iterator[str]:
         )
 
 
+def _say_link(verdict: Verdict) -> Iterator[str]:
+    """The link between the chosen devices, unless the exchange is a limit, which names it."""
+    named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
+    if verdict.link is not None and not named:
+        yield f"Link: {verdict.link.describe()}."
+
+
 LIMITS = {
     LimitKind.INPUT: "Limited by input",
     LimitKind.RANK_INPUT: "Limited by one rank's input",
@@ -788,6 +795,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_packs,
     _say_knobs,
     _say_left_out_hosts,
+    _say_link,
     _say_objective,
     _say_code_limit,
     _say_short_budget,

@@ -12,6 +12,7 @@ from statistics import fmean
 import msgspec
 
 from evener.devices.types import Device
+from evener.plan.file import Link
 from evener.training.limits import LimitKind, StepPart, TrainingLimit, find_limits
 
 from ..search.report import SearchReport
@@ -202,10 +203,24 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """The devices of an exchange, with the speed of their link where that was measured."""
-    who = " – ".join(devices[i].label for i in measured.layout.active)
-    speeds = [one.link_bytes_per_second for one in measured.turns if one.link_bytes_per_second]
-    return f"{who}, {max(speeds) / 1e9:.3g} GB/s" if speeds else who
+    """The devices of an exchange, with their link where that was measured."""
+    link = find_link(measured.turns, measured.layout, devices)
+    if link is None:
+        return " – ".join(devices[i].label for i in measured.layout.active)
+    return link.describe()
+
+
+def find_link(
+    seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
+) -> Link | None:
+    """The link between a layout's devices, by their last measurement; None if there is none."""
+    labels = tuple(devices[i].label for i in layout.active)
+    for one in reversed(seen):
+        if not isinstance(one, Timed) or one.probe.layout.active != layout.active:
+            continue
+        if one.link_bytes_per_second:
+            return Link(labels, one.link_path, one.link_bytes_per_second)
+    return None
 
 
 def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | None:

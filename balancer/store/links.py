@@ -15,9 +15,13 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.errors import RequestError
+from evener.plan.file import Link
 from evener.system.files import make_private, state_folder, write_atomically
 
-from ..probes.links import LinkFigure
+from ..probes.links import LinkFigure, Way
+
+OWN: Way = "as it is"
+MOST_RECORDS = 256  # that are looked through
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
@@ -27,24 +31,72 @@ class LinkRecord(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]  # ids, in order
     measured_at: float  # seconds since the epoch
     figures: tuple[LinkFigure, ...]
+    labels: tuple[str, ...] = ()  # of the devices, as figures name them
 
 
 def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkFigure]) -> Path:
     """Keep the figures; the file that they are in. RequestError if it can't be written."""
     path = _find_path(devices, driver)
     make_private(path.parent)
-    record = LinkRecord(driver, _list_ids(devices), time.time(), tuple(figures))
+    labels = tuple(device.label for device in devices)
+    record = LinkRecord(driver, _list_ids(devices), time.time(), tuple(figures), labels)
     write_atomically(path, msgspec.json.encode(record))
     return path
 
 
+def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
+    """Keep what a search has measured of the link between all of these devices; what
+    `evener doctor --links` has measured of other transports stays. Nothing where there is no room.
+    """
+    labels = tuple(device.label for device in devices)
+    figure = LinkFigure(labels, OWN, "ok", bytes_per_second, path=path)
+    before = find_links(devices, driver)
+    others = before.figures if before is not None else ()
+    kept = [one for one in others if (one.way, one.devices) != (OWN, labels)]
+    with suppress(OSError, RequestError):
+        save_links(devices, driver, (*kept, figure))
+
+
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """What is known of the links between these devices by this driver; None if nothing is."""
-    with suppress(OSError, RequestError, msgspec.DecodeError):
-        record = msgspec.json.decode(_find_path(devices, driver).read_bytes(), type=LinkRecord)
-        if (record.driver, record.devices) == (driver, _list_ids(devices)):
-            return record
+    """What was measured of these devices together by this driver; None if nothing was."""
+    record = _read(_find_path(devices, driver))
+    if record is not None and (record.driver, record.devices) == (driver, _list_ids(devices)):
+        return record
     return None
+
+
+def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
+    """The newest figure of each pair and set of these devices, as it is; pairs come first."""
+    labels = {device.id: device.label for device in devices}
+    found: dict[frozenset[str], Link] = {}
+    for record in _list_records(driver):
+        for figure in record.figures:
+            ids = _ids_of(record, figure)
+            if figure.way != OWN or figure.outcome != "ok" or not ids <= labels.keys():
+                continue
+            names = tuple(labels[each] for each in labels if each in ids)
+            found[ids] = Link(names, figure.path, figure.bytes_per_second)
+    return tuple(sorted(found.values(), key=lambda link: (len(link.devices), link.devices)))
+
+
+def _list_records(driver: str) -> list[LinkRecord]:
+    """The records of a driver, the oldest first."""
+    folder = state_folder() / "links"
+    read = [_read(path) for path in sorted(folder.glob("*.json"))[:MOST_RECORDS]]
+    own = [record for record in read if record is not None and record.driver == driver]
+    return sorted(own, key=lambda record: record.measured_at)
+
+
+def _read(path: Path) -> LinkRecord | None:
+    with suppress(OSError, RequestError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=LinkRecord)
+    return None
+
+
+def _ids_of(record: LinkRecord, figure: LinkFigure) -> frozenset[str]:
+    """The ids of a figure's devices."""
+    pairs = zip(record.devices, record.labels, strict=False)
+    return frozenset(identity for identity, label in pairs if label in figure.devices)
 
 
 def _list_ids(devices: Sequence[Device]) -> tuple[str, ...]:

@@ -25,6 +25,11 @@ MPS_PROGRAM = "nvidia-cuda-mps-control"
 MPS_FOLDER = "/tmp/nvidia-mps"
 
 
+# paths from one GPU to another, the fastest first, by NVML's index of what works over them
+P2P_PATHS = {2: "NVLink", 0: "PCIe, P2P"}
+P2P_WORKS = 0
+
+
 class NvmlVitals:
     """The vitals of a GPU by its UUID; NVML is opened at the first reading, and again after
     trouble.
@@ -165,6 +170,23 @@ class NvidiaGpus(Backend):
             Exception
         ):  # whatever the driver raises: the lock against one's own sessions holds in any case
             return ""
+
+    def name_path(self, first: Device, second: Device) -> str:
+        """NVLink, PCIe, or PCIe without P2P; empty for MIG instances, and where the driver doesn't
+        say.
+        """
+        if any(device.id.startswith("MIG-") for device in (first, second)):
+            return ""
+        try:
+            with opened() as nvml:
+                gpus = [find_gpu(nvml, device.id) for device in (first, second)]
+                handles = [gpu and gpu.handle for gpu in gpus]
+                for index, words in P2P_PATHS.items():
+                    if nvml.nvmlDeviceGetP2PStatus(*handles, index) == P2P_WORKS:
+                        return words
+        except Exception:  # whatever the driver raises: a link is measured without its name
+            return ""
+        return "PCIe, no P2P"
 
     def daemon_runs(self) -> bool:
         """True if an MPS control daemon listens where CUDA programs look for one."""

@@ -44,6 +44,7 @@ __all__ = [
     "Fingerprint",
     "Format",
     "Kind",
+    "Link",
     "Plan",
     "PlanLayout",
     "SearchSummary",
@@ -134,6 +135,19 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload_digest: str
 
 
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The link between devices, as an all-reduce between them was measured."""
+
+    devices: tuple[str, ...]  # labels
+    path: str  # between them: NVLink; empty: unknown
+    bytes_per_second: float
+
+    def describe(self) -> str:
+        """The link in a line: GPU:0 – GPU:1  PCIe, no P2P, 6.1 GB/s."""
+        speed = f"{self.bytes_per_second / 1e9:.3g} GB/s"
+        return f"{' – '.join(self.devices)}  {', '.join(filter(None, (self.path, speed)))}"
+
+
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The fastest layout that was measured, and the evidence for it; one written by hand has a
     layout alone.
@@ -150,6 +164,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     search: SearchSummary = SearchSummary(0, 0, 0.0, 0, "")
     fingerprint: Fingerprint = Fingerprint((), "", {}, "")
     warnings: tuple[str, ...] = ()
+    link: Link | None = None  # between the devices that take part; written where it was measured
     schema: Annotated[int, msgspec.Meta(ge=1)] = SCHEMA - 1
 
     @property
@@ -265,6 +280,8 @@ def _ordered(plan: Plan) -> dict[str, Any]:
             for key in _OPTIONAL:
                 if not share[key]:
                     del share[key]
+    if data["link"] is None:
+        del data["link"]
     return {"schema": data.pop("schema"), **data}
 
 

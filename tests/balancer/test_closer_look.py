@@ -35,7 +35,7 @@ STEP = 0.02  # seconds, of which `input` are waiting for rows
 class Gpu:
     """One GPU whose step takes 5 ms once its kernels are enqueued."""
 
-    ranks, fresh, import_seconds, link_speed = RankMap((0,)), False, 0.0, 0.0
+    ranks, fresh, import_seconds, link_speed, link_path = RankMap((0,)), False, 0.0, 0.0, ""
 
     def __init__(self, input_seconds: float, able: bool = True, fails: bool = False) -> None:
         self._input, self._able, self._fails = input_seconds, able, fails

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -13,8 +15,10 @@ import pytest
 from evener.balancer.diagnostics import describe_link
 from evener.balancer.probes import links
 from evener.balancer.probes.links import LinkFigure, measure_links
-from evener.balancer.store.links import find_links, save_links
+from evener.balancer.store.links import find_links, list_links, note_link, save_links
 from evener.devices.cpu import slices
+from evener.devices.discover import discover
+from evener.devices.types import Device
 from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 
@@ -109,6 +113,53 @@ def test_a_link_is_kept_for_its_driver_and_devices_alone() -> None:
     assert kept.figures == (figure(),)
     assert find_links(devices, "560.1") is None
     assert find_links(devices[:1], "550.54") is None
+
+
+def test_links_are_listed_for_the_devices_that_are_there() -> None:
+    """Of several measurements the newest counts, whichever other devices took part in it."""
+    three = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(3))
+    slow = figure(path="PCIe, no P2P")
+    together = figure(devices=("GPU:0", "GPU:1", "GPU:2"), bytes_per_second=5e9)
+    hanging = figure(devices=("GPU:1", "GPU:2"), outcome="hangs")
+    save_links(three, "550", [slow, figure(way="sockets", bytes_per_second=9e9), together, hanging])
+    renumbered = msgspec.structs.replace(three[2], index=1)
+    assert list_links([three[0], renumbered], "550") == ()
+    assert [link.describe() for link in list_links(three[:2], "550")] == [
+        "GPU:0 – GPU:1  PCIe, no P2P, 6.1 GB/s"
+    ]
+    assert len(list_links(three, "550")) == 2
+    note_link(three[:2], "550", "PCIe, P2P", 20e9)
+    assert [link.bytes_per_second for link in list_links(three, "550")] == [20e9, 5e9]
+    assert list_links(three, "560") == ()
+
+
+def test_what_a_search_measures_leaves_other_transports_of_the_doctor_s() -> None:
+    two = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(2))
+    sockets = figure(way="sockets", bytes_per_second=9e9)
+    save_links(two, "550", [figure(), sockets])
+    note_link(two, "550", "NVLink", 150e9)
+    kept = find_links(two, "550")
+    assert kept is not None
+    assert {one.way: one.bytes_per_second for one in kept.figures} == {
+        "as it is": 150e9,
+        "sockets": 9e9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("works", "path"), [({2, 0}, "NVLink"), ({0}, "PCIe, P2P"), (set(), "PCIe, no P2P")]
+)
+def test_the_path_between_gpus_is_what_the_driver_says(
+    fake_nvml: Callable[..., Any], works: set[int], path: str
+) -> None:
+    double = fake_nvml(3)
+    gpus = discover("gpu").devices
+    double.peers = {frozenset({gpus[0].id, gpus[1].id}): works}
+    assert links.name_path(gpus[:2]) == path
+    assert links.name_path(gpus) == "PCIe, no P2P", "of three, the slowest pair's"
+    double.fail("nvmlDeviceGetP2PStatus", 999)
+    assert links.name_path(gpus[:2]) == ""
+    assert links.name_path(slices(2)) == ""
 
 
 def test_a_record_that_is_broken_is_as_none() -> None:

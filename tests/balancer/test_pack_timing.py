@@ -26,7 +26,7 @@ class Pair:
     has it alone.
     """
 
-    ranks, fresh, import_seconds, link_speed = RankMap((0, 0)), False, 0.0, 0.0
+    ranks, fresh, import_seconds, link_speed, link_path = RankMap((0, 0)), False, 0.0, 0.0, ""
 
     def __init__(self, builds: int) -> None:
         self.builds, self.blocks = builds, list[RunSteps]()
@@ -66,7 +66,7 @@ class Split:
     hundredth.
     """
 
-    ranks, fresh, import_seconds, link_speed = RankMap((1, 0)), False, 0.0, 0.0
+    ranks, fresh, import_seconds, link_speed, link_path = RankMap((1, 0)), False, 0.0, 0.0, ""
 
     def call(
         self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object
@@ -96,7 +96,13 @@ def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
 class Disturbed:
     """A slice of a CPU of whose core others take a third."""
 
-    ranks, fresh, import_seconds, link_speed = RankMap((1,), own_cores=True), False, 0.0, 0.0
+    ranks, fresh, import_seconds, link_speed, link_path = (
+        RankMap((1,), own_cores=True),
+        False,
+        0.0,
+        0.0,
+        "",
+    )
 
     def call(
         self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object

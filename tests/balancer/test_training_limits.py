@@ -179,6 +179,22 @@ def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
     assert limit.by == "CPU:0 – CPU:1"
 
 
+def test_the_link_between_the_chosen_devices_is_told_once() -> None:
+    """By the exchange where that is a limit, else in a line of its own; the plan has it too."""
+    parts = (NOTHING,) * 2
+    known: dict[str, Any] = {"link_bytes_per_second": 6.1e9, "link_path": "PCIe, no P2P"}
+    line = "CPU:0 – CPU:1  PCIe, no P2P, 6.1 GB/s"
+    slow = timed(layout_of((40, 24)), *parts, device_seconds=(0.07, 0.07), **known)
+    (limit,) = limits_of(slow, CPUS)
+    assert (limit.kind, limit.by) == (LimitKind.EXCHANGE, line)
+    verdict = judged(result(SPLIT, 2560), seen=[timed(SPLIT.layout, *parts, **known)])
+    assert verdict.link is not None
+    assert verdict.link.describe().endswith("  PCIe, no P2P, 6.1 GB/s")
+    assert write_verdict(verdict).text.count("6.1 GB/s") == 1
+    none = judged(result(SPLIT, 2560), seen=[timed(SPLIT.layout, *parts)])
+    assert none.link is None
+
+
 def test_waiting_for_rows_is_not_taken_for_an_exchange() -> None:
     layout = layout_of((40, 24))
     parts = (PartSeconds(input_seconds=0.06), PartSeconds(input_seconds=0.06))

@@ -94,6 +94,8 @@ class FakeNvml:
         self.released = threading.Event()
         self.events: deque[tuple[FakeGpu, int, int]] = deque()
         self.event_sets = 0
+        # by two UUIDs: the indices of what works between these GPUs
+        self.peers: dict[frozenset[str], set[int]] = {}
         self.open = 0
         self._generation = 0
         self._failures: dict[tuple[str, int | None], list[int]] = {}
@@ -380,6 +382,11 @@ class FakeNvml:
             SimpleNamespace(pid=each.pid, timeStamp=since + 1, smUtil=each.sm_percent)
             for each in busy
         ]
+
+    def nvmlDeviceGetP2PStatus(self, first: _Handle, second: _Handle, index: int) -> int:
+        self._enter("nvmlDeviceGetP2PStatus", first)
+        pair = frozenset({first.gpu.uuid, second.gpu.uuid})
+        return 0 if index in self.peers.get(pair, set()) else pynvml.NVML_P2P_STATUS_UNKNOWN
 
     def nvmlDeviceGetSupportedEventTypes(self, handle: _Handle) -> int:
         self._enter("nvmlDeviceGetSupportedEventTypes", handle)

@@ -40,6 +40,8 @@ from .options import (
 from .output import draws_screens
 
 if TYPE_CHECKING:
+    from evener.plan.file import Link
+
     from ..view.trainings import TrainingRow
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
@@ -219,14 +221,33 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
     grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
     shown = sort_rows(PROCESS_COLUMNS, process_rows(snapshot), Order("memory"))
     parts = [host_line(snapshot, width), *whole_table(DEVICES, rows, width)]
+    parts += _link_lines(snapshot, width)
     parts += [Line(), *whole_table(grid, shown, width), *_training_parts(snapshot, width)]
     lines = (*_notes(snapshot), *(_drawn(each) if colour else each.text.rstrip() for each in parts))
     return "\n".join(lines) + "\n"
 
 
+def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
+    """The links between the devices, as they were measured before."""
+    for link in _list_links(snapshot):
+        yield from text_lines(f"link {plain(link.describe())}", width, 1, "dim")
+
+
+def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
+    """The links between the devices that were measured; what reads them is imported if there can
+    be any.
+    """
+    if len(snapshot.devices) < 2:
+        return ()
+    from evener.balancer.store.links import list_links
+
+    return list_links([sample.device for sample in snapshot.devices], snapshot.driver)
+
+
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
     """The document of `--json`: the snapshot, with its reports joined as trainings."""
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
+    document["links"] = _list_links(snapshot)
     del document["reports"]
     return document
 

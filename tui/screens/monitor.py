@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
+from evener.plan.file import Link
 
 from ..view.cells import Line, Span, line
 from ..view.devices import DEVICES, HostRow, PanelRow, device_rows, group_rows
@@ -164,9 +165,17 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             self.redraw()
             return
         sample = chosen.sample
-        self.open_details(
-            sample.device.label, lambda width: device_details(self._newest(sample), width)
-        )
+        from evener.balancer.store.links import list_links  # not needed by the first frame
+
+        snapshot = self.evener.snapshot
+        links: tuple[Link, ...] = ()
+        if snapshot is not None:
+            links = list_links([each.device for each in snapshot.devices], snapshot.driver)
+
+        def draw(width: int) -> tuple[Line, ...]:
+            return device_details(self._newest(sample), width, links)
+
+        self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
         """The newest reading of a device; the one given if it isn't there any more."""

@@ -13,6 +13,7 @@ import msgspec
 from evener.balancer.number_format import duration, percent, rate, size
 from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
+from evener.plan.file import Link
 from evener.printable import plain
 
 from .alerts import Alert
@@ -205,8 +206,12 @@ def _energy(joules: float) -> str:
     )
 
 
-def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
-    """Every metric of a device with its unit, or why it is missing."""
+def device_details(
+    sample: DeviceSample, width: int, links: Sequence[Link] = ()
+) -> tuple[Line, ...]:
+    """Every metric of a device with its unit, or why it is missing; of `links` those that it has
+    part in.
+    """
     device = sample.device
     facts = [
         _fact("name", plain(device.name)),
@@ -248,6 +253,8 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
     ]
     if sample.throttle_reasons:
         facts.append(_fact("throttled by", plain(", ".join(sample.throttle_reasons))))
+    own = [link for link in links if device.label in link.devices]
+    facts += [_fact("link", plain(link.describe())) for link in own]
     facts += [_fact("event", plain(event), "warn") for event in sample.events[-5:]]
     note = text_lines(sample.note, width, 4, "bad") if sample.note else ()
     return (*note, *_fold_unreported(facts, width))
