@@ -251,7 +251,7 @@ def test_progress_follows_a_session() -> None:
     )
     line = event_line(observed, LABELS)
     assert line is not None
-    assert line.endswith("alone    GPU:0[64]: 128.0 samples/s ± 1.0 %")
+    assert line.endswith("alone  GPU:0[64]: 128.0 samples/s ± 1.0 %")
     shown = screen(advance(state, observed))
     assert shown[1].startswith("█ GPU:0 ○ waits 128.0 at 64")
     assert "128.0 ±1.6 %" in shown[3]
@@ -297,7 +297,7 @@ def test_what_did_not_run_is_said_in_words() -> None:
     """Out of memory names the device; a failure shows its one line, harmless."""
     probe = Probe(layout_of((1024, 710)), "split", 5.0)
     words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
-    assert words == "split    GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
+    assert words == "split  GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
     failed = observation_words(
         Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0), LABELS
     )

@@ -48,6 +48,8 @@ HINT_ROWS = 3
 COMPLAINT_ROWS = 4
 MOST_DEVICE_ROWS = 6
 LEAST_MODEL_ROWS, MOST_MODEL_ROWS = 3, 16
+LESSON_ROWS = 9  # of what a search does, below the form
+ROWS_BESIDE_LESSON = 6  # of models, from which on it is shown
 _BUTTON_CELLS = 30
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _MORE_FIELDS = {"max_global_batch": "", "tolerance": "0.02", "max_slowdown": "", "settings": ""}
@@ -330,7 +332,10 @@ class Setup(UsesApp, Vertical):
         self.query_one("#fields").styles.max_height = max(LEAST_MODEL_ROWS, height)
         devices = max(1, min(len(self.evener.trainable), MOST_DEVICE_ROWS))
         plain_rows = sum(row.display for row in self.query(".field")) - 2
-        spare = height - frame - devices - plain_rows
+        margins = plain_rows + 2 if self.has_class("-roomy") else 0
+        spare = height - frame - devices - plain_rows - margins
+        if spare - LESSON_ROWS >= ROWS_BESIDE_LESSON:
+            spare -= LESSON_ROWS
         models = max(LEAST_MODEL_ROWS, min(len(self._models), spare, MOST_MODEL_ROWS))
         for name, rows in (("pick-workload", models), ("pick-devices", devices)):
             self.query_one(f"#row-{name}").styles.height = rows

@@ -136,8 +136,8 @@ def observation_words(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def _stage_words(seen: Observation) -> str:
-    """What a measurement was for, as wide as the longest of the usual ones: together."""
-    return f"{STAGE_WORDS[seen.probe.stage]:<8}"
+    """What a measurement was for, as wide as the longest: packed."""
+    return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:

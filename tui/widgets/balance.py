@@ -31,6 +31,7 @@ from .plot import ChartPanel
 
 LEAST_CHART = 7  # rows that a readable curve needs
 MOST_CHART = 26  # rows, from which on more say nothing more
+LEAST_RESULT = 15  # rows of a result that leave the rest to charts
 LEAST_LOG = 3  # rows of the log, its heading among them
 
 
@@ -195,6 +196,9 @@ class BalanceView(UsesApp, Widget):
     def _top_rows(self, width: int, frame: int, most: int) -> int:
         """Rows of the result, or of the story and its notes."""
         if self.shows_result:
+            with_charts = most - LEAST_CHART - frame - 2
+            if with_charts >= LEAST_RESULT:
+                most = with_charts  # the page that Enter opens has the other remarks
             return max(3, min(count_rows(self.state, width) + frame, most))
         notes = 0 if self.state.ended else len(warning_lines(self.state.notes, width, 2))
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
