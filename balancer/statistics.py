@@ -7,6 +7,8 @@ gives three digits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import median
 
 from .number_format import relative_error
 from .types import Interval
@@ -19,6 +21,8 @@ LONE_ERROR = 0.03
 # steps that this assumption counts for, beside one that was seen: what two of them differ by may be
 # little by chance
 LONE_WEIGHT = 2
+# times the step after it: a first step that took longer traced or tuned kernels
+USUAL = 1.2
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
@@ -36,18 +40,32 @@ def student(freedom: int) -> float:
     return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
 
 
-def lone_interval(seconds: float, before: float = 0.0) -> Interval:
-    """A single timed step with its 95 % interval, by the step `before` it; 0 for no usual one.
+def lone_error(first_seconds: float, seconds: float) -> float:
+    """The relative half-width of a single step's 95 % interval, by the step before it, unless that
+    took much longer.
 
     The variance of a step is what steps usually have, pooled with that of the two.
     """
-    variance = LONE_WEIGHT * LONE_ERROR**2
-    freedom = LONE_WEIGHT
-    if before:
-        variance += (before / seconds - 1) ** 2 / 2
-        freedom += 1
-    half = student(freedom) * math.sqrt(variance / freedom) * seconds
-    return Interval(seconds, max(0.0, seconds - half), seconds + half)
+    usual = 0 < first_seconds <= USUAL * seconds
+    return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
+
+
+def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
+    """The same by many pairs of a first step and the one after it: by what they differ from the
+    usual pair, in which a first step may take longer.
+    """
+    ratios = [first / step - 1 for first, step in pairs if first > 0]
+    middle = median(ratios or [0.0])
+    return _pool_lone([ratio - middle for ratio in ratios], 1)
+
+
+def _pool_lone(differences: Sequence[float], fitted: int) -> float:
+    """The half-width by relative differences of two steps, of whose freedom `fitted` degrees are
+    used up.
+    """
+    variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
+    freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
+    return student(freedom) * math.sqrt(variance / freedom)
 
 
 def relative_half_width(interval: Interval) -> float:

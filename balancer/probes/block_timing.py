@@ -18,14 +18,12 @@ from statistics import fmean, median
 
 import msgspec
 
-from ..statistics import NORMAL_95, lone_interval, relative_half_width, student
+from ..statistics import NORMAL_95, lone_error, relative_half_width, student
 from ..types import Interval, PartSeconds, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
 HOPELESS_FROM = 0.5  # of the time: then a probe also ends
 HOPELESS = 0.015  # if the same would be above this at the end
-# times a lone step: a first step that took longer was no usual one, as it traced or tuned kernels
-USUAL = 1.2
 AGREE = 0.05  # two warm-up windows that differ by less are steady
 WARM_UP_SHARE = 0.5  # of the probe's seconds; warm-up that is not steady by then is a slow start
 WARM_UP_WINDOWS = 24  # at most
@@ -317,7 +315,8 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
         raise ValueError("an interval needs at least one timed step")
     value = fsum(block.wall_seconds for block in blocks) / steps
     if len(blocks) < 2:
-        return lone_interval(value, first_seconds if first_seconds <= USUAL * value else 0.0)
+        half = lone_error(first_seconds, value) * value
+        return Interval(value, max(0.0, value - half), value + half)
     weighted = fsum(
         block.steps * (block.step_seconds - value) ** 2 for block in blocks if block.steps
     )

@@ -36,6 +36,7 @@ BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
 }  # fmt: skip
 # a probe of slow steps should have time for this many: fewer say little of their noise
 STEPS_A_PROBE = 12
+WARM_UP_STEPS = 2  # that have to agree before steps are timed; a lone step has none
 PRICE = 0.05  # relative gain that all the time that is left should bring
 # of the budget: packs grow until then, as knobs follow whose children have to start
 GROWS = 0.65
@@ -95,7 +96,7 @@ class Budget:
         part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
         if stage != "check" and self.time.takes_lone_steps(step, part):
             return min(SHORTEST_PROBE_SECONDS, round(step / 2, 3))
-        each = left / probes - self._warm_up(layout, 0.0)
+        each = left / probes - self._warm_up(layout, 0.0) - self._further_warm_up(layout)
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
@@ -206,6 +207,15 @@ class Budget:
         """What a probe takes besides its start and the time that it may measure."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
+
+    def _further_warm_up(self, layout: Layout) -> float:
+        """What a probe that shows its noise takes beyond one of a lone step, where no other told
+        what a layout's warm-up takes.
+        """
+        own = self._seen.timed_in(layout)
+        if not own or not all(one.lone for one in own):
+            return 0.0
+        return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step(self, layout: Layout) -> float:
         """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..statistics import relative_half_width
-from ..types import End, Probe, Problem, Result, Stop
+from ..types import End, Layout, Probe, Problem, Result, Stop
 from .machine_model import MachineModel
 from .model.evidence import CLEAR
 from .ranking import UNCLEAR
@@ -22,15 +22,10 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     """
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
-        case "solo" if layout.length:
-            return (
-                f"Measures every device alone: what passes of rows of {layout.length} tokens and "
-                f"others cost."
-            )
-        case "solo" if layout.costs:
-            return "Measures every device alone: the global batch, assigned by what its rows cost."
         case "solo":
-            return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
+            return f"Measures every device alone: {_explain_solo(probe)}."
+        case "split":
+            return _explain_split(layout, split_before)
         case "part":
             return (
                 f"Measures every device alone on rows of a sharded model: "
@@ -41,17 +36,6 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
         case "rest":
             why = "it may beat every split" if split_before else "what every split has to beat"
             return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
-        case "split" if layout.costs:
-            return (
-                f"Measures a real step, its rows assigned to {devices} devices by what they cost."
-            )
-        case "split":
-            why = (
-                "what the last ones showed"
-                if split_before
-                else "the fastest that the curves predict"
-            )
-            return f"Measures a real step split over {devices} devices: {why}."
         case "pack":
             return f"Packs {layout.processes} trainings on one device."
         case "knobs":
@@ -64,6 +48,25 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     if running == 1:
         return f"Measures the only layout left, turn {probe.turn + 1}."
     return f"Races {running} layouts in turns; this is turn {probe.turn + 1}."
+
+
+def _explain_solo(probe: Probe) -> str:
+    """What a round of devices alone is to show."""
+    layout = probe.layout
+    if layout.length:
+        return f"what passes of rows of {layout.length} tokens and others cost"
+    if layout.costs:
+        return "the global batch, assigned by what its rows cost"
+    return WHY_SOLO[min(probe.turn, len(WHY_SOLO) - 1)]
+
+
+def _explain_split(layout: Layout, split_before: bool) -> str:
+    """The purpose of a real step over several devices."""
+    devices = len(layout.active)
+    if layout.costs:
+        return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
+    why = "what the last ones showed" if split_before else "the fastest that the curves predict"
+    return f"Measures a real step split over {devices} devices: {why}."
 
 
 def explain_nobody(model: MachineModel) -> End:

@@ -6,6 +6,7 @@ first asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
@@ -15,10 +16,11 @@ import msgspec
 from evener.plan.layout import Knots
 
 from ..families import PACK, family_of
-from ..statistics import is_known
+from ..statistics import is_known, lone_error_of
 from ..types import (
     Belief,
     End,
+    Interval,
     Layout,
     Probe,
     Problem,
@@ -31,10 +33,10 @@ from .budget import Budget
 from .decisions import explain_nobody, explain_probe, find_doubt
 from .explore import explore
 from .layouts import Candidate, LayoutOptions, same_measurement
-from .observations import SHARDED, STAGES, Observations
+from .observations import SHARDED, STAGES, Observations, Turns
 from .offers import Offers
 from .race import Race
-from .ranking import Standing, center, choose_winner, throughput
+from .ranking import Standing, center, choose_winner, throughput, widen
 from .report import SearchReport
 from .rows import RowDevices
 from .sharding import Sharding
@@ -158,15 +160,22 @@ class Evaluation:
         waiting, tied = self.race.waiting
         if waiting or self._explore_rest(None):
             return End(Stop.BUDGET)
+        chosen = [self.best] if self.best else []
+        best_is_known = is_known(*(one.throughput for one in chosen))
         if tied:
             leaders = [one.throughput for one in self.ranking()[:2]]
-            known = is_known(*leaders, *([self.best.throughput] if self.best else []))
-            return End(Stop.TIED if known else Stop.UNCERTAIN)
+            return End(Stop.TIED if best_is_known and is_known(*leaders) else Stop.UNCERTAIN)
         if len(found) == 1:
             return End(Stop.ONLY_ONE)
-        if self.best and not is_known(self.best.throughput):
+        if not best_is_known:
             return End(Stop.BUDGET)
-        doubt = find_doubt(self.model, self.best) if self.best and self.devices.by_rows else ""
+        return self._settled()
+
+    def _settled(self) -> End:
+        """That nothing is left to measure, with a doubt about the plan if there is one."""
+        if self.best is None or not self.devices.by_rows:
+            return End(Stop.SETTLED)
+        doubt = find_doubt(self.model, self.best)
         return End(Stop.UNSURE, doubt) if doubt else End(Stop.SETTLED)
 
     # ------------------------------------------------------------------ models of the machine
@@ -250,7 +259,7 @@ class Evaluation:
         both = (*self._seen.turns(chosen.layout).values(), *fresh.values())
         every = list({one.probe: one for one in both}.values())
         every = [one for one in every if not one.lone] or every
-        figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
+        figure = center(self._figure(dict(enumerate(every))), throughput(fresh).value)
         return Result(chosen.layout, figure, len(every))
 
     @cached_property
@@ -290,7 +299,22 @@ class Evaluation:
         ran = [one for one in trainings if self.devices.is_training(one.probe.layout)]
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
-        return {layout: Result(layout, throughput(own), len(own)) for layout, own in turns.items()}
+        return {
+            layout: Result(layout, self._figure(own), len(own)) for layout, own in turns.items()
+        }
+
+    def _figure(self, turns: Turns) -> Interval:
+        """Samples/s over some turns; of lone steps as uncertain as all of the search show."""
+        figure = throughput(turns)
+        if not all(one.lone for one in turns.values()):
+            return figure
+        return widen(figure, self._lone_error / math.sqrt(len(turns)))
+
+    @cached_property
+    def _lone_error(self) -> float:
+        """The relative half-width of the interval of one lone step."""
+        lone = [one for one in self._seen.timed() if one.lone]
+        return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """The turns that give a layout's figure; of one that was never measured uncontended, its
@@ -313,14 +337,11 @@ class Evaluation:
             return None
         ranking = self.ranking()
         results = self.results()
+        raced = [one.candidate.layout for one in ranking]
+        ran = [one.layout for one in results]
+        layouts = list(dict.fromkeys((self.best.layout, *raced, *ran)))
+        splits = [layout for layout in ran if layout.traits.together]
         race = self.race
-        named = (
-            self.best.layout,
-            *(one.candidate.layout for one in ranking),
-            *(one.layout for one in results),
-        )
-        layouts = list(dict.fromkeys(named))
-        splits = [one.layout for one in results if one.layout.traits.together]
         return SearchReport(
             problem=self.problem,
             options=self.options,
@@ -332,9 +353,7 @@ class Evaluation:
             turns={layout: self.turns(layout) for layout in layouts},
             at_rest=frozenset(layout for layout in layouts if self._seen.turns(layout)),
             broken=tuple(self.offers.list_broken()),
-            retreats=tuple(
-                pair for pair in self.offers.retreats if self._seen.turns(pair[1].layout)
-            ),
+            retreats=self._measured_retreats,
             unmeasured=race.unmeasured,
             ungrown=self._ungrown,
             packings=tuple((mode, tuple(packing.seen)) for mode, packing in self.offers.packings),
@@ -382,6 +401,14 @@ class Evaluation:
         batch = self.problem.global_batch
         alone = [one for one in self.solos() if one and batch in (None, one.layout.global_batch)]
         return max(alone, key=lambda one: one.throughput.value, default=None)
+
+    @property
+    def _measured_retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
+        """Each layout that ran out of memory in the race, with the smaller one that ran in its
+        place.
+        """
+        pairs = self.offers.retreats
+        return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _ungrown(self) -> tuple[Candidate, ...]:

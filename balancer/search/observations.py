@@ -151,13 +151,7 @@ class Observations:
         """The checks of a layout and its turns since, if they are surely slower than before:
         something changed.
         """
-        checked = [one for one in timed if one.probe.stage == "check"]
-        if not checked:
-            return {}
-        recovered = [i for i in checked[0].probe.layout.active if self.recovered(i)]
-        checks = {
-            one.probe.turn: one for one in checked if not any(one.held_back(i) for i in recovered)
-        }
+        checks = self._valid_checks(timed)
         if not checks:
             return {}
         first_check = min(checks)
@@ -169,6 +163,16 @@ class Observations:
             return {}
         since = {turn: one for turn, one in turns.items() if turn >= first_check}
         return {**checks, **since}
+
+    def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
+        """The checks of a layout, without those in which a device was held back that isn't any
+        more.
+        """
+        checked = [one for one in timed if one.probe.stage == "check"]
+        active = checked[0].probe.layout.active if checked else ()
+        recovered = [i for i in active if self.recovered(i)]
+        valid = (one for one in checked if not any(one.held_back(i) for i in recovered))
+        return {one.probe.turn: one for one in valid}
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """The turns of a layout from its first check on: they had no part in choosing it."""

@@ -127,21 +127,25 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     gaps = {one.layout: compare_turns(turns[one.layout], lead).interval().value for one in ran}
     objective = find_objective(problem.objective)
     if objective.trades_speed:
-
-        def value(one: Candidate) -> float:
-            return objective.value(rates[one.layout], turns[one.layout].values())
-
         quick = [one for one in ran if gaps[one.layout] >= -problem.max_slowdown]
-        return max([leader, *quick], key=value)
+        return max(
+            [leader, *quick],
+            key=lambda one: objective.value(rates[one.layout], turns[one.layout].values()),
+        )
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
-        synchronous = [one for one in ran if one.synchronous]
-        within = [
-            one for one in synchronous if is_tolerable(turns[one.layout], lead, problem.tolerance)
-        ]
+        within = _list_tolerable(ran, turns, lead, problem.tolerance)
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout]))
     margin = min(TIE, problem.tolerance)
     close = [one for one in ran if one is leader or abs(gaps[one.layout]) < margin]
     return min(close, key=lambda one: (one.simplicity, -rates[one.layout]))
+
+
+def _list_tolerable(
+    ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
+) -> list[Candidate]:
+    """The layouts of one training that are slower than the leader by at most the tolerance."""
+    synchronous = [one for one in ran if one.synchronous]
+    return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
@@ -219,6 +223,12 @@ def center(figure: Interval, value: float) -> Interval:
     """The figure with another value, as uncertain as it is."""
     half = (figure.high - figure.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
+
+
+def widen(figure: Interval, error: float) -> Interval:
+    """The figure with an interval of at least this relative half-width on both sides."""
+    low = min(figure.low, figure.value * max(0.0, 1 - error))
+    return Interval(figure.value, low, max(figure.high, figure.value * (1 + error)))
 
 
 def overlap(one: Interval, other: Interval) -> bool:

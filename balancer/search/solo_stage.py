@@ -64,7 +64,8 @@ class SoloStage:
             if due and turn:
                 due = self._worth_waiting(due)
             if due:
-                return self._round(due, turn)
+                # a device that was left out of the second round has one of its own later
+                return self._round(due, self._turn)
         retried = {one: self._small_batch(one) for one in self._live if self._lacks_a_line(one)}
         quick = {
             one: batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
 import pytest
 
@@ -69,3 +70,20 @@ def test_interval_of_is_total_time_over_total_steps() -> None:
 def test_an_interval_needs_a_step() -> None:
     with pytest.raises(ValueError, match="step"):
         interval_of([])
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05, 0.15])
+@pytest.mark.parametrize("longer", [0.0, 0.3])
+def test_many_lone_steps_tell_their_noise_though_first_steps_take_longer(
+    noise: float, longer: float
+) -> None:
+    """What first steps trace or tune is alike in all of them; ten pairs know the rest."""
+    rng = random.Random(5)
+    errors = []
+    for _ in range(200):
+        steps = [8.0 * rng.gauss(1, noise) for _ in range(10)]
+        firsts = [8.0 * (1 + longer) * rng.gauss(1, noise) for _ in range(10)]
+        errors.append(stats.lone_error_of(list(zip(firsts, steps, strict=True))))
+    usual = median(errors)
+    assert 1.5 * noise < usual < max(3.5 * noise, 0.05)
+    assert stats.lone_error_of([]) == stats.lone_error(0.0, 8.0)

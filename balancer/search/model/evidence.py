@@ -69,27 +69,47 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     """A device's evidence, read from the observations of exploration."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
-    alone = [one for one in by_rows if one.probe.layout.traits.alone]
-    in_passes = [one for one in alone if one.probe.layout.in_passes]
-    at_once = [one for one in alone if not one.probe.layout.in_passes]
-    at_rest = [one for one in at_once if one.probe.stage == "rest"]
-    rounds = [one for one in at_once if one.probe.stage == "solo"]
-    splits = [
-        one for one in (*by_rows, *store.raced_splits(position)) if one.probe.layout.traits.together
-    ]
-    slower = _slower_since(store, position, rounds, splits)
-    in_splits = tuple(read_points(splits, position, slower))
+    own = _sort_by_use(by_rows)
+    own.splits += store.raced_splits(position)
+    slower = _slower_since(store, position, own)
+    in_splits = tuple(read_points(own.splits, position, slower))
     return DeviceEvidence(
-        alone=tuple(read_points(rounds, position, slower)),
-        at_rest=tuple(read_points(at_rest, position, slower)),
+        alone=tuple(read_points(own.rounds, position, slower)),
+        at_rest=tuple(read_points(own.at_rest, position, slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
         memory=_memory(store, position, by_rows),
-        rounds=len(rounds),
+        rounds=len(own.rounds),
         lost=_lost(store, position, seen),
-        alone_in_passes=tuple(read_points(in_passes, position, slower)),
+        alone_in_passes=tuple(read_points(own.in_passes, position, slower)),
         split_in_passes=tuple(point for point in in_splits if point.passes > 1),
         undivided=any(_blames_passes(position, one) for one in seen),
     )
+
+
+class _ByUse(msgspec.Struct):
+    """The observations of a device by what it did in them: one pass alone beside others, alone
+    while they were idle, alone in passes, or its share of a split.
+    """
+
+    rounds: list[Observation] = []
+    at_rest: list[Observation] = []
+    in_passes: list[Observation] = []
+    splits: list[Observation] = []
+
+
+def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
+    found = _ByUse()
+    for one in by_rows:
+        layout = one.probe.layout
+        if layout.traits.together:
+            found.splits.append(one)
+        elif layout.traits.alone and layout.in_passes:
+            found.in_passes.append(one)
+        elif layout.traits.alone and one.probe.stage == "rest":
+            found.at_rest.append(one)
+        elif layout.traits.alone and one.probe.stage == "solo":
+            found.rounds.append(one)
+    return found
 
 
 def _blames_passes(position: int, seen: Observation) -> bool:
@@ -175,27 +195,32 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
     return ""
 
 
-def _slower_since(
-    store: Observations, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]
-) -> float:
+def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
     """The factor by which steps now take longer, if it was held back in its last check, or always
     before any; or 1.
     """
-    later = [
-        one for one in store.timed("split", "race", "check") if one.probe.layout.shares[position]
-    ]
-    checks = [one for one in later if one.probe.stage == "check"]
-    if len(later) < 2:  # once is a burst
-        return 1.0
-    if not all(one.held_back(position) for one in checks[-1:] or later):
-        return 1.0
-    curve = fit_curve((*_steady_points(rounds, position), *_steady_points(splits, position)))
+    held = _held_back_since(store, position)
+    steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
+    curve = fit_curve(steady) if held else None
     if curve is None:
         return 1.0
-    held = [one for one in checks or later if one.held_back(position) and one.probe.layout.by_rows]
-    at_once = (point for point in read_points(held, position) if point.passes == 1)
+    by_rows = [one for one in held if one.probe.layout.by_rows]
+    at_once = (point for point in read_points(by_rows, position) if point.passes == 1)
     ratios = [point.seconds / curve.seconds(point.batch) for point in at_once]
     return max(1.0, median(ratios or [1.0]))
+
+
+def _held_back_since(store: Observations, position: int) -> list[Timed]:
+    """The measurements in which the device was held back, if it was in its last check, or in all
+    later ones before any check; none if it wasn't, or was once, as that is a burst.
+    """
+    timed = store.timed("split", "race", "check")
+    later = [one for one in timed if one.probe.layout.shares[position]]
+    checks = [one for one in later if one.probe.stage == "check"]
+    last = checks[-1:] or later
+    if len(later) < 2 or not all(one.held_back(position) for one in last):
+        return []
+    return [one for one in checks or later if one.held_back(position)]
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
@@ -217,9 +242,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
     if steady and slower == 1:
         found = steady
-    certain = [one for one, _ in found if not one.lone]
-    noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
-    noise = median(noises or [0.0])
+    noise = _typical_noise([one for one, _ in found])
     for one, seconds in found:
         layout = one.probe.layout
         error = step_error(one)
@@ -231,6 +254,13 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
             max(error, min(expected, LUCKY * error)),
             layout.passes(position),
         )
+
+
+def _typical_noise(seen: Iterable[Timed]) -> float:
+    """The median relative noise of a step, by the probes that show theirs; 0 without any."""
+    certain = (one for one in seen if not one.lone)
+    noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
+    return median(noises or [0.0])
 
 
 def _own_seconds(seen: Timed, position: int) -> float:

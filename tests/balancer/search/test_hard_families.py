@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from evener.balancer.search.search import Search
 from tests.support import machine_families_hard as hard
 from tests.support import search_trials as trials
 
@@ -36,3 +37,26 @@ def test_slow_steps_are_shared_by_what_each_device_did(seed: int) -> None:
     action, headline, *_ = found.verdict.splitlines()
     assert "Use uneven shares by the plan" in action
     assert 3 < float(headline.partition("± ")[2].partition(" %")[0]) < 15
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "mode"),
+    [
+        ("slow_flat", 661_014, "free"),
+        ("slow_line", 661_026, "free"),
+        ("slow_knee", 661_014, "fixed"),
+        ("noisy_slow", 661_023, "fixed"),
+        ("slow_line", 661_024, "free"),
+    ],
+)
+def test_a_search_of_slow_steps_counts_all_of_its_time(family: str, seed: int, mode: str) -> None:
+    """A device that was left out of the second round has one of its own, and a check after lone
+    steps has to warm up: what the search counts is what the clock says, so it ends in time.
+    """
+    (case,) = [one for one in hard.cases(family, seed) if one.mode == mode]
+    prober = trials.StartingProber(case.machine, seed, case.ask)
+    search = Search(trials.problem(case.machine, case.ask, seed))
+    trials.finish(search, prober)
+    assert case.ask.budget is not None
+    assert search._seen.spent_seconds() == pytest.approx(prober.seconds, rel=0.001)
+    assert prober.seconds <= 1.08 * case.ask.budget
