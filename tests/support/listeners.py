@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 LISTENING = "0A"  # the state in /proc/net/tcp; a UDP socket without a peer has UNCONNECTED
 UNCONNECTED = "07"
-LOOK_SECONDS = 0.02
+TABLES = {"tcp": LISTENING, "tcp6": LISTENING, "udp": UNCONNECTED, "udp6": UNCONNECTED}
+LOOK_SECONDS = 0.05  # between two looks, each of which is a hundredth of CPU time
 
 
 class Listener(NamedTuple):
@@ -46,24 +47,32 @@ def list_tree(root: int) -> list[int]:
 
 def list_listeners(root: int) -> set[Listener]:
     """The sockets on which a process and its descendants wait now."""
-    return {listener for pid in list_tree(root) for listener in _list_own(pid)}
+    owned = {pid: _list_sockets(pid) for pid in list_tree(root)}
+    found = set()
+    for socket, address in _list_waiting():
+        for pid, sockets in owned.items():
+            if socket in sockets:
+                found.add(Listener(pid, *_read_address(address)))
+    return found
 
 
-def _list_own(pid: int) -> Iterator[Listener]:
+def _list_sockets(pid: int) -> set[str]:
+    """The open sockets of a process, as links name them; none of one that has ended."""
+    sockets = set()
     with suppress(OSError):
-        links = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
-        sockets = set()
-        for link in links:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                sockets.add(os.readlink(link))
-        for table, state in (
-            *(("tcp", LISTENING), ("tcp6", LISTENING)),
-            *(("udp", UNCONNECTED), ("udp6", UNCONNECTED)),
-        ):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == state and f"socket:[{words[9]}]" in sockets:
-                    yield Listener(pid, *_read_address(words[1]))
+                sockets.add(os.readlink(entry.path))
+    return sockets
+
+
+def _list_waiting() -> Iterator[tuple[str, str]]:
+    """The sockets that wait for others in this network, as links name them, and their addresses."""
+    for table, state in TABLES.items():
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == state:
+                yield f"socket:[{words[9]}]", words[1]
 
 
 def _read_address(text: str) -> tuple[str, int]:
