@@ -1,7 +1,8 @@
 """A rank of a measurement of links that goes wrong as its arguments say: `faulty_links FAULT RANK`.
 
 `silent`: it never joins the others. `late`: its sums never end. `p2p`: its sums don't end unless
-NCCL_P2P_DISABLE is set. `corrupt`: one value of what arrives is another.
+NCCL_P2P_DISABLE is set. `corrupt`: one value of what arrives is another. `crowd`: more than two
+never meet; two answer at once, without PyTorch.
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from __future__ import annotations
 import os
 import sys
 import time
+from types import ModuleType
 from typing import Any
 
 from evener.balancer.probes import link_rank
-from evener.balancer.probes.link_rank import Join, LinkCommand, LinkRank, LinkReply
+from evener.balancer.probes.link_rank import (
+    Join,
+    Joined,
+    LinkCommand,
+    LinkRank,
+    LinkReply,
+    Summed,
+)
 
 FAULT, FAULTY = sys.argv[1], int(sys.argv[2])
 
@@ -23,6 +32,8 @@ class FaultyRank(LinkRank):
     def execute(self, command: LinkCommand) -> LinkReply:
         faulty = (command.rank if isinstance(command, Join) else self._rank) == FAULTY
         joins = isinstance(command, Join)
+        if FAULT == "crowd":
+            return _answer_in_pairs(command)
         if faulty and FAULT == "silent" and joins:
             time.sleep(3600)
         hangs = FAULT == "late" or (FAULT == "p2p" and "NCCL_P2P_DISABLE" not in os.environ)
@@ -46,6 +57,16 @@ class FaultyRank(LinkRank):
         return super().execute(command)
 
 
+def _answer_in_pairs(command: LinkCommand) -> LinkReply:
+    if not isinstance(command, Join):
+        return Summed(28e-6, 6e9)
+    if command.world > 2:
+        time.sleep(3600)
+    return Joined()
+
+
 if __name__ == "__main__":
+    if FAULT == "crowd":
+        sys.modules["evener.torch.sums.link"] = ModuleType("link")  # it would import PyTorch
     vars(link_rank)["LinkRank"] = FaultyRank
     link_rank.main()
