@@ -8,7 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ import msgspec
 
 from evener.errors import RequestError
 from evener.plan.file import load_plan
+from evener.plan.use import PLAN_USED
 from evener.training import launched
 
 
@@ -53,6 +54,24 @@ def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
     trace_faster()
     os.environ |= {launched.PLAN: plan, launched.DEVICE: load_plan(plan).layout.active[rank].device}
     return run_script(rank, script, *words)
+
+
+def run_keras_without_plan(_rank: int, folder: str) -> list[Any]:
+    """The exit code and the words of train.py in the folder, as a process of evener launch that
+    looks whether a plan is read.
+    """
+    from evener.program.install import install
+
+    use_file = Path(folder, "use")
+    use_file.touch()
+    os.environ[PLAN_USED] = str(use_file)
+    install()
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            run_script(0, str(Path(folder, "train.py")), folder)
+        except SystemExit as ended:
+            return [ended.code, said.getvalue()]
+    return [0, said.getvalue()]
 
 
 def run_saving_script(folder: Path, rank: int, script: str) -> None:
