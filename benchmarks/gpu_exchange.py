@@ -136,7 +136,7 @@ def meet_neighbour(_: float) -> dict[str, Any]:
     return {
         "rank": split.rank,
         "ooms": split.reporter.retreats,
-        "rows": split.passes.limit.most,
+        "rows": split.passes.recovery.limit.most,
         "slowest after it came, ms": 1e3 * max(times[comes:leaves]),
         "ms": {mark: 1e3 * statistics.median(times[max(0, mark - 5) : mark + 1]) for mark in marks},
         "shares": {mark: shares[mark] for mark in marks},

@@ -130,7 +130,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._turns: Iterator[Part] = iter(())  # that are left of it
         self._part: Part | None = None  # whose turn it is
         self._put_back: Callable[[], None] = lambda: None  # what it has logged
-        self._retry = planned.passes
+        self._recovery = planned.passes.recovery
         self._exchanges: list[Exchange] = []  # of the model's gradients; none where others sum them
         self._figures: PassFigures
         self._has_figures = False  # `setup` made them
@@ -186,7 +186,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
         self._has_figures = True
-        self._retry.check = partial(check_module_part, self)
+        self._recovery.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
         """Sum gradients in place of DistributedDataParallel, whose sums can't be taken up again
@@ -349,8 +349,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._figures.begin()
         again = self._exchanges  # of passes that can be computed again
         if not self.lightning_module.automatic_optimization:
-            again, self._retry.final = [], _MANUAL
-        self._turns = self._retry.take(
+            again, self._recovery.final = [], _MANUAL
+        self._turns = self._planned.passes.take(
             self._parts, [self.model], again, begins=self._begins, move=False
         )
         self._begins = False
@@ -430,9 +430,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         module, precision = self.lightning_module, self.precision_plugin
         self.pre_backward(weighed)
         weighed = precision.pre_backward(weighed, module)
-        self._retry.open()
+        self._planned.passes.open()
         precision.backward(weighed, module, optimizer, *args, **kwargs)
-        self._retry.close()
+        self._planned.passes.close()
         self._figures.end(part)
         return precision.post_backward(weighed, module)
 

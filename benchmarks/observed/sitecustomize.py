@@ -75,4 +75,4 @@ def _move(module: Any) -> None:
 if os.environ.get("LOCAL_RANK") is not None:
     register_post_import_hook(_watch_torch, "torch")
     if os.environ.get("MOVED"):
-        register_post_import_hook(_move, "evener.torch.planned")
+        register_post_import_hook(_move, "evener.torch.rebalancing")

@@ -22,7 +22,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from ..errors import RequestError
 from ..plan.file import Share
 from ..shares.whole_rows import bounds
-from ..torch.planned import PlannedTraining, raise_no_shares
+from ..torch.planned import PlannedTraining
+from ..torch.rebalancing import raise_no_shares
 from ..torch.rows.loader import StepLoader, StepSampler, count_rows
 from ..torch.rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from ..torch.step.wrapped import has_own_work, is_sharded

@@ -162,7 +162,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if self._planned.rebalancing is not None:
             self._planned.rebalancing.passes = shares.passes
         self._gathering = Gathering(self.accelerator, self._planned.timer)
-        self._planned.passes.check = self._check_parts
+        self._planned.passes.recovery.check = self._check_parts
         self._passes = TrainerPasses(self, self._planned, self._gathering)
         end_on_notice(self, shares.world)
 

@@ -21,8 +21,8 @@ from ..plan.file import Plan, make_layout
 from ..torch.audit.state import kept_state
 from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, meet, open_plan
-from ..torch.step.batch import Steps
 from ..torch.step.checks import OPTIMIZER_CHECK
+from ..torch.step.step import LoaderSteps
 from ..torch.step.weights import Weigh
 from ..torch.step.wrapped import model_digest
 from ..training.first_rank import is_released, is_started_rank
@@ -51,7 +51,7 @@ class Program:
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # that has given the newest batch
         self._beside: Any = None  # the loop whose batch belongs to the same step
-        self._heard: Steps | None = None  # that hears of its steps
+        self._heard: LoaderSteps | None = None  # that hears of its steps
         self._guard: Guard | None = None
         self._looks_alone = False  # the guard's batch follows a change that this rank has seen
         self._updated = False  # an optimizer has stepped since that batch
@@ -468,7 +468,7 @@ class Program:
             return
         self.training, self._heard, self._rates, loop.compared = (
             training,
-            Steps(training, True),
+            LoaderSteps(training, True),
             0,
             True,
         )

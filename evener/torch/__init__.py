@@ -28,7 +28,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "Loader": "evener.torch.rows.loader",
-        "Part": "evener.torch.step.batch",
+        "Part": "evener.torch.step.part",
         "Split": "evener.torch.split",
     },
 )

@@ -1,41 +1,29 @@
-"""The training of one rank by a plan: what every trainer's adapter is made of, and shares that
-follow own work.
-"""
+"""The training of one rank by a plan: what every trainer's adapter is made of."""
 
 from __future__ import annotations
 
-import math
-import sys
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import partial
-from statistics import median
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from ..errors import RequestError
-from ..live.files import PendingShares, ShareChange
-from ..plan.solver import read_curves
-from ..training.bottleneck import RankFigures, fewest_windows, find_bottleneck
 from ..training.dealing import make_dealer
 from ..training.ending import end_when_stuck
 from ..training.launched import launched_device
-from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_devices
 from .ranks.others import explain_at_exit, watch_others
-from .ranks.own_work import KEPT_STEPS, StepReporter, make_timer
+from .ranks.own_work import StepReporter, make_timer
 from .ranks.ranks import RankShares, claim_device, join
 from .ranks.waits import time_waits
+from .rebalancing import Rebalancing
 from .rows.loader import LoaderStates
 from .rows.sampler import LengthSampler, UnevenBatchSampler
 from .step.checks import OPTIMIZER_CHECK
-from .step.memory import MemoryGauge
-from .step.part import OfPart, Part, make_parts, weigh_by_count
-from .step.retry import Passes
+from .step.part import OfPart, Part
+from .step.step import Passes, take_parts, train_batch
 from .step.weights import BatchWeights, Weigh
 from .step.wrapped import (
     check_exchange,
@@ -104,7 +92,7 @@ class PlannedTraining:
         if rebalance and self.world > 1:
             self.rebalancing = Rebalancing(self)
             self.reporter.pending = self.rebalancing.describe_pending
-        explain_at_exit(weakref.WeakMethod(self.passes.advise))
+        explain_at_exit(weakref.WeakMethod(self.passes.recovery.advise))
         if self.world > 1:
             watch_others(self.device, self.timer.now)
             if not launched_device():  # else evener's launcher has seen to it
@@ -278,12 +266,7 @@ class PlannedTraining:
         are exchanged once. A pass that runs out of memory is computed again in smaller ones. Every
         rank calls it for every batch. `check=False` leaves audits out.
         """
-        self.passes.check = partial(self.audits.audit_part, compute)
-        total: Any = 0.0
-        for part in self._parts(batch, count):
-            with part:
-                total = total + part.backward(compute(part))
-        self.passes.check = None
+        total = train_batch(self, batch, compute, count)
         if check:
             self.audits.after_step(batch, compute, count)
         return total
@@ -299,7 +282,7 @@ class PlannedTraining:
         the body is `with part:`, a part that runs out of memory comes again in smaller ones. Every
         rank calls it for every batch.
         """
-        parts = self._parts(batch, count, models)
+        parts = take_parts(self, batch, count, models)
         try:
             for part in parts:
                 self.audits.watch_part(part, count)
@@ -309,250 +292,6 @@ class PlannedTraining:
             parts.close()
             self.audits.close()
 
-    def _parts(
-        self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
-    ) -> Generator[Part]:
-        weights = self.weights
-        taken = weights.open_parts(batch)
-        rows = taken.sizes[self.rank]
-        try:
-            most = max(1, rows) if taken.origin.dealt else self.ranks.micros[self.rank]
-            scale = weights.scale if weights.by_loss else lambda loss: loss
-            parts = make_parts(batch, rows, most, scale, weights.count_equal_passes(taken))
-            if count is not None:
-                weigh_by_count(parts, count, taken.sizes, self.rank, self.add_up)
-            yield from self.passes.take(
-                parts, weights.list_models(models, taken), weights.list_exchanges()
-            )
-        finally:
-            weights.in_parts = None
-
     def add_up(self, value: Any) -> torch.Tensor:
         """The sum of a figure over the ranks."""
         return add_up(value, self.device, self.world, self.timer)
-
-
-# of steps whose median is one figure: more often than that, agreeing would cost too much
-WINDOW_SECONDS = 0.05
-FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
-SETTLING_WINDOWS = 2  # the one in which memory ran out, and one for the allocator to fill again
-# at once: an exchange takes longer than all else, and the rule needs two for a change
-EXCHANGED_WINDOWS = 2
-UNKNOWN = -1.0  # in an exchange, for NaN
-
-
-def raise_no_shares() -> NoReturn:
-    """RequestError: rows are dealt by length."""
-    raise RequestError(
-        "Rows assigned by length have no shares to rebalance.",
-        "Leave rebalance out, or make a new plan.",
-    )
-
-
-class Rebalancing:
-    """Changes the shares of this rank's samplers, as all other ranks do; made on every rank."""
-
-    def __init__(self, training: PlannedTraining) -> None:
-        self._training = training
-        training.listeners.append(self.after_step)
-        self.passes: tuple[
-            int, ...
-        ] = ()  # of each rank, where a trainer takes as many for any share
-        self._planned = training.ranks
-        self._rule: Any = None  # made with the first figures, when it is seen how the loop computes
-        self._group = dist.new_group(backend="gloo")
-        self._step = 0  # batches that were trained on
-        self._window = 0  # of them, whole ones with the shares in force since the last window
-        self._window_steps = FEWEST_STEPS  # until the next window ends
-        self._windows: dict[
-            int, tuple[float, int]
-        ] = {}  # to exchange: own work, rows of a pass; by the last step
-        self._memory = MemoryGauge(training.device, training.world)
-        self._largest = training.ranks.batches[training.rank]  # share that this rank has had
-        self._grows_after = -1  # step, before which this rank's share was never as large
-        self._retreats = 0  # of this rank that were seen
-        self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
-        self._settling = 0  # windows until memory is as it stays
-        self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
-        self._fewest = FEWEST_WINDOWS  # that a change needs; 0: own work isn't what limits steps
-
-    def describe_pending(self) -> PendingShares | None:
-        """How far this has come with the next change; None where it would change nothing."""
-        if self._rule is None:
-            return PendingShares(0, FEWEST_WINDOWS)
-        if not self._fewest:
-            return None
-        needed = max(self._fewest, self._rule.windows_needed)
-        return PendingShares(self._rule.windows_seen, needed)
-
-    def stop(self) -> None:
-        """Change no shares any more, once no exchange is under way."""
-        if self._exchange is not None:
-            self._exchange[0].wait()
-        self._training.listeners.remove(self.after_step)
-
-    def after_step(self, sizes: Sequence[int]) -> None:
-        """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in
-        every few calls.
-        """
-        self._step += 1
-        if self._exchange is not None:
-            self._end_exchange(*self._exchange)
-        if self._step == self._grows_after:
-            self._memory.make_room()
-        self._window += sizes == self._training.ranks.batches
-        if self._window >= self._window_steps:
-            self._window = 0
-            figures = self._summarize()
-            self._windows[self._step] = figures.own_work_s, self._limit
-            if len(self._windows) == EXCHANGED_WINDOWS:
-                self._exchange = self._begin_exchange(figures)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The shares in force, and those of the plan, under which alone they make sense."""
-        shares = self._training.ranks
-        return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the shares of `state`, if it is of the same plan."""
-        if tuple(state["planned"]) == self._planned.batches:
-            self._rule = self._exchange = None
-            self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
-
-    def _summarize(self) -> RankFigures:
-        """The medians of this rank's steps in the window, without disturbed ones.
-
-        Own work is 0, which counts for nothing, before any was computed, and for some windows after
-        memory ran out: the allocator is empty then, so steps take far longer than those that
-        follow. It is so in a window in which passes became larger again, too.
-        """
-        retreats, limit = self._training.reporter.retreats, self._training.passes.limit.most or 0
-        if retreats != self._retreats:
-            self._retreats, self._settling = retreats, SETTLING_WINDOWS
-        elif limit != self._limit:
-            self._settling = 1
-        self._limit = limit
-        self._settling -= 1
-        shares = self._training.ranks.batches
-        steps = [
-            step
-            for step in self._training.timer.last(self._window_steps)
-            if step.sizes == shares and not step.disturbed
-        ]
-
-        def middle(name: str, unknown: float) -> float:
-            known = [each for step in steps if not math.isnan(each := getattr(step, name))]
-            return median(known) if known else unknown
-
-        return RankFigures(
-            middle("own_work_s", 0.0) if self._settling < 0 else 0.0,
-            middle("idle_input_s", 0.0),
-            middle("step_s", 0.0),
-            middle("behind", math.nan),
-            middle("computing", math.nan),
-        )
-
-    def _rows_that_fit(self) -> int:
-        """The rows of a share that this rank's memory is predicted to hold; 0 where nothing tells.
-
-        A pass that runs out of memory can be computed again in smaller ones, except in a loop that
-        computes a batch at once.
-        """
-        training = self._training
-        rank, shares = training.rank, training.ranks
-        passes = self.passes[rank] if self.passes else 1
-        self._memory.at_risk = training.weights.computes_at_once or training.weights.lengths_vary
-        rows = self._memory.measure(-(-shares.batches[rank] // passes))
-        return rows * passes
-
-    def _begin_exchange(self, figures: RankFigures) -> tuple[Any, torch.Tensor]:
-        """Begin to exchange this rank's windows, the figures of the last of them, the rows that its
-        memory holds, and batches drawn ahead; zeros for the others.
-        """
-        own = [
-            *(figure for window in self._windows.values() for figure in window),
-            *(UNKNOWN if math.isnan(each) else each for each in figures),
-            self._rows_that_fit(),
-            self._training.ahead,
-        ]
-        before = self._planned.rank * len(own)
-        behind = (self._planned.world - 1) * len(own) - before
-        exchanged = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
-        return self._group.allreduce(
-            [exchanged]
-        ), exchanged  # dist.all_reduce takes twice as long to start it
-
-    def _end_exchange(self, work: Any, exchanged: torch.Tensor) -> None:
-        work.wait()
-        self._exchange = None
-        ends = tuple(self._windows)
-        self._windows.clear()
-        length = len(exchanged) // self._planned.world
-        every = [part.tolist() for part in exchanged.split(length)]
-        windows = 2 * len(ends)
-        figures = [_read_figures(each[windows:-2]) for each in every]
-        fits = [int(each[-2]) for each in every]
-        batches = int(max(each[-1] for each in every))
-        step_s = max(each.step_s for each in figures)
-        window_s = self._window_steps * step_s
-        self._window_steps = int(
-            min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)
-        )
-        fewest = self._fewest = fewest_windows(find_bottleneck(figures), window_s)
-        for place, end in enumerate(ends):
-            own_work_s = [each[2 * place] for each in every]
-            limits = [int(each[2 * place + 1]) for each in every]
-            seen = {"limits": limits, "fits": fits, "step_s": step_s, "fewest": fewest}
-            if self._decide(end, own_work_s, seen, batches):
-                break
-
-    def _decide(
-        self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
-    ) -> bool:
-        """Decide on shares by a window that ended at step `end`; True if they change, `batches`
-        batches later.
-        """
-        before = self._training.ranks.batches
-        if self._rule is None:
-            self._rule = self._make_rule()
-        change = self._rule.observe(end, own_work_s, before, **seen)
-        if change is None:
-            return False
-        self._change(change.shares, change.micros, batches)
-        self._training.reporter.note_change(
-            ShareChange(self._step + batches + 1, time.time(), before, change.shares, change.reason)
-        )
-        if self._planned.rank == 0:
-            print(f"{change.describe(before)}\n", end="", file=sys.stderr, flush=True)
-        return True
-
-    def _make_rule(self) -> Rebalancer:
-        planned, now = self._planned, self._training.ranks.batches
-        shares = [
-            msgspec.structs.replace(each, batch=own)
-            for each, own in zip(planned.shares, planned.batches, strict=True)
-        ]
-        by_parts = not self.passes and not self._training.weights.computes_at_once
-        most = []
-        for rank, (share, micro) in enumerate(zip(shares, planned.micros, strict=True)):
-            passes = self.passes[rank] if self.passes else 1
-            cut = by_parts and micro < share.batch  # by the plan, which doesn't say what fits
-            most.append(passes * (share.most or (math.ceil(GROWTH * micro) if cut else 0)))
-        return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares))
-
-    def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        if self.passes:
-            micros = tuple(
-                -(-share // passes) for share, passes in zip(shares, self.passes, strict=True)
-            )
-        self._training.change_shares(shares, micros, ahead)
-        own = shares[self._planned.rank]
-        if own > self._largest:
-            self._largest, self._grows_after = own, self._step + ahead
-        self._window = 0
-        self._windows.clear()
-
-
-def _read_figures(exchanged: Sequence[float]) -> RankFigures:
-    """A rank's figures, in which what isn't known came as UNKNOWN."""
-    return RankFigures(*(math.nan if each == UNKNOWN else each for each in exchanged))

@@ -24,14 +24,15 @@ from ..errors import RequestError
 from ..plan.file import Plan
 from ..shares.whole_rows import count_passes, shares_to_evaluate
 from ..training.noise_scale import NoiseScale
-from .planned import PlannedTraining, raise_no_shares
+from .planned import PlannedTraining
 from .ranks.notice import Notice
 from .ranks.others import leave_group
 from .ranks.ranks import find_shares
+from .rebalancing import raise_no_shares
 from .rows.loader import Loader, check_options, count_rows
 from .rows.sampler import Order, RowOrder, UnevenBatchSampler
-from .step.batch import Steps
 from .step.part import OfPart
+from .step.step import LoaderSteps
 from .sums.collectives import gather_rows
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
@@ -215,7 +216,7 @@ class Split(PlannedTraining):
         on_host = training and (
             now.in_passes or sampler.is_dealt
         )  # a part is sent as its turn comes
-        steps = Steps(self, training)
+        steps = LoaderSteps(self, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         if not training:
             return made

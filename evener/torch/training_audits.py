@@ -49,7 +49,7 @@ from .audit.step import AuditChange, Audited, Way, Ways, audit
 from .rows.structure import cut_rows, each_tensor, tensors_in
 from .step.backward import listen
 from .step.part import OfPart, Part, make_parts
-from .step.retry import drop_frames, free_memory, is_out_of_memory
+from .step.recovery import drop_frames, free_memory, is_out_of_memory
 from .step.weights import WholeBatchLoss
 from .step.wrapped import is_sharded
 from .sums.collectives import count_foreign, own_collectives, refuse_meeting
@@ -224,7 +224,7 @@ class TrainingAudits:
             few = self._take_rows(batch, taken)
             if few is None:
                 return None
-            first = self.judge.step == 1 or not training.passes.checked
+            first = self.judge.step == 1 or not training.passes.recovery.checked
             bench = self._bench(compute, is_sharded_model(training.weights.models))
             return audit(bench, self.make_ways(few, compute, counted), moves=first)
 
@@ -531,7 +531,7 @@ class TrainingAudits:
         if not (found.certain and found.closed):
             own.sketch = None  # of rows that were counted by a guess, or of a rank's own
         if own.fine and survives:
-            self._training.passes.checked = True
+            self._training.passes.recovery.checked = True
         action = self.judge.decide_by(bool(own.message) and own.certain)
         if action is Action.GO_EVEN:
             own.even = True

@@ -20,9 +20,9 @@ import torch
 from evener.errors import DeviceError
 from evener.torch import Split
 from evener.torch.rows.structure import each_tensor
-from evener.torch.step import retry
+from evener.torch.step import step
 from evener.torch.step.checks import check_memory
-from evener.torch.step.retry import is_out_of_memory
+from evener.torch.step.recovery import is_out_of_memory
 from evener.training.passes import MOST_FAILURES
 from tests.support import torch_meeting_programs as meetings
 from tests.support import torch_oom_programs as programs
@@ -136,7 +136,7 @@ def test_rows_for_which_the_device_has_no_room_are_sent_in_smaller_passes(
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return each_tensor(move, batch)
 
-    monkeypatch.setattr(retry, "each_tensor", send)
+    monkeypatch.setattr(step, "each_tensor", send)
     assert take_steps(split, 8, 2) == [[2, 2, 2, 2]] * 2
 
 
@@ -146,7 +146,7 @@ def test_a_row_that_never_fits_ends_in_a_sentence(
     with pytest.raises(DeviceError, match=r"no memory left to check whether smaller passes learn"):
         take_steps(split, 0, 1)
     capsys.readouterr()
-    split.passes.checked = True  # by an audit, when there was memory
+    split.passes.recovery.checked = True  # by an audit, when there was memory
     with pytest.raises(
         DeviceError, match=r"Rank 0 ran out of memory 20 times in a row with a pass of 1 rows"
     ):

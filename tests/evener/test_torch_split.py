@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import torch
 
+import evener.torch
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
@@ -576,6 +577,11 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_ignores_it(tmp_path: Path) -
         finally:
             os.killpg(child.pid, signal.SIGKILL)
         assert "a call didn't come back for 0.5 s after Ctrl-C" in child.stderr.read()
+
+
+def test_every_name_that_is_offered_is_there() -> None:
+    for name in evener.torch.__all__:
+        assert getattr(evener.torch, name).__name__ == name
 
 
 BESIDE_OTHERS = """

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from evener.errors import EvenerError
 from evener.torch import Split
-from evener.torch.step import retry
-from evener.torch.step.retry import Passes
+from evener.torch.step import recovery
+from evener.torch.step.step import Passes
 from evener.training import passes as pass_limits
 from tests.support import torch_oom_programs as bombed
 from tests.support.huggingface_programs import SEED, Texts, make_plan, pad_texts
@@ -324,7 +324,7 @@ def look_at_memory(folder: Path, rank: int) -> None:
     """Whether what a failed pass computed is gone before smaller passes begin."""
     torch.set_num_threads(1)
     split, module, seen = Split(make_plan([8])), Holds(False), []
-    bombs, free = Bombs(module, 0), retry.free_memory
+    bombs, free = Bombs(module, 0), recovery.free_memory
 
     def look(device: Any, **options: Any) -> None:
         free(device, **options)
@@ -333,7 +333,7 @@ def look_at_memory(folder: Path, rank: int) -> None:
     trainer = make_trainer(
         Program(), str(folder), devices=1, strategy=split.strategy(), callbacks=[bombs]
     )
-    with patch.object(retry, "free_memory", look):
+    with patch.object(recovery, "free_memory", look):
         trainer.fit(module, split.loader(points(45), seed=SEED))
     torch.save(seen, folder / f"{rank}.pt")
 

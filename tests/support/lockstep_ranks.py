@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from evener.plan.file import Share
-from evener.torch.planned import PlannedTraining, Rebalancing
+from evener.torch.planned import PlannedTraining
 from evener.torch.ranks.own_work import TimedStep
 from evener.torch.ranks.ranks import RankShares
+from evener.torch.rebalancing import Rebalancing
 
 OwnWork = Callable[[int, int, int], float]  # seconds of a rank with as many rows in a step
 
@@ -78,7 +79,7 @@ def train(
             reporter=SimpleNamespace(retreats=0, note_change=lambda _: None),
             listeners=[],
             weights=SimpleNamespace(computes_at_once=False, lengths_vary=False),
-            passes=SimpleNamespace(limit=SimpleNamespace(most=None)),
+            passes=SimpleNamespace(recovery=SimpleNamespace(limit=SimpleNamespace(most=None))),
         )
         training.change_shares = partial(PlannedTraining.change_shares, training)
         training.rebalancing = Rebalancing(training)
@@ -90,7 +91,7 @@ def train(
         seen.append(sizes)
         works = [own(step, rank, sizes[rank]) for rank in range(len(ranks))]
         for rank, training in enumerate(ranks):
-            training.passes.limit.most = limit(step, rank)
+            training.passes.recovery.limit.most = limit(step, rank)
             training.reporter.retreats += retreats.get(step) == rank
             training.timer.steps.append(
                 TimedStep(sizes, works[rank], max(works) - works[rank], 0.0, max(works), 0.0)

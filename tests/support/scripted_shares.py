@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from evener.torch import planned as rebalancing
+from evener.torch import rebalancing
 from evener.training.rebalance import Change
 
 

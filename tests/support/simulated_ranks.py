@@ -19,7 +19,7 @@ from evener.training.memory_growth import LEFT_AT_RISK, MemoryPeaks
 from evener.training.rebalance import Rebalancer
 
 GIB = 2.0**30
-WINDOW_SECONDS, FEWEST_STEPS, MOST_STEPS, WINDOWS = 0.05, 5, 25, 2  # as planned.py has them
+WINDOW_SECONDS, FEWEST_STEPS, MOST_STEPS, WINDOWS = 0.05, 5, 25, 2  # as rebalancing.py has them
 
 Slowdown = Callable[[float], float]  # at a time in seconds: 2.0 takes twice as long
 

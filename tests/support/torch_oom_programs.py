@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 
 from evener.plan.file import make_layout
 from evener.torch import Split
-from evener.torch.step.retry import Passes
+from evener.torch.step.step import Passes
 from evener.training import passes as pass_limits
 from tests.support.torch_ranks import example_plan
 

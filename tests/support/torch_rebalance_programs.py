@@ -23,6 +23,7 @@ from evener.live.reporter import read_trainings
 from evener.torch import Split
 from evener.torch.ranks.own_work import GpuClock, HostClock
 from evener.torch.rows.sampler import UnevenBatchSampler
+from evener.torch.step.batches import match_objects
 from evener.training.rebalance import Change
 from tests.support.scripted_shares import script
 from tests.support.torch_program_parts import data, network
@@ -268,7 +269,7 @@ class _Training:
         synced = (self._seen + 1) % case.accumulate == 0
         for number, (inputs, labels, rows) in enumerate(batches):
             if number == 0:
-                found: Any = split.weights.find((inputs,), True)
+                found: Any = split.weights.find((inputs,), True, match_objects)
                 self.rows[-1] += rows[: found.sizes[self._rank]].tolist()
             with nullcontext() if synced else split.no_sync(model):
                 self._compute(split, model, inputs, labels)

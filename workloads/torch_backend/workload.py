@@ -31,7 +31,8 @@ from evener.torch.rows.loader import StepListener
 from evener.torch.rows.sampler import UnevenBatchSampler
 from evener.torch.rows.structure import DealtBatch
 from evener.torch.step.part import make_parts
-from evener.torch.step.retry import Passes, free_memory
+from evener.torch.step.recovery import free_memory
+from evener.torch.step.step import Passes
 from evener.torch.step.wrapped import Exchanged, check_normalization, model_digest, wrap_module
 from evener.torch.stores import open_file_store, open_tcp_store
 from evener.torch.sums.exchange import Exchange

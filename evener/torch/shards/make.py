@@ -96,11 +96,11 @@ def shard(
     training.weights.adopt(
         model, cut_model(model, chosen, place, dtype, level == "state"), training.device
     )
-    training.passes.final = (
+    training.passes.recovery.final = (
         f"ranks {_MEET}",
         "Make a plan with smaller passes: evener balance --micro.",
     )
-    training.passes.advice = (
+    training.passes.recovery.advice = (
         f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this "
         f"rank a smaller part by state=."
     )

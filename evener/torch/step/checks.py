@@ -21,8 +21,8 @@ from ...training.retreat import say
 from ..hooks import ProcessHooks
 from ..sums.collectives import average
 from ..sums.exchange import EXCHANGES, Exchange
-from .batch import BatchTracker
-from .retry import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
+from .batches import BatchTracker
+from .recovery import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
 
 
 class OptimizerCheck:

@@ -22,8 +22,9 @@ from ..rows.loader import Epoch
 from ..rows.structure import tensors_in
 from ..sums.exchange import Exchange, exchanged_parameters
 from ..sums.noise import RankNoise, refuse_noise
-from .batch import BatchTracker, TakenBatch
+from .batches import BatchTracker, Match, TakenBatch, match_objects
 from .loose import LOOSE
+from .recognition import match_addresses
 from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, watch
 
 
@@ -231,7 +232,7 @@ class BatchWeights(BatchTracker):
                 "Compute all of the batch in training_step.",
             )
         self.is_loops = False
-        self.in_parts = self._identify(batch, True)
+        self.in_parts = self._identify(batch, True, match_objects)
         return self.in_parts
 
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
@@ -332,7 +333,7 @@ class BatchWeights(BatchTracker):
             return None
         check_not_inside_ddp()
         try:
-            return self.in_parts or self._identify(inputs, model.training)
+            return self.in_parts or self._identify(inputs, model.training, match_addresses)
         except RequestError as error:
             if model.training:
                 raise
@@ -340,8 +341,8 @@ class BatchWeights(BatchTracker):
             # the model alive
             return error.with_traceback(None)
 
-    def _identify(self, inputs: Any, training: bool) -> TakenBatch:
-        batch = self.find(inputs, training)
+    def _identify(self, data: Any, training: bool, match: Match) -> TakenBatch:
+        batch = self.find(data, training, match)
         if batch is None:
             raise RequestError(
                 "The model computes gradients, but no batch of split.loader is in hand to "
@@ -358,7 +359,7 @@ class BatchWeights(BatchTracker):
         the batch.
         """
         if self.current is not None and not self.current.used:
-            self.find((), training=True)  # refuses if several are in use
+            self.find((), True, match_addresses)  # refuses if several are in use
         scaled = loss * (self.shares.world * self.weight)
         if getattr(scaled, "requires_grad", False):
             scaled.register_hook(self._note_scaled)

@@ -1,5 +1,5 @@
-"""A rank's passes when one runs out of memory: what it holds is dropped, and its rows are computed
-in smaller passes.
+"""A rank's pass that runs out of memory: what it holds is dropped, and what it changed is put back,
+so that its rows can be computed in smaller passes. `Passes` in step.py decides when.
 
 The other ranks wait in the sum. Nothing is lost or taken twice: gradients, buffers and random
 numbers are as they were before the pass, but for gradients that are on their way already, which are
@@ -11,21 +11,18 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from ...errors import DeviceError, RequestError
-from ...training.passes import PassLimit, PassQueue
+from ...training.passes import PassLimit
 from ...training.retreat import Retreat, says_out_of_memory
 from ..audit.randomness import RandomState
-from ..rows.structure import each_tensor
 from ..sums.collectives import MeetingError, count_foreign
 from ..sums.exchange import Exchange
-from .loose import LOOSE
 from .part import Part
 
 
@@ -78,10 +75,26 @@ def describe_memory(device: torch.device) -> str:
     )
 
 
-class Passes:
-    """Takes a rank's parts in turn, smaller ones while memory is short.
+@dataclass
+class RunningPass:
+    """The pass that is computed now."""
 
-    `said` is called at each retreat.
+    part: Part
+    state: PassState  # from before it
+    met: int  # collectives of the loop's own before it
+    opened: bool = False  # its backward pass began as `Part.backward` begins one
+    ended: bool = False  # a backward pass of it is over, and can't be undone
+
+    def has_met(self) -> bool:
+        """True if the loop has met other ranks in the pass."""
+        return count_foreign() != self.met
+
+
+class Recovery:
+    """Undoes a rank's passes that run out of memory, and says how many rows may be computed at
+    once.
+
+    `said` is called with each.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
@@ -91,13 +104,7 @@ class Passes:
         # RequestError where parts of so many rows have another gradient than these together
         self.check: Callable[[Part, int], None] | None = None
         self.checked = False
-        self._exchanges: list[Exchange] = []
-        self._state: PassState | None = None
-        self._opened = self._ended = False  # a backward pass of the pass
-        self._given: set[Exchange] = set()  # gradients by earlier passes of the batch
-        self._part: Part | None = None  # that is computed
-        self._before = 0  # collectives of the loop's own before the pass
-        self.meets = False  # there are some in a pass
+        self.meets = False  # the loop meets other ranks in a pass
         self.final = (  # why a pass can't be undone where there is no exchange, and what to do
             "others than evener sum its gradients, as FSDP does",
             "Make a plan with smaller passes: evener balance --micro.",
@@ -111,146 +118,68 @@ class Passes:
         """The sentence to follow an error that ends this process, if memory ran out."""
         return self.advice if is_out_of_memory(error) else ""
 
-    def take(
-        self,
-        parts: Sequence[Part],
-        models: Sequence[Any],
-        exchanges: Sequence[Exchange],
-        begins: bool = True,
-        move: bool = True,
-    ) -> Iterator[Part]:
-        """Each part, on the device for its turn, or its pieces; the models exchange gradients in
-        the last one only.
+    def begin_batch(self) -> None:
+        """A batch begins, before which neighbours may have given memory back."""
+        self.limit.begin_batch(partial(held_by_others, self._device))
 
-        `begins`: they are the first of a batch; without `move`, the caller sends them to the
-        device.
-        """
-        self._exchanges = list(exchanges)
-        self._given = set()
-        if begins:
-            self.limit.begin_batch(partial(held_by_others, self._device))
-        queue = PassQueue([each.rows for each in parts], self.limit)
-        turn = queue.take(self._least())
-        while turn is not None:
-            part = parts[turn.number].at(turn)
-            unsynced = () if turn.last else models
-            yield from self._turn(part, unsynced, self._device if move else None)
-            if part.error:
-                # Unless a failed pass is still being made good, gradients that were sent are whole
-                # for this part's rows alone.
-                queue.retry(all(exchange.held.final is None for exchange in self._exchanges))
-                self._retreat(part)
-                part.computed, part.error = False, ""
-            else:
-                part.check_computed()
-                self._given |= {each for each in self._exchanges if each.has_gradients()}
-                if queue.complete():
-                    self._settle()
-            turn = queue.take(self._least())
-        self._exchanges = []
+    def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
+        """Note what a pass may change, before it begins."""
+        return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
-    def _turn(
-        self, part: Part, unsynced: Sequence[Any], device: torch.device | None
-    ) -> Iterator[Part]:
-        batch, self._opened, self._ended = part.batch, False, False
-        self._state = PassState(self._exchanges, self._constant)
-        part.passes, self._part, self._before = self, part, count_foreign()
-        try:
-            with part:  # its rows may find no room
-                part.batch = each_tensor(
-                    lambda tensor: tensor.to(device, non_blocking=True) if device else tensor, batch
-                )
-            if part.error:
-                return
-            with ExitStack() as stack:
-                if not part.turn.last:
-                    stack.enter_context(LOOSE.no_sync())
-                for model in unsynced:
-                    if hasattr(model, "no_sync"):
-                        stack.enter_context(model.no_sync())
-                yield part
-            self._look_for_meetings(part)
-        finally:
-            part.batch, part.passes, self._part = batch, None, None
-
-    def open(self) -> None:
-        """Prepare for the backward pass of a part."""
-        self._opened = True
-        if self._part is not None:
-            self._look_for_meetings(self._part)
-        dependent = self._state is not None and self._state.is_changed()
-        for exchange in self._exchanges:
-            if exchange in self._given and not exchange.has_gradients():
-                raise RequestError(
-                    "The gradients of the batch's earlier passes are gone.",
-                    "Call zero_grad() before or after all parts of a batch, not in between.",
-                )
-            exchange.open(dependent)
-
-    def close(self) -> None:
-        """Finish after the backward pass of a part."""
-        self._ended = True
-        for exchange in self._exchanges:
-            exchange.close()
-
-    def note_backward(self) -> None:
-        """A loss goes backward; unless the part was opened for it, what it gives can't be
-        undone.
-        """
-        self._ended |= not self._opened
-
-    def _least(self) -> int:
-        """Rows that a pass must have; BatchNorm takes no statistics of one."""
-        return 1 + any(
-            each.training for exchange in self._exchanges for each in exchange.normalizers
-        )
-
-    def _settle(self) -> None:
-        for exchange in self._exchanges:
-            exchange.held.settle()
-        if self._state is not None and self.limit.step == 1:
-            self._constant |= self._state.unchanged()
-
-    def catch(self, error: BaseException) -> str:
+    def catch(
+        self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
+    ) -> str:
         """The error as text if its pass can be computed again: memory ran out, and no backward pass
-        has ended.
+        has ended. DeviceError where memory ran out and others sum the gradients.
         """
-        if not is_out_of_memory(error) or self._ended:
+        if not is_out_of_memory(error) or running.ended:
             return ""
-        if not self._exchanges and self._part is not None:
+        if not exchanges:
             raise DeviceError(
-                f"Rank {self._rank} ran out of memory in a pass of {self._part.rows} rows"
+                f"Rank {self._rank} ran out of memory in a pass of {running.part.rows} rows"
                 f" ({describe_memory(self._device)}), and can't compute it again: {self.final[0]}.",
                 self.final[1],
             ) from None
         return drop_frames(error)
 
-    def _retreat(self, part: Part) -> None:
+    def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
+        """Undo a pass, and have those that follow be smaller, of `least` rows or more; DeviceError
+        where they can't be, or would learn something else.
+        """
         began = time.monotonic()
-        assert self._state is not None
-        for exchange in self._exchanges:
+        part, rows = running.part, running.part.rows
+        for exchange in exchanges:
             exchange.fail()
-        self._state.restore()
-        self._state = None
+        running.state.restore()
         free_memory(self._device)
         SHORT.add(self._device)
         held = describe_memory(self._device)
-        self.limit.count_failure(part.rows, self._least(), held)
+        self.limit.count_failure(rows, least, held)
         if self.meets:
-            raise self._meeting(f"ran out of memory in a pass of {part.rows} rows ({held})")
-        self._check_sum(part)
+            raise self._meeting(f"ran out of memory in a pass of {rows} rows ({held})")
+        self._check_smaller(running)
         others = held_by_others(self._device)
-        smaller = self.limit.halve(part.rows, self._least(), others)
+        smaller = self.limit.halve(rows, least, others)
         seconds = time.monotonic() - began
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
-    def _look_for_meetings(self, part: Part) -> None:
+    def settle(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
+        """All rows are computed that were computed again: gradients that were sent need no care any
+        more.
+        """
+        for exchange in exchanges:
+            exchange.held.settle()
+        if self.limit.step == 1:
+            self._constant |= running.state.unchanged()
+
+    def look_for_meetings(self, running: RunningPass) -> None:
         """Note that the loop has met other ranks in this pass; DeviceError if it is a piece of the
         plan's pass.
         """
-        if count_foreign() == self._before:
+        if not running.has_met():
             return
         self.meets = True
+        part = running.part
         if part.rows < part.turn.planned and not part.error:
             raise self._meeting(
                 f"takes {part.rows} rows at once of a pass of {part.turn.planned}, as memory was "
@@ -268,8 +197,9 @@ class Passes:
             ),
         )
 
-    def _check_sum(self, part: Part) -> None:
+    def _check_smaller(self, running: RunningPass) -> None:
         """DeviceError unless smaller passes learn the same; checked once."""
+        part = running.part
         if self.check is None or self.checked or part.rows < 2:
             return
         for rows in (8, 4, 2):

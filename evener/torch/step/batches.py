@@ -1,24 +1,20 @@
-"""The batches that loaders have given, and which one a forward pass computes.
+"""The batches that loaders have given and loops may still compute, with the rows of each rank.
 
-A loop may take its next batch early, or draw from two loaders: a forward pass computes the batch
-whose tensors, or views of them, it gets. If it gets others, and the batches in use weigh
-differently, it is refused.
+A loop that uses `split.step` or `split.parts` names its batch: that of the loader's step which gave
+it. For one that calls `backward` itself, recognition.py finds it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from ...errors import RequestError
-from ..rows.loader import Epoch, StepListener
-from ..rows.structure import address, tensors_in
-from ..sums.collectives import is_equal_everywhere
+from ..rows.loader import Epoch
+from ..rows.structure import tensors_in
 
 
 class TakenBatch:
@@ -33,22 +29,14 @@ class TakenBatch:
         self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
         self.used = False  # a wrapped model has computed it
 
+    def alive(self) -> list[torch.Tensor]:
+        """Its tensors that the loop still holds."""
+        every = [reference() for reference in self.tensors]
+        return [tensor for tensor in every if tensor is not None]
+
     def is_alive(self) -> bool:
         """True if the loop still holds one of the batch's tensors."""
         return any(tensor() is not None for tensor in self.tensors)
-
-    def count_among(self, inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """How many of these tensors share their memory with one of the batch, and of them those
-        that begin where it does.
-
-        Rows that a data set keeps are in a batch of each epoch, so one of them alone doesn't tell.
-        """
-        every = [reference() for reference in self.tensors]
-        alive = [tensor for tensor in every if tensor is not None]
-        memory = {address(tensor) for tensor in alive} - {0}
-        places = {_place(tensor) for tensor in alive}
-        shared = [tensor for tensor in inputs if address(tensor) in memory]
-        return len(shared), sum(_place(tensor) in places for tensor in shared)
 
     def weighs_as(self, other: TakenBatch) -> bool:
         """True if every rank has the same part of both batches."""
@@ -66,12 +54,18 @@ class TakenBatch:
         )
 
 
-def _place(tensor: torch.Tensor) -> Any:
-    """Where a tensor's first element lies; its id where it has no storage (a sparse one)."""
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
+# Of some batches those that data are of, the most likely ones alone; none where it can't be told.
+Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
+
+
+def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
+    """The batches of which a loop has handed over most tensors: those that the loader gave."""
+    given = set(map(id, tensors_in(data)))
+    counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
+    most = max(counts, default=0)
+    if not most:
+        return []
+    return [batch for batch, count in zip(batches, counts, strict=True) if count == most]
 
 
 class BatchTracker:
@@ -117,9 +111,7 @@ class BatchTracker:
         self._only = None
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
-        trained = [each for each in self._epochs if each.training]
-        kept = [each for each in trained if each is origin or each.batches[-1].is_alive()]
-        self._epochs = [each for each in self._epochs if each.open or each in kept]
+        self._epochs = [each for each in self._epochs if each.open or _is_kept(each, origin)]
         if self.current is not None and self.current.origin is origin:
             left = [each.batches[-1] for each in self._epochs if each.open]
             self.current = left[-1] if left else None
@@ -129,18 +121,18 @@ class BatchTracker:
         """True if a loop may still use a batch of a training loader."""
         return any(each.training and each.may_be_computed() for each in self._epochs)
 
-    def find(self, inputs: Any, training: bool) -> TakenBatch | None:
-        """The batch that a model's inputs are of; `training`: the model is in training mode.
+    def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
+        """The batch that these data are of; `training`: the model is in training mode.
 
         None if no loader has handed one out; RequestError if it could be one of several that weigh
         differently.
         """
         found = self._only
         if found is None:
-            epochs = self._candidates(training)
+            epochs = self._list_candidates(training)
             if not epochs:
                 return None
-            found = None if _weigh_the_same(epochs) else self._match(inputs, epochs)
+            found = None if _weigh_the_same(epochs) else self._choose(data, epochs, match)
             if found is None:
                 for each in epochs:
                     each.batches[-1].used = True
@@ -149,44 +141,37 @@ class BatchTracker:
         self.current = self.last = found
         return found
 
-    def _candidates(self, training: bool) -> list[Epoch]:
-        """Open epochs of training; a validation's where the model validates; else the epoch that
-        ended last.
+    def _list_candidates(self, training: bool) -> list[Epoch]:
+        """The epochs of which a batch may be computed now: open ones of training; a validation's
+        where the model validates; else the epoch that ended last.
         """
         epochs = [each for each in self._epochs if each.may_be_computed()]
-        if not epochs or epochs[-1] is self._manual or not (training or epochs[-1].training):
-            return epochs[-1:]
+        if not epochs:
+            return []
+        newest = epochs[-1]
+        validates = not training and not newest.training
+        if validates or newest is self._manual:
+            return [newest]
         trained = [each for each in epochs if each.training]
         running = [each for each in trained if each.open]
         if not running:
-            return trained or epochs[-1:]
+            return trained or [newest]
         if any(each.batches[-1].number for each in running):
             return running
+        # All are at their first batch, which a loop may take before it computes the last one of
+        # the epoch before.
         return [each for each in trained if each.open or each.leaves_one()]
 
-    def _find_holders(self, inputs: Sequence[torch.Tensor]) -> list[TakenBatch]:
-        """The batches that have most of these tensors, without those that were computed already if
-        one of them wasn't.
+    def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
+        """The batch that the data match, or None if only each epoch's newest comes into
+        question.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
-        counts = [batch.count_among(inputs) for batch in every]
-        most = max(counts, default=(0, 0))
-        if not most[0]:
-            return []
-        pairs = zip(every, counts, strict=True)
-        found = [batch for batch, count in pairs if count == most]
-        return [batch for batch in found if not batch.used] or found
-
-    def _match(self, inputs: Any, epochs: Sequence[Epoch]) -> TakenBatch | None:
-        """The batch whose tensors are among the inputs, or None if only each epoch's newest comes
-        into question.
-        """
-        matched = self._find_holders(tensors_in(inputs))
+        matched = match(data, every)
+        matched = [batch for batch in matched if not batch.used] or matched
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
-        possible = matched
-        if not matched:
-            possible = [batch for each in epochs for batch in _list_waiting(each)]
+        possible = matched or [batch for each in epochs for batch in _list_waiting(each)]
         newest = possible[-1]
         one_each = len(possible) == len(epochs) or newest.origin.tail is None
         if one_each and all(batch.mixes_with(newest) for batch in possible):
@@ -197,6 +182,11 @@ class BatchTracker:
             "Take the next batch after backward(), give the model the loader's own tensors, "
             "or use drop_last=True in each split.loader, and no rebalance=True.",
         )
+
+
+def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
+    """True if a batch of an epoch that is over may be computed yet."""
+    return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
@@ -225,52 +215,3 @@ def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
     return newest.origin.tail is None or all(
         batch.used for each in epochs for batch in each.batches[:-1]
     )
-
-
-@dataclass
-class Steps(StepListener):
-    """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed
-    or reported.
-    """
-
-    training: Any
-    trains: bool
-
-    def compare(self, digest: int) -> None:
-        """RequestError if the ranks would take rows twice, or wait for each other forever."""
-        if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
-            raise RequestError(
-                "The ranks drew different orders of rows from order=, or were given different "
-                "lengths=.",
-                (
-                    "Draw from PyTorch's random numbers, or give a function of the epoch that "
-                    "seeds its own."
-                ),
-            )
-
-    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Begin a batch that the loop gets."""
-        training, weights = self.training, self.training.weights
-        weights.take(origin, sizes, batch)
-        if not self.trains:
-            training.timer.note_validation()
-            return
-        weights.note_lengths(batch)
-        weights.is_loops = True
-        training.audits.watch_loop(batch)
-        training.timer.begin(sizes)
-        if training.audits.is_due:
-            training.timer.disturb()
-
-    def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Report a batch that the loop is done with."""
-        if self.trains:
-            self.training.report(sizes[self.training.rank], tokens)
-            self.training.end()
-
-    def end(self, origin: Epoch) -> None:
-        """An epoch is over, or left."""
-        if self.trains:
-            self.training.audits.close()
-            self.training.timer.pause()
-        self.training.weights.end(origin)

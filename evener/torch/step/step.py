@@ -1,0 +1,284 @@
+"""One step of a rank, from the batch that its loader gives to the sum of gradients over the ranks.
+Read this file first.
+
+A step trains one global batch of N rows, of which rank i computes n_i. What is learned is the
+gradient of the mean over all of them:
+
+    sum over the ranks of  (n_i / N) * (the gradient of the mean over rank i's rows)
+
+and what happens to a rank's rows on the way there, in order:
+
+    loader       gives them, and says how many rows each rank has          `LoaderSteps.begin`
+      |
+    passes       one or several, as memory holds them, with their weights  `take_parts`
+      |
+      +--> pass    forward and backward of some rows; their gradients add  `Passes.take`
+      |    |       up on this rank
+      |    fails   out of memory: undone, and again in smaller passes      recovery.py
+      |
+    last pass
+      | weight     its backward pass begins: gradients get n_i / N         weights.py
+      | exchange   a bucket of gradients is sent once it is complete       sums/exchange.py
+      |
+    gradients    are the global batch's on every rank; the loop's optimizer steps
+      |
+    loader       is asked for the next batch: shares may change            `LoaderSteps.done`
+
+A loop goes this way by `split.step(batch, loss)` or `split.parts(batch)`, and says with them which
+batch it computes. transformers' Trainer and Lightning make parts of their own, whose losses they
+weight themselves, and hand them to `Passes.take`. A loop that calls `loss.backward()` itself has
+one pass, which can't be computed again; which batch that is of is recognized (recognition.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import RequestError
+from ...training.passes import PassQueue
+from ...training.retreat import Retreat
+from ..rows.loader import Epoch, StepListener
+from ..rows.structure import each_tensor
+from ..sums.collectives import is_equal_everywhere
+from ..sums.exchange import Exchange
+from .batches import TakenBatch
+from .loose import LOOSE
+from .part import OfPart, Part, make_parts, weigh_by_count
+from .recovery import Recovery, RunningPass
+
+
+@dataclass
+class LoaderSteps(StepListener):
+    """Begins a step with each batch of a loader, and ends it when the loop asks for the next one.
+
+    The steps of a validation aren't timed or reported.
+    """
+
+    training: Any
+    trains: bool
+
+    def compare(self, digest: int) -> None:
+        """RequestError if the ranks would take rows twice, or wait for each other forever."""
+        if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
+            raise RequestError(
+                "The ranks drew different orders of rows from order=, or were given different "
+                "lengths=.",
+                (
+                    "Draw from PyTorch's random numbers, or give a function of the epoch that "
+                    "seeds its own."
+                ),
+            )
+
+    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
+        """The loop gets a batch, of which the ranks have `sizes` rows."""
+        training, weights = self.training, self.training.weights
+        weights.take(origin, sizes, batch)
+        if not self.trains:
+            training.timer.note_validation()
+            return
+        weights.note_lengths(batch)
+        weights.is_loops = True
+        training.audits.watch_loop(batch)
+        training.timer.begin(sizes)
+        if training.audits.is_due:
+            training.timer.disturb()
+
+    def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
+        """The loop asks for the next batch: report this one, after which shares may change."""
+        if self.trains:
+            self.training.report(sizes[self.training.rank], tokens)
+            self.training.end()
+
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over, or left."""
+        if self.trains:
+            self.training.audits.close()
+            self.training.timer.pause()
+        self.training.weights.end(origin)
+
+
+def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
+    """Forward and backward of a batch in the passes of the plan, for `PlannedTraining.step`; this
+    rank's mean loss.
+    """
+    recovery: Recovery = training.passes.recovery
+    recovery.check = partial(training.audits.audit_part, compute)
+    total: Any = 0.0
+    for part in take_parts(training, batch, count):
+        with part:
+            total = total + part.backward(compute(part))
+    recovery.check = None
+    return total
+
+
+def take_parts(
+    training: Any, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
+) -> Generator[Part]:
+    """The passes of a batch for a loop to compute, for `PlannedTraining.parts`."""
+    weights = training.weights
+    taken = weights.open_parts(batch)
+    try:
+        parts = _divide(training, batch, taken)
+        if count is not None:
+            weigh_by_count(parts, count, taken.sizes, training.rank, training.add_up)
+        exchanging = weights.list_models(models, taken)
+        yield from training.passes.take(parts, exchanging, weights.list_exchanges())
+    finally:
+        weights.in_parts = None
+
+
+def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
+    """The rank's rows in as many passes as the plan says, each with its part of their mean."""
+    weights = training.weights
+    rows = taken.sizes[training.rank]
+    most = max(1, rows) if taken.origin.dealt else training.ranks.micros[training.rank]
+    scale = weights.scale if weights.by_loss else _same
+    return make_parts(batch, rows, most, scale, weights.count_equal_passes(taken))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Passes:
+    """Computes the passes of a rank's batches one after the other, for every trainer; one that runs
+    out of memory again, in smaller ones.
+
+    `said` is called with each pass that ran out of memory.
+    """
+
+    def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
+        self._device = device
+        self.recovery = Recovery(rank, device, said)
+        self._exchanges: list[Exchange] = []  # of the batch's gradients
+        self._given: set[Exchange] = set()  # that have gradients of earlier passes of the batch
+        self._running: RunningPass | None = None
+
+    def take(
+        self,
+        parts: Sequence[Part],
+        models: Sequence[Any],
+        exchanges: Sequence[Exchange],
+        begins: bool = True,
+        move: bool = True,
+    ) -> Iterator[Part]:
+        """Each part of a batch, or its pieces, in turn; the `models` exchange gradients in the last
+        one only.
+
+        The consumer computes a part in `with part:` and calls `part.backward`. Without `exchanges`
+        evener doesn't sum the gradients, and a pass can't be computed again. `begins`: they are the
+        first parts of a batch; with `move`, a part is on the device for its turn.
+        """
+        recovery = self.recovery
+        self._exchanges = list(exchanges)
+        self._given = set()
+        if begins:
+            recovery.begin_batch()
+        queue = PassQueue([each.rows for each in parts], recovery.limit)
+        turn = queue.take(self._least_rows())
+        while turn is not None:
+            part = parts[turn.number].at(turn)
+            yield from self._compute(part, () if turn.last else models, move)
+            assert self._running is not None
+            if part.error:
+                self._retry(self._running, queue)
+            else:
+                self._complete(self._running, queue)
+            turn = queue.take(self._least_rows())
+        self._exchanges, self._running = [], None
+
+    def _compute(self, part: Part, unsynced: Sequence[Any], move: bool) -> Iterator[Part]:
+        """Have the consumer compute a part, on the device, without an exchange of the `unsynced`
+        models; `part.error` says afterwards whether memory ran out.
+        """
+        batch = part.batch
+        running = self._running = self.recovery.open(part, self._exchanges)
+        part.passes = self
+        try:
+            with part:  # its rows may find no room
+                # A copy of the structure, which the program may change.
+                part.batch = each_tensor(self._send if move else _same, batch)
+            if part.error:
+                return
+            with ExitStack() as stack:
+                if not part.turn.last:
+                    stack.enter_context(LOOSE.no_sync())
+                for model in unsynced:
+                    if hasattr(model, "no_sync"):
+                        stack.enter_context(model.no_sync())
+                yield part
+            self.recovery.look_for_meetings(running)
+        finally:
+            part.batch, part.passes = batch, None
+
+    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+    # -- a pass's own backward pass; Part.backward calls these, or the trainer's adapter
+
+    def open(self) -> None:
+        """Prepare for the backward pass of the part that runs."""
+        running = self._running
+        if running is not None:
+            running.opened = True
+            self.recovery.look_for_meetings(running)
+        dependent = running is not None and running.state.is_changed()
+        for exchange in self._exchanges:
+            if exchange in self._given and not exchange.has_gradients():
+                raise RequestError(
+                    "The gradients of the batch's earlier passes are gone.",
+                    "Call zero_grad() before or after all parts of a batch, not in between.",
+                )
+            exchange.open(dependent)
+
+    def close(self) -> None:
+        """Finish after the backward pass of the part that runs."""
+        if self._running is not None:
+            self._running.ended = True
+        for exchange in self._exchanges:
+            exchange.close()
+
+    def note_backward(self) -> None:
+        """A loss goes backward; unless the part was opened for it, what it gives can't be
+        undone.
+        """
+        if self._running is not None and not self._running.opened:
+            self._running.ended = True
+
+    def catch(self, error: BaseException) -> str:
+        """The error as text if the part that runs can be computed again; else empty."""
+        running = self._running
+        return "" if running is None else self.recovery.catch(error, running, self._exchanges)
+
+    # -- after a pass
+
+    def _complete(self, running: RunningPass, queue: PassQueue) -> None:
+        """Gradients of this pass stay."""
+        running.part.check_computed()
+        for exchange in self._exchanges:
+            if exchange.has_gradients():
+                self._given.add(exchange)
+        if queue.complete():
+            self.recovery.settle(running, self._exchanges)
+
+    def _retry(self, running: RunningPass, queue: PassQueue) -> None:
+        """Undo a pass that ran out of memory, and have its rows come again in smaller ones."""
+        # Unless a failed pass is still being made good, gradients that were sent are whole for the
+        # rows of this one alone.
+        queue.retry(all(exchange.held.final is None for exchange in self._exchanges))
+        self.recovery.undo(running, self._exchanges, self._least_rows())
+        running.part.computed, running.part.error = False, ""
+
+    def _least_rows(self) -> int:
+        """Rows that a pass must have; BatchNorm takes no statistics of one."""
+        for exchange in self._exchanges:
+            if any(each.training for each in exchange.normalizers):
+                return 2
+        return 1
