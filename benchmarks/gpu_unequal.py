@@ -18,7 +18,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +31,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_bench import mps_daemon
+from evener.plan.file import load_plan
 from evener.plan.solver import solve_shares
 from evener.shares.curves import Curve
 
@@ -207,7 +207,7 @@ class Bench:
             with contextlib.suppress(OSError, ValueError):
                 ranks.append(json.loads((folder / f"{rank}.json").read_text()))
         said = [line for line in log.splitlines() if "evener" in line or "->" in line]
-        table = _read_table(log)
+        table = _read_table(folder / "state")
         found: dict[str, Any] = {"table": table, "said": said[-12:]}
         if not ranks or len(ranks[0]["ends"]) <= LAST // 2:
             return {**found, "failed": log[-1500:]}
@@ -255,19 +255,24 @@ def _draw_line(seen: dict[str, Any]) -> Curve:
     return Curve((0.0,), (after - slope * more,), max(slope, 1e-9))
 
 
-def _read_table(log: str) -> list[dict[str, Any]]:
-    """The devices, shares and own work in the table at the end."""
-    line = re.compile(r"\(((?:GPU|cpu)-[^)\s]+)\)\s+(\d+)\s+([\d. ]+) ms\s+(\d+)\s+([\d. ]+) ms")
-    return [
-        {
-            "device": device,
-            "first": int(first),
-            "first_ms": float(first_ms.replace(" ", "")),
-            "last": int(last),
-            "last_ms": float(last_ms.replace(" ", "")),
-        }
-        for device, first, first_ms, last, last_ms in line.findall(log)
-    ]
+def _read_table(state: Path) -> list[dict[str, Any]]:
+    """The devices, shares and own work that the training's summary and its plan have."""
+    for path in sorted(state.glob("evener/runs/*/summary.json")):
+        first = json.loads(path.read_text())["first"]
+        plan = path.with_name("plan.toml")
+        if first is None or not plan.exists():
+            continue
+        return [
+            {
+                "device": share.device,
+                "first": first["shares"][rank],
+                "first_ms": 1e3 * first["own_work_s"][rank],
+                "last": share.batch,
+                "last_ms": 1e3 * first["last_own_work_s"][rank],
+            }
+            for rank, share in enumerate(load_plan(plan).layout.active)
+        ]
+    return []
 
 
 def _read_changes(state: Path) -> Iterator[str]:

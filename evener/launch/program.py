@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from evener.balancer.number_format import milliseconds, percent, rate
 from evener.devices.discover import discover
 from evener.devices.registry import find_backend, import_path
 from evener.devices.terms import write_limit
@@ -25,12 +24,12 @@ from evener.workloads.user_code import script_framework
 
 from ..errors import DeviceError, EvenerError, RequestError
 from ..plan.file import Plan, Share, load_plan, make_layout, parse_plan
-from ..printable import align
 from ..program.notes import ProgramSettings, RankNote, SharesOrigin
 from ..system.files import runs_folder, write_atomically
 from ..system.signals import end_with_parent
 from ..training.launched import PROGRAM, PROGRAM_COMMAND, RUN
-from ..training.step_record import StepFigures, compare
+from ..training.step_record import compare
+from .summary import FirstShares
 
 PLAN_FILE = "plan.toml"  # beside the journal of a program's training
 SAVED_FILE = "saved_shares.json"  # beside that plan
@@ -297,64 +296,30 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
     return path
 
 
-def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
-    """A table of each device's share and own work, first and last, then samples/s and what else
-    happened.
+def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
+    """The first shares beside the last ones, by what every rank saw; None where a rank saw too
+    little.
     """
-    known = [
-        (note, note.first, note.last)
-        for note in notes
-        if note.first is not None and note.last is not None
-    ]
-    if not known or known[0][0].rank:
-        return []
-    labels = {share.device: f"{share.name} ({share.device})" for share in plan.layout.active}
-    rows = [("device", "share", "own work", "share at the end", "own work at the end")]
-    for note, first, last in known:
-        label = labels.get(note.device, note.device)
-        rows.append((label, *_cells(note.rank, first), *_cells(note.rank, last)))
-    firsts = [first for _, first, _ in known]
-    lasts = [last for _, _, last in known]
-    lines = [*align(rows, 1), _describe_rates(firsts, lasts, known[0][0].changes)]
+    first = [note.first for note in notes if note.first is not None]
+    last = [note.last for note in notes if note.last is not None]
+    if not first or len(first) < len(notes) or len(last) < len(notes):
+        return None
+    shares, step_s = first[0].shares, first[0].step_s
+    return FirstShares(
+        shares=shares,
+        own_work_s=tuple(each.own_work_s for each in first),
+        last_own_work_s=tuple(each.own_work_s for each in last),
+        samples_per_second=sum(shares) / step_s if step_s else 0.0,
+        changes=notes[0].changes,
+        compared=compare(first, last),
+    )
+
+
+def list_events(notes: Sequence[RankNote]) -> list[str]:
+    """What else happened: passes that ran out of memory, and the gradient's noise."""
     retreats = sum(note.retreats for note in notes)
+    lines = [notes[0].noise] if notes and notes[0].noise else []
     if retreats:
-        lines.append(
-            f"passes that ran out of memory and were computed again in smaller ones: {retreats}"
-        )
-    lines.append(notes[0].noise)
-    return [line for line in lines if line]
-
-
-def _describe_rates(first: Sequence[StepFigures], last: Sequence[StepFigures], changes: int) -> str:
-    """Samples/s at the end and at first, and a gain where it is clear; empty where they aren't
-    known.
-    """
-    if not (first[0].step_s and last[0].step_s):
-        return ""
-    before, after = (rate(sum(each[0].shares) / each[0].step_s) for each in (first, last))
-    found = compare(first, last)
-    shares = first[0].shares
-    was = "even" if len(set(shares)) == 1 else "+".join(map(str, shares))
-    times = "once" if changes == 1 else f"{changes} times"
-    moved = f" (shares changed {times})" if changes else ""
-    match found.outcome:
-        case "same shares":
-            return f"{after} samples/s at the end{moved}"
-        case "not comparable":
-            return (
-                f"{after} samples/s at the end, not comparable with the {before} at first: the "
-                f"devices' speed changed{moved}"
-            )
-        case "faster" | "slower":
-            error = percent((found.high - found.low) / 2)
-            word = "more" if found.gain > 0 else "fewer"
-            gain = f"{percent(abs(found.gain))} {word} (± {error})"
-        case _:
-            gain = "no clear difference"
-    return f"{after} samples/s at the end, {before} at first ({was}): {gain}"
-
-
-def _cells(rank: int, figures: StepFigures) -> tuple[str, str]:
-    """A rank's share and its own work, as a row of the table shows them."""
-    own_work = milliseconds(figures.own_work_s) if figures.own_work_s else "?"
-    return str(figures.shares[rank]), own_work
+        text = "passes that ran out of memory and were computed again in smaller ones"
+        lines.insert(0, f"{text}: {retreats}")
+    return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,7 @@ from ..printable import plain
 from ..system.files import runs_folder, write_atomically
 from ..training.limits import LimitKind, TrainingLimit
 from ..training.step_limits import MeasuredRank, judge_training
+from ..training.step_record import Comparison
 from ..training.step_sums import RankStep
 
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in a training's run
@@ -68,6 +69,17 @@ class RankSummary(msgspec.Struct, frozen=True):
     memory_of_bytes: int  # that there are
 
 
+class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
+    """The shares that a training began with, beside those at its end; 0 for what isn't known."""
+
+    shares: tuple[int, ...]  # of every rank
+    own_work_s: tuple[float, ...]  # medians of a step by these shares
+    last_own_work_s: tuple[float, ...]  # the same at the end
+    samples_per_second: float  # 0: unknown
+    changes: int  # until the last ones
+    compared: Comparison  # the steps by the last shares with those by the first
+
+
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A training from its fourth step on; 0 for what isn't known."""
 
@@ -84,6 +96,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSummary, ...]
     missing_ranks: int  # of other hosts, or that left no record
     changes: tuple[ShareChange, ...]
+    first: FirstShares | None = None  # None: shares weren't compared
 
     @property
     def is_short(self) -> bool:
@@ -116,6 +129,7 @@ def summarize_training(
     labels: Mapping[str, str],
     plan_samples_per_second: float = 0.0,
     takers: str = "",
+    first: FirstShares | None = None,
 ) -> TrainingSummary | None:
     """The summary of a training that left these records; None where it left none.
 
@@ -124,17 +138,12 @@ def summarize_training(
     """
     if not records:
         return None
-    placed = [(record, live) for record in records for live in record.devices]
-    names = [_name(record, live.id, labels) for record, live in placed]
-    measured = [
-        _measure(record, live, name) for (record, live), name in zip(placed, names, strict=True)
-    ]
+    placed = [_place(record, live, labels) for record in records for live in record.devices]
     missing = max(0, max(record.world for record in records) - len(records))
-    judged = judge_training(measured, whole=not missing, takers=takers)
+    judged = judge_training([rank.measured for rank in placed], not missing, takers)
     steps = judged.steps or (None,) * len(placed)
     counted = max(records, key=lambda each: each.counted_steps)
-    timed = [each for each in records if each.counted_seconds]
-    speed = sum(each.counted_samples / each.counted_seconds for each in timed)
+    speed = sum(map(_speed, records))
     plan = max(each.plan_samples_per_second for each in records) or plan_samples_per_second
     return TrainingSummary(
         run=run,
@@ -146,16 +155,35 @@ def summarize_training(
         of_plan=speed / plan if plan and not missing else 0.0,
         step_s=judged.step_s,
         limits=judged.limits,
-        parts_known=any(each.sums.steps for each in measured),
-        ranks=tuple(
-            RankSummary(
-                name, live.batch, live.micro, step, record.memory_bytes, record.memory_of_bytes
-            )
-            for (record, live), name, step in zip(placed, names, steps, strict=True)
-        ),
+        parts_known=any(rank.measured.sums.steps for rank in placed),
+        ranks=tuple(rank.summarize(step) for rank, step in zip(placed, steps, strict=True)),
         missing_ranks=missing,
         changes=max((each.changes for each in records), key=len),
+        first=first,
     )
+
+
+class _PlacedRank(NamedTuple):
+    """A device of a rank's record, with its figures."""
+
+    record: LiveRecord
+    live: LiveDevice
+    measured: MeasuredRank
+
+    def summarize(self, step: RankStep | None) -> RankSummary:
+        """The device, whose mean step is in five parts."""
+        live, record = self.live, self.record
+        memory = record.memory_bytes, record.memory_of_bytes
+        return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
+
+
+def _place(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _PlacedRank:
+    return _PlacedRank(record, live, _measure(record, live, _name(record, live.id, labels)))
+
+
+def _speed(record: LiveRecord) -> float:
+    """A rank's samples/s of all counted steps; 0 where there are none."""
+    return record.counted_samples / record.counted_seconds if record.counted_seconds else 0.0
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
@@ -175,7 +203,7 @@ def describe_summary(summary: TrainingSummary) -> list[str]:
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
         few = f"{steps} after the first ones, too few for figures: {FEWEST_STEPS} are needed"
-        return [few, *_describe_record(summary)]
+        return [few, *_describe_ranks(summary), *_describe_record(summary)]
     lines = [_describe_speed(summary), _describe_limits(summary), _describe_remedies(summary)]
     return [*filter(None, lines), *_describe_ranks(summary), *_describe_record(summary)]
 
@@ -224,18 +252,52 @@ def _write_gain(gain: float) -> str:
 
 
 def _describe_ranks(summary: TrainingSummary) -> list[str]:
-    shares = ", ".join(
-        f"{write_share(each.share, each.micro)} on {each.device}" for each in summary.ranks
-    )
-    times = len(summary.changes)
-    before = ""
-    if times:
-        first = "+".join(map(str, summary.changes[0].before))
-        before = f"; {first} before, changed {'once' if times == 1 else f'{times} times or more'}"
-    missing = f"; {summary.missing_ranks} ranks aren't seen here" if summary.missing_ranks else ""
     held = [_describe_memory(each) for each in summary.ranks if each.memory_bytes]
     memory = [f"memory: {', '.join(held)}"] if held else []
-    return [f"shares: {shares}{before}{missing}", *memory] if summary.ranks else memory
+    if not summary.ranks:
+        return memory
+    shares = ", ".join(map(_describe_share, summary.ranks))
+    missing = f"; {summary.missing_ranks} ranks aren't seen here" if summary.missing_ranks else ""
+    return [f"shares: {shares}{_describe_changes(summary)}{missing}", *memory]
+
+
+def _describe_share(rank: RankSummary) -> str:
+    """48 on GPU:1 (60 ms of own work)."""
+    own_s = rank.step.own_work_s if rank.step is not None else 0.0
+    own = f" ({milliseconds(own_s)} of own work)" if own_s else ""
+    return f"{write_share(rank.share, rank.micro)} on {rank.device}{own}"
+
+
+def _describe_changes(summary: TrainingSummary) -> str:
+    """The first shares, how often they changed, and the gain of the last ones where it is clear."""
+    first = summary.first
+    if first is None:
+        times = len(summary.changes)
+        if not times:
+            return ""
+        before = "+".join(map(str, summary.changes[0].before))
+        return f"; {before} at first, changed {'once' if times == 1 else f'{times} times or more'}"
+    if not first.changes:
+        return ""
+    is_even = len(set(first.shares)) == 1
+    shares = "even" if is_even else "+".join(map(str, first.shares))
+    speed = f", {rate(first.samples_per_second)} samples/s" if first.samples_per_second else ""
+    often = "once" if first.changes == 1 else f"{first.changes} times"
+    return f"; {shares} at first{speed}; changed {often}{_describe_gain(first.compared)}"
+
+
+def _describe_gain(compared: Comparison) -> str:
+    match compared.outcome:
+        case "faster" | "slower":
+            error = percent((compared.high - compared.low) / 2)
+            word = "more" if compared.gain > 0 else "fewer"
+            return f": {percent(abs(compared.gain))} {word} samples/s at the end (± {error})"
+        case "not comparable":
+            return ": not comparable, as the devices' speed changed"
+        case "unclear":
+            return ": no clear difference"
+        case _:
+            return ": the same shares again"
 
 
 def _describe_memory(rank: RankSummary) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.launch.program import compare_shares
 from evener.launch.summary import (
     FEWEST_STEPS,
     describe_summary,
@@ -22,8 +23,10 @@ from evener.launch.summary import (
     summarize_training,
 )
 from evener.live.files import LiveDevice, LiveRecord
+from evener.program.notes import RankNote
 from evener.system.files import runs_folder
 from evener.training.limits import LimitKind
+from evener.training.step_record import StepFigures
 from evener.training.step_sums import StepSums
 from evener.tui.cli.main import run
 from tests.support.launched_plan import plan
@@ -83,12 +86,51 @@ def test_a_training_is_told_in_six_lines() -> None:
     assert "6 GiB of 24 GiB (25 %) on GPU:1" in memory
 
 
+@pytest.mark.parametrize(
+    ("last", "steps", "said"),
+    [
+        ((6, 2), (0.4, 0.3), "even at first, 20.00 samples/s; changed 4 times: 33 % more"),
+        ((6, 2), (0.4, 0.395), "changed 4 times: no clear difference"),
+        ((4, 4), (0.4, 0.2), "not comparable, as the devices' speed changed"),
+        ((4, 4), (0.4, 0.4), "the same shares again"),
+    ],
+)
+def test_a_gain_is_claimed_where_shares_made_it(
+    last: tuple[int, int], steps: tuple[float, float], said: str
+) -> None:
+    """Not where the shares are the same again, and the devices only got faster."""
+    moved = last != (4, 4)
+    own = [(0.1, steps[1]), (steps[0], steps[0] / 2 if moved else steps[1])]
+    notes = [
+        RankNote(
+            rank,
+            f"cpu-{rank}-of-2",
+            "",
+            first=StepFigures((4, 4), own[rank][0], steps[0], 0.004),
+            last=StepFigures(last, own[rank][1], steps[1], 0.003),
+            changes=4,
+        )
+        for rank in (0, 1)
+    ]
+    first = compare_shares(notes)
+    assert first is not None
+    assert first.last_own_work_s == tuple(each for _, each in own)
+    records = [make_record(rank) for rank in range(2)]
+    summary = summarize_training(records, "run", "finished", LABELS, first=first)
+    assert summary is not None
+    (line,) = (each for each in describe_summary(summary) if each.startswith("shares: "))
+    assert said in line
+    assert compare_shares([notes[0], msgspec.structs.replace(notes[1], last=None)]) is None
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=type(summary)) == summary
+
+
 def test_of_few_steps_nothing_is_concluded() -> None:
     records = [make_record(rank, counted_steps=FEWEST_STEPS - 1) for rank in range(2)]
     summary = summarize_training(records, "run", "finished", LABELS)
     assert summary is not None
-    (line,) = describe_summary(summary)
-    assert "too few" in line
+    few, shares, _ = describe_summary(summary)
+    assert "too few" in few
+    assert "64 = 2 × 32 on GPU:0" in shares
 
 
 def test_a_rank_that_left_no_record_is_missing_and_so_is_the_plan_s_part() -> None:

@@ -25,9 +25,8 @@ from evener.launch.program import (
     read_command,
     read_notes,
     save_plan,
-    summarize,
 )
-from evener.plan.file import load_plan, parse_plan
+from evener.plan.file import load_plan
 from evener.program.notes import RankNote, SharesOrigin, say
 from evener.system.files import runs_folder
 from evener.training.step_record import StepFigures
@@ -333,38 +332,6 @@ def test_the_last_shares_are_taken_again() -> None:
             msgspec.structs.replace(free.plan, workload=unlike.identity)
         )
     assert choose_plan(None, "cpu:0", small).plan.layout.batches == (1,)
-
-
-@pytest.mark.parametrize(
-    ("last", "steps", "said"),
-    [
-        ((6, 2), (0.4, 0.3), "at the end, 20.00 at first (even): 33 % more (±"),
-        ((6, 2), (0.4, 0.395), "at the end, 20.00 at first (even): no clear difference"),
-        ((4, 4), (0.4, 0.2), "not comparable with the 20.00 at first: the devices' speed changed"),
-        ((4, 4), (0.4, 0.4), "20.00 samples/s at the end (shares changed 4 times)"),
-    ],
-)
-def test_a_gain_is_claimed_where_shares_made_it(
-    last: tuple[int, int], steps: tuple[float, float], said: str
-) -> None:
-    """Not where the shares are the same again, and the devices only got faster."""
-    plan = parse_plan(UNEVEN.encode())
-    moved = last != (4, 4)
-    own = [(0.1, steps[1]), (steps[0], steps[0] / 2 if moved else steps[1])]
-    notes = [
-        RankNote(
-            rank,
-            f"cpu-{rank}-of-2",
-            "",
-            first=StepFigures((4, 4), own[rank][0], steps[0], 0.004),
-            last=StepFigures(last, own[rank][1], steps[1], 0.003),
-            changes=4,
-        )
-        for rank in (0, 1)
-    ]
-    lines = summarize(plan, notes)
-    assert said in lines[-1]
-    assert msgspec.json.decode(msgspec.json.encode(notes), type=list[RankNote]) == notes
 
 
 @two_cores

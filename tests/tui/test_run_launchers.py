@@ -80,7 +80,7 @@ def test_processes_that_a_program_starts_train_by_shares(start: Start, tmp_path:
     assert first["weights"] == second["weights"]
     assert first["RANK"] is None  # as without evener
     assert errors.count("6+2 = 8 rows a step") == 1
-    assert "share at the end" in errors
+    assert "shares: 6 on CPU:0" in errors
 
 
 @two_cores

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -21,12 +22,13 @@ from evener.launch.guard import GuardedTraining, start_guard
 from evener.launch.job import HostJob, find_imports, make_job
 from evener.launch.program import (
     choose_plan,
+    compare_shares,
+    list_events,
     measure_plan,
     read_command,
     read_notes,
     save_plan,
     set_environment,
-    summarize,
 )
 from evener.launch.summary import (
     End,
@@ -38,7 +40,7 @@ from evener.launch.summary import (
 from evener.plan.file import Plan
 from evener.plan.use import OPTION, describe_unused, is_used
 from evener.printable import plain, say
-from evener.program.notes import ProgramSettings
+from evener.program.notes import ProgramSettings, RankNote
 from evener.system.taken_cores import ProcessUse, look_at_processes, name_takers
 
 from ..text.formatting import json_text
@@ -163,7 +165,12 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
 
 
 def _say_summary(
-    job: HostJob, guard: GuardedTraining, before: ProcessUse, code: int, as_json: bool
+    job: HostJob,
+    guard: GuardedTraining,
+    before: ProcessUse,
+    code: int,
+    as_json: bool,
+    notes: Sequence[RankNote] = (),
 ) -> None:
     """Print what the training was like, where it reported steps, and keep that in its run;
     `before` is a look at all processes as it began.
@@ -176,7 +183,8 @@ def _say_summary(
     planned = job.plan.throughput.samples_per_second
     records = read_records(guard.folder / RECORDS_FOLDER)
     takers = name_takers(before, look_at_processes(), os.getpid(), 0.0)
-    summary = summarize_training(records, guard.run, end, labels, planned, takers)
+    first = compare_shares(notes)
+    summary = summarize_training(records, guard.run, end, labels, planned, takers, first)
     if summary is None:
         return
     keep_summary(summary)
@@ -281,8 +289,8 @@ def run(
         before = look_at_processes()
         code = _train(job, guard, read.name, _write_start(job), max_restarts)
         left = read_notes(notes)
-        say(*summarize(chosen.plan, left))
-        _say_summary(job, guard, before, code, as_json)
+        say(*list_events(left))
+        _say_summary(job, guard, before, code, as_json, left)
         has_new_shares = len(job.processes) > 1 and (balance or not chosen.given)
         saved = None
         if has_new_shares and not code:
