@@ -24,7 +24,7 @@ from evener.devices.types import HostSample, Snapshot
 from evener.tui.app import EvenerApp
 from evener.tui.simulated_training import PAIR, TrainingSource
 
-SIZE = (110, 33)
+SIZE = (110, 36)
 SEARCH_SECONDS = (1, 2, 3, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 24, 27, 30, 33, 36, 39, 42, 45, 48)
 TRAINING_SECONDS = (3, 6, 9, 11, 12, 13, 15, 17, 20, 23, 26, 30, 35, 40, 44, 46, 47, 50, 54, 58)
 FRAME_SECONDS, MONITOR_SECONDS, VERDICT_SECONDS, LAST_SECONDS = 0.45, 1.5, 5.0, 3.0

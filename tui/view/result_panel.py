@@ -34,7 +34,7 @@ WIDEST_NAME = 30
 GAIN_CELLS = 14
 MOST_LEGEND = 3  # rows
 LEAST_BAR = 8
-BAR_SIGN = "▆"
+BAR_SIGN = "▇"
 PLAN_NAME = "this plan"
 
 

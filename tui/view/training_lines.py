@@ -29,7 +29,7 @@ from .trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
 WHOLE_PERCENT = 0.005  # an error below isn't shown
-_LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 5, 3, 7  # rows
+_LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # rows
 MOST_TEXT = 8  # beside other panels
 LEGEND_ROWS = 1  # below the ranks
 MOST_GAIN = 9.0  # that is told from a larger one
