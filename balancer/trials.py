@@ -20,6 +20,7 @@ from evener.errors import NoLayoutError, RequestError
 from evener.system.files import new_error_file
 
 from .events import ProbeProgress, Report
+from .model_memory import FULL, LORA, QLORA, TrainingWay
 from .number_format import duration, join_words, millions, step_time
 from .probes.child_prober import Prober, make_prober
 from .request import Job
@@ -47,7 +48,6 @@ DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for h
 ALONE_SECONDS = 3.0  # of each device by itself
 BATCHES = 2  # that a dry run steps: two points give a line
 PROBE_SECONDS = 0.5  # of each of them
-ADAMW_BYTES = 16  # of a parameter in float32: itself, its gradient and two averages
 # of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the
 # rows'
 TELLING = 0.02
@@ -242,18 +242,29 @@ class DeviceOutlook(msgspec.Struct, frozen=True):
     largest_batch: int | None
 
 
-class LargestModel(msgspec.Struct, frozen=True):
-    """The most parameters that AdamW trains in float32, by the devices' memory alone."""
+class LargestSizes(msgspec.Struct, frozen=True):
+    """The most parameters of a model, by the devices' memory alone."""
 
     whole: int  # each device holds the model
     sharded: int  # the devices hold parts of it
 
+
+class LargestModel(LargestSizes, frozen=True, kw_only=True):
+    """The most parameters that AdamW trains in float32, and those of a frozen model beside whose
+    layers adapters are trained.
+    """
+
+    lora: LargestSizes
+    qlora: LargestSizes
+
     def write(self) -> str:
-        """Both figures, and what they leave out."""
+        """All figures, and what they leave out."""
         return (
             f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
-            f"holds the model, and {millions(self.sharded)} in shards (split.shard), by memory "
-            f"alone: gathered units and activations take some"
+            f"holds the model, and {millions(self.sharded)} in shards (split.shard); "
+            f"{LORA.words} {millions(self.lora.whole)} and {millions(self.lora.sharded)}, "
+            f"{QLORA.words} {millions(self.qlora.whole)} and {millions(self.qlora.sharded)}: by "
+            f"memory alone, as gathered units and activations take some"
         )
 
 
@@ -432,8 +443,13 @@ def find_largest_model(job: Job) -> LargestModel | None:
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards
     if sharded and job.problem.devices > 1 and len(sizes) == job.problem.devices:
-        return LargestModel(min(sizes) // ADAMW_BYTES, sum(sizes) // ADAMW_BYTES)
+        full, lora, qlora = (_find_largest(way, sizes) for way in (FULL, LORA, QLORA))
+        return LargestModel(full.whole, full.sharded, lora=lora, qlora=qlora)
     return None
+
+
+def _find_largest(way: TrainingWay, sizes: Sequence[int]) -> LargestSizes:
+    return LargestSizes(way.largest_whole(sizes), way.largest_sharded(sizes))
 
 
 def _predict_largest(

@@ -387,6 +387,8 @@ class ModelState(msgspec.Struct, frozen=True):
     state_bytes: int  # parameters, gradients and the optimizer's state
     gathered_bytes: int  # the model's own parameters and two units, whole, with their gradients
     step_bytes: int = 0  # what the optimizer's step takes for a moment, for all of the model
+    parameters: int = 0  # of the model; 0: unknown
+    trained: int = 0  # of them: few where adapters are trained beside a frozen model
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -289,6 +289,24 @@ class Learning(msgspec.Struct, frozen=True):
     sgd_rule: Literal["linear", "adascale"] = "linear"
 
 
+class AdapterMemory(msgspec.Struct, frozen=True):
+    """The memory of a frozen model with adapters, about, and the devices that hold it alone."""
+
+    kind: str  # lora, qlora
+    words: str
+    state_bytes: int
+    fits: tuple[str, ...]
+
+
+class StateMemory(msgspec.Struct, frozen=True):
+    """The memory of a model's state, where it was tried in shards, and what would take less."""
+
+    state_bytes: int
+    whole_on: tuple[str, ...]  # devices that hold it alone
+    held: tuple[tuple[str, int], ...]  # the part of each device, where the plan is in shards
+    adapters: tuple[AdapterMemory, ...] = ()  # none where adapters are what is trained
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a search has found."""
 
@@ -317,6 +335,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     slow_bfloat16: tuple[str, ...] = ()  # devices without hardware for it, beside others with it
     objective: ObjectiveReached | None = None
     learning: Learning | None = None
+    state: StateMemory | None = None  # None: the model wasn't tried in shards
     stopped: StopCode = "settled"
     stopped_detail: str = ""
     failed: int = 0  # measurements that failed, besides those that ran out of memory

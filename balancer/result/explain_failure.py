@@ -22,6 +22,7 @@ from ..verdict import Unfinished
 from .judge import RunEnd
 from .measurements import PHASES, cut_place, find_taken_bytes
 from .sentences import write_unfinished
+from .state_memory import find_state_memory, write_adapters
 
 IMPORTING = "importing"  # the phase of imports, which aren't the user's fault
 MEND_CODE = "Fix that in your code: the error is the same on every device."
@@ -48,7 +49,9 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
     if _fails_everywhere(seen):
         why += _find_maker(header.workload, why)
         return NoLayoutError(f"No layout could be measured: {why}.", MEND_CODE)
-    return NoLayoutError(f"No layout could be measured: {why}.", MEND)
+    memory = find_state_memory(record.facts, seen, header.devices, chosen=None)
+    adapters = write_adapters(memory) if memory is not None else []
+    return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), MEND)
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:

@@ -53,6 +53,7 @@ from .rivals import (
     name_rivals,
     printed_gain,
 )
+from .state_memory import find_state_memory
 from .training_limits import find_link, find_training_limits
 
 MARGIN = 1.3  # on top of a budget that would just have been enough: starts of children are guessed
@@ -129,6 +130,7 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
         slow_bfloat16=_find_slow_bfloat16(record, chosen.layout),
         objective=find_objective_reached(report) if known else None,
         learning=find_learning(request, report) if known else None,
+        state=find_state_memory(record.facts, seen, devices, chosen.layout),
         stopped=cast(StopCode, end.end.code),
         stopped_detail=end.end.detail,
         failed=sum(isinstance(one, Failed) for one in seen),

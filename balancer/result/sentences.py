@@ -45,6 +45,7 @@ from ..verdict import (
 )
 from .advice import find_single
 from .rivals import KNOBS, is_rough, printed_gain
+from .state_memory import write_state_memory
 
 BETWEEN = "   "  # the parts of the headline
 EXACT = 0.0005  # a relative error that isn't written, as it rounds to 0.0 %
@@ -476,6 +477,14 @@ def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
         yield f"{head}: a step takes {lost} longer. Why isn't known."
 
 
+def _say_state(verdict: Verdict) -> Iterator[str]:
+    """The memory of a model that some device doesn't hold, and what would take less."""
+    if verdict.state is not None:
+        sentences = write_state_memory(verdict.state)
+        if sentences:
+            yield sentences
+
+
 def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
     """Why a device that works has no part in the plan."""
     for one in verdict.left_out:
@@ -786,6 +795,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_unknown,
     _say_equal_shares,
     _say_one_would_do,
+    _say_state,
     _say_split_loss,
     _say_sum_loss,
     _say_idle_devices,

@@ -62,8 +62,9 @@ def test_it_steps_on_its_part_and_knows_the_state_of_the_whole(
 ) -> None:
     workload = make(monkeypatch, optimizer, **options)
     elements = 3 * (8 * 64 * 64 + 5 * 64)
-    state, gathered, _ = map(int, workload.facts()["state"].split())
-    assert int(workload.facts()["parameters"]) == elements
+    facts = map(int, workload.facts()["state"].split())
+    state, gathered, _, parameters, trained = facts
+    assert parameters == trained == int(workload.facts()["parameters"]) == elements
     assert state == pytest.approx(4 * figures * elements, rel=0.02)
     assert gathered == 2 * 2 * 4 * elements // 3, "two blocks, with their gradients"
     for shares, micro in (((8,), ()), ((8,), (3,))):

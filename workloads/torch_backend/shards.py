@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import wrapt
 
-from evener.torch.packed import pack_weights
+from evener.torch.packed import is_packed, pack_weights
 from evener.torch.shards.flat import ShardPlace
 from evener.torch.shards.make import check_buffers, cut_model, move
 from evener.torch.shards.unit import choose_units
@@ -41,6 +41,10 @@ class RecipeShards:
         check_buffers(module)
         units, replaced = choose_units(module, None), list(module.parameters())
         self._gathered = count_gathered(module, units, None)
+        # packed ones are two a byte
+        sizes = [(2 * each.nbytes if is_packed(each) else each.numel()) for each in replaced]
+        self._parameters = sum(sizes)
+        self._trained = sum(each.numel() for each in replaced if each.requires_grad)
         parts = (*parts, 1 - parts[0]) if alone else parts
         self.sharded = cut_model(module, units, ShardPlace(place.rank, parts, device, alone))
         move(recipe.optimizer, replaced, module)
@@ -48,8 +52,10 @@ class RecipeShards:
         watch(module, device, lambda *_: None)
 
     def describe(self) -> str:
-        """The bytes of the model's state, of gathered units, and of a step of the optimizer."""
-        return f"{self._state} {self._gathered} {self._step}"
+        """The bytes of the model's state, of gathered units, and of a step of the optimizer; the
+        model's parameters, and those that are trained.
+        """
+        return f"{self._state} {self._gathered} {self._step} {self._parameters} {self._trained}"
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
         """Bytes of the whole state, and of what a step takes for a moment, by a first step without

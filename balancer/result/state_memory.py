@@ -1,0 +1,78 @@
+"""The memory of a model's state beside that of the devices, and what adapters would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.devices.types import Device
+
+from ..model_memory import LORA, QLORA, TrainingWay
+from ..number_format import join_words, size
+from ..search.observations import SHARDED
+from ..types import Facts, Layout, Observation, Timed
+from ..verdict import AdapterMemory, StateMemory
+
+FEW = 0.1  # of a model's parameters: if no more are trained, adapters are what is trained
+
+
+def find_state_memory(
+    facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
+) -> StateMemory | None:
+    """The memory of the model's state; None where it wasn't tried in shards, or isn't known."""
+    state = facts.state
+    if state is None or not state.parameters:
+        return None
+    whole = {position for one in seen if _holds_whole(one) for position in one.probe.layout.active}
+    held: tuple[tuple[str, int], ...] = ()
+    if chosen is not None and chosen.traits.sharded and chosen.state:
+        parts = zip(devices, chosen.state, strict=True)
+        held = tuple((device.label, round(part * state.state_bytes)) for device, part in parts)
+    ways: tuple[TrainingWay, ...] = ()
+    if state.trained > FEW * state.parameters:
+        ways = (LORA, QLORA)
+    return StateMemory(
+        state.state_bytes,
+        tuple(devices[position].label for position in sorted(whole)),
+        held,
+        tuple(_find_adapters(way, state.parameters, devices) for way in ways),
+    )
+
+
+def _holds_whole(one: Observation) -> bool:
+    """True if each device of a layout that ran held the whole model."""
+    layout = one.probe.layout
+    in_parts = one.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
+    return isinstance(one, Timed) and not in_parts
+
+
+def _find_adapters(way: TrainingWay, parameters: int, devices: Sequence[Device]) -> AdapterMemory:
+    need = way.need(parameters)
+    fits = [device.label for device in devices if need < (device.usable_memory_bytes or 0)]
+    return AdapterMemory(way.kind, way.words, need, tuple(fits))
+
+
+def write_state_memory(memory: StateMemory) -> str:
+    """The memory of the state as sentences; empty where each device that was tried holds it and no
+    shards are the plan.
+    """
+    if memory.whole_on and not memory.held:
+        return ""
+    holders = join_words(memory.whole_on) if memory.whole_on else "no device"
+    verb = "hold" if len(memory.whole_on) > 1 else "holds"
+    state = f"The model's state takes {size(memory.state_bytes)}, which {holders} {verb} alone"
+    if memory.held:
+        parts = join_words([f"{size(part)} on {label}" for label, part in memory.held])
+        state += f"; in shards it is {parts}"
+    return " ".join([f"{state}.", *write_adapters(memory)])
+
+
+def write_adapters(memory: StateMemory) -> list[str]:
+    """A sentence for each way to train adapters: the memory it takes, and who holds it."""
+    sentences = []
+    for each in memory.adapters:
+        fits = "no device holds that alone"
+        if each.fits:
+            fits = f"that fits {join_words(each.fits, 'or')} alone"
+        need = size(each.state_bytes)
+        sentences.append(f"{each.words} would take about {need} and activations: {fits}.")
+    return sentences
