@@ -53,7 +53,8 @@ def mean_power(turns: Iterable[Timed]) -> Power | None:
     """The power of all devices of the request over the turns in which every one reported it; None
     without any.
     """
-    return Power.mean([power for seen in turns if (power := seen.power)])
+    known = [seen.power for seen in turns]
+    return Power.mean([power for power in known if power is not None])
 
 
 class Energy(Objective, frozen=True):

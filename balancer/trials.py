@@ -416,9 +416,8 @@ def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutErro
 def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
     problem = resolved.problem
     steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
-    points = tuple(
-        (seen.probe.layout.global_batch, size) for seen in timed if (size := seen.memory_bytes[0])
-    )
+    sizes = [(seen.probe.layout.global_batch, seen.memory_bytes[0]) for seen in timed]
+    points = tuple((batch, size) for batch, size in sizes if size)
     devices = tuple(
         DeviceOutlook(device.label, device.name, limit, _predict_largest(limit, points, problem))
         for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)

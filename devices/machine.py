@@ -128,10 +128,11 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def samples_per_second(self) -> float:
         """The most that the device trains alone, at any point of its curve."""
-        return max(
-            batch / seconds if (seconds := self.seconds(batch)) else math.inf
-            for batch, _ in self.curve
-        )
+        fastest = 0.0
+        for batch, _ in self.curve:
+            seconds = self.seconds(batch)
+            fastest = max(fastest, batch / seconds if seconds else math.inf)
+        return fastest
 
     def gain(self, processes: int) -> float:
         """Throughput of all trainings side by side over that of one: 1 where no curve is given, as
@@ -331,8 +332,10 @@ def interpolate(points: Points, batch: float) -> float:
     """The value at `batch`: linear between points; outside them by the two nearest, or level where
     their line falls.
     """
-    right = min(max(bisect_left(points, batch, key=lambda point: point[0]), 1), len(points) - 1)
-    (batch0, y0), (batch1, y1) = points[right - 1], points[right]
+    above = bisect_left(points, batch, key=lambda point: point[0])
+    right = min(max(above, 1), len(points) - 1)
+    batch0, y0 = points[right - 1]
+    batch1, y1 = points[right]
     if y1 < y0:
         batch = min(max(batch, batch0), batch1)
     return y0 + (y1 - y0) * (batch - batch0) / (batch1 - batch0)

@@ -364,7 +364,8 @@ class ChildProber:
                 raise
             why = f"an all-reduce between {who} hangs for over {LINK_SECONDS:.0f} s; {remedy}"
             raise GroupError(RankFailure(error.root.rank, "timeout", why)) from None
-        speeds = [speed for reply in replies if (speed := cast(LinkMeasured, reply).speed)]
+        measured = [cast(LinkMeasured, reply).speed for reply in replies]
+        speeds = [speed for speed in measured if speed is not None]
         wrong = next((speed.wrong for speed in speeds if speed.wrong), "")
         if wrong:
             why = f"an all-reduce between {who} gives wrong sums ({wrong}); {remedy}"

@@ -149,11 +149,16 @@ class InterferenceMonitor:
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
         """The watches of those positions whose devices report something."""
         own = self._own(positions)
-        for device, position in [(self._devices[position], position) for position in own]:
+        found = {}
+        for position in own:
             if position not in self._watches:
+                device = self._devices[position]
                 reader = find_backend(device.kind).open_vitals(device)
                 self._watches[position] = VitalsWatch(reader) if reader else None
-        return {position: watch for position in own if (watch := self._watches[position])}
+            watch = self._watches[position]
+            if watch is not None:
+                found[position] = watch
+        return found
 
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False

@@ -185,8 +185,11 @@ def find_holder(descriptor: int) -> int:
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError, ValueError, IndexError), LOCKS.open("rb") as stream:
-        lines = stream.read(LARGEST_LOCKS_BYTES).decode(errors="replace").splitlines()
-        return next((int(words[4]) for line in lines if wanted in (words := line.split())), 0)
+        text = stream.read(LARGEST_LOCKS_BYTES).decode(errors="replace")
+        for line in text.splitlines():
+            words = line.split()
+            if wanted in words:
+                return int(words[4])
     return 0
 
 

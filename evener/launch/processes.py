@@ -245,9 +245,8 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
     have ended.
     """
     while not caught:
-        codes = {
-            i: code for i, process in enumerate(running) if (code := process.poll()) is not None
-        }
+        polled = enumerate(process.poll() for process in running)
+        codes = {i: code for i, code in polled if code is not None}
         if any(codes.values()) or len(codes) == len(running):
             return codes
         time.sleep(POLL_SECONDS)

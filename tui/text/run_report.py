@@ -91,11 +91,8 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 def _label(device: Device) -> str:
     """A device's label with its limit, as in the plan's table."""
-    return (
-        f"{device.label} @{limit}"
-        if (limit := plain(write_limit(device.limit), 32))
-        else device.label
-    )
+    limit = plain(write_limit(device.limit), 32)
+    return f"{device.label} @{limit}" if limit else device.label
 
 
 def _curve(record: Record, position: int) -> SoloCurve:

@@ -355,7 +355,8 @@ def _write_energy(figure: Throughput) -> str:
 def _alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
-    (share,), figure = solo.layout.active, solo.throughput
+    (share,) = solo.layout.active
+    figure = solo.throughput
     speed = rate(figure.samples_per_second)
     if not is_known(figure_of(figure)):
         speed = f"{speed} ± {half_width(figure.samples_per_second, figure.low, figure.high)}"

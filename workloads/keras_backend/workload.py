@@ -287,12 +287,9 @@ def largest_rows(model: Any) -> int | None:
     """Rows at which the largest input or output of a layer reaches the limit; None where no shape
     is known.
     """
-    sizes = [
-        math.prod(shape)
-        for tensor in _tensors(model)
-        if None not in (shape := tuple(tensor.shape[1:]))
-    ]
-    return MOST_ELEMENTS // max(sizes) if sizes and max(sizes) else None
+    shapes = [tuple(tensor.shape[1:]) for tensor in _tensors(model)]
+    largest = max((math.prod(shape) for shape in shapes if None not in shape), default=0)
+    return MOST_ELEMENTS // largest if largest else None
 
 
 def check_rows(model: Any, rows: int) -> None:
