@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.result.sentences import write_error
@@ -25,6 +28,7 @@ from evener.plan.file import (
     EvidenceKind,
     Fingerprint,
     Kind,
+    Plan,
     SearchSummary,
     Share,
     Throughput,
@@ -68,132 +72,49 @@ PLAN = make_plan(
 )
 
 
-def test_the_table_has_every_device_and_the_total() -> None:
-    """Share, ratio, samples/s in the layout and alone, and the limit that the device is held to."""
-    lines = summary_lines(PLAN, LABELS, "Split 820:568.")
-    assert lines[1].split() == [
-        "GPU:0",
-        "GTX",
-        "1080",
-        "Ti",
-        "820",
-        "0.591",
-        "1",
-        "254",
-        "1",
-        "345",
-        "at",
-        "1024",
-    ]
-    assert lines[2].startswith("GPU:1 @60%")
-    assert lines[3].split()[:3] == ["together", "1388", "1.000"]
-    assert "Split 820:568." in lines
-    assert lines[-1] == "warning: readings drifted"
+def changed(*rivals: Evidence, **changes: Any) -> Plan:
+    """The plan with other rivals, if any are given, and other fields."""
+    evidence = rivals or PLAN.evidence
+    return msgspec.structs.replace(PLAN, evidence=evidence, **changes)
 
 
-def test_the_rivals_are_compared() -> None:
-    """The gain over the even split and the best single device, and the part of the sum of each."""
-    text = "\n".join(summary_lines(PLAN, LABELS))
-    assert (
-        "even split: 1 810 samples/s at 512+512 = 1024 samples a step; the plan gains 17.3 %"
-        in text
-    )
-    assert "GPU:0 alone: 1 345 samples/s at 1024; the plan gains 57.8 %" in text
-    assert (
-        "sum of each alone: 2 220 samples/s, an upper bound; the plan reaches 95.6 % of it" in text
-    )
-    assert "warning: readings drifted" in text
-
-
-def test_a_gain_measured_in_turn_says_so_and_any_other_follows_from_the_rates() -> None:
-    """The machine may have been faster when the plan's figure was measured; older plans don't mark
-    paired gains.
-    """
-    paired = [msgspec.structs.replace(rival, gain=0.31, paired=True) for rival in PLAN.evidence]
-    text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(paired)), LABELS))
-    assert (
-        "GPU:0 alone: 1 345 samples/s at 1024; measured alternately, the plan gains 31.0 %" in text
-    )
-    old = [msgspec.structs.replace(rival, gain=0.31) for rival in PLAN.evidence]
-    text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(old)), LABELS))
-    assert "GPU:0 alone: 1 345 samples/s at 1024; the plan gains 57.8 %" in text
-
-
-def test_figures_that_are_too_uncertain_are_shown_with_their_error_and_not_compared() -> None:
-    """The plan's and a rival's."""
-    rough = msgspec.structs.replace(PLAN, throughput=Throughput(2123.0, 1000.0, 3246.0))
-    text = "\n".join(summary_lines(rough, LABELS))
-    assert "± 52.9 %" in text
-    assert "gains" not in text
-    assert "the plan's figure is too uncertain to compare" in text
-    first, single, *others = PLAN.evidence
-    single = msgspec.structs.replace(single, throughput=Throughput(1345.0, 500.0, 2200.0))
-    text = "\n".join(
-        summary_lines(msgspec.structs.replace(PLAN, evidence=(first, single, *others)), LABELS)
-    )
-    line = "GPU:0 alone: 1 345 samples/s ± 63.6 % at 1024; too uncertain to compare"
-    assert line in text.splitlines()
-
-
-def test_a_split_of_far_fewer_rows_is_not_compared() -> None:
-    far = [evidence("equal_shares", "even split", (128, 128), 300.0), *PLAN.evidence[1:]]
-    lines = summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(far)), LABELS)
-    (line,) = [one for one in lines if one.startswith("even split: 300.0 samples/s at 128+128")]
-    assert line.endswith("; none was measured near 1388 samples")
-
-
-def test_a_rival_within_the_error_is_no_gain() -> None:
-    """As the verdict has it; the figures of this one are apart, so it says how it was measured."""
-    tied = [
-        msgspec.structs.replace(rival, tie=rival.name == "even split") for rival in PLAN.evidence
-    ]
-    lines = summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(tied)), LABELS)
-    (even,) = [line for line in lines if line.startswith("even split")]
-    assert even.endswith("; measured alternately, the plan is as fast: too close to call")
-    assert "GPU:0 alone: 1 345 samples/s at 1024; the plan gains 57.8 %" in lines
-
-
-def test_one_device_is_compared_with_the_best_split_and_the_other_device() -> None:
-    """Not with itself at another batch, though it is the best single device."""
-    alone = make_layout("solo", SHARES, (512, 0))
+def alone(batches: tuple[int, ...]) -> Plan:
+    """A plan of one device; a split was measured too."""
     better = evidence("other_shares", "best split", (700, 300), 1900.0)
-    plan = msgspec.structs.replace(PLAN, layout=alone, evidence=(*PLAN.evidence, better))
-    text = "\n".join(summary_lines(plan, LABELS))
-    better_line = "best split: 1 900 samples/s at 700+300 = 1000 samples a step; the plan gains"
-    assert f"{better_line} 11.7 %" in text
-    assert "sum of each alone" not in text
-    assert "even split" not in text
-    assert "best single device" not in text
-    assert "the other device alone, GPU:1: 875.0 samples/s at 512; the plan gains 142.6 %" in text
-    other = msgspec.structs.replace(plan, layout=make_layout("solo", SHARES, (0, 512)))
-    text = "\n".join(summary_lines(other, LABELS))
-    assert "the other device alone, GPU:0: 1 345 samples/s at 1024" in text
+    return changed(*PLAN.evidence, better, layout=make_layout("solo", SHARES, batches))
 
 
-def test_a_device_alone_is_shown_at_the_plan_s_batch_and_says_if_it_was_faster_before() -> None:
-    """The table's column and the line below it are of one batch, so that neither contradicts the
-    other.
-    """
-    batch = 1388
-    plan = msgspec.structs.replace(
-        PLAN,
-        evidence=(
-            evidence("best_device", "best single device", (0, batch), 1801.0),
-            evidence("one_device", "solo GPU:0", (64, 0), 6011.0),
-            evidence("one_device", f"solo GPU:0 at {batch}", (batch, 0), 2271.0),
-        ),
-    )
-    lines = summary_lines(plan, LABELS)
-    assert lines[1].endswith("2 271 at 1388")
-    assert lines[2].endswith("1 801 at 1388")
-    line = next(one for one in lines if one.startswith("GPU:1 alone"))
-    assert "measured alternately: 1 801 now, 2 271 earlier; the plan gains 17.9 %" in line
+FIRST, SINGLE, *OTHERS = PLAN.evidence
+ROUGH = msgspec.structs.replace(SINGLE, throughput=Throughput(1345.0, 500.0, 2200.0))
+PLANS = {
+    "a split": PLAN,
+    "gains measured in turn": changed(
+        *(msgspec.structs.replace(rival, gain=0.31, paired=True) for rival in PLAN.evidence)
+    ),
+    "gains of an older plan, which follow from the rates": changed(
+        *(msgspec.structs.replace(rival, gain=0.31) for rival in PLAN.evidence)
+    ),
+    "a figure too uncertain to compare": changed(throughput=Throughput(2123.0, 1000.0, 3246.0)),
+    "a rival too uncertain to compare": changed(FIRST, ROUGH, *OTHERS),
+    "a rival of far fewer rows": changed(
+        evidence("equal_shares", "even split", (128, 128), 300.0), SINGLE, *OTHERS
+    ),
+    "a rival within the error": changed(msgspec.structs.replace(FIRST, tie=True), SINGLE, *OTHERS),
+    "the first device alone, not its best batch": alone((512, 0)),
+    "the second device alone": alone((0, 512)),
+    "a device alone at the plan's batch, faster before": changed(
+        evidence("best_device", "best single device", (0, 1388), 1801.0),
+        evidence("one_device", "solo GPU:0", (64, 0), 6011.0),
+        evidence("one_device", "solo GPU:0 at 1388", (1388, 0), 2271.0),
+    ),
+}
 
 
-def test_a_device_that_is_left_out_is_said_to_be() -> None:
-    """A share of 0 is a decision, not a gap."""
-    alone = msgspec.structs.replace(PLAN, layout=make_layout("solo", SHARES, (1024, 0)))
-    assert "left out" in summary_lines(alone, LABELS)[2]
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_reads_as_it_did(name: str, snapshot: Any) -> None:
+    """Its table, its rivals and its warnings."""
+    pytest.importorskip("syrupy")
+    assert "\n".join(summary_lines(PLANS[name], LABELS, "The verdict.")) == snapshot
 
 
 def test_a_terminal_breaks_sentences_between_words() -> None:
