@@ -104,7 +104,7 @@ def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool
             loss = loss_of_texts(model, batch)
         loss.backward()
         if audits:
-            assert audit_rows(model, partial(loss_of_texts, model), few, measures)
+            audit_rows(model, partial(loss_of_texts, model), few, measures)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -223,7 +223,7 @@ class Margins:
 
     def __init__(self) -> None:
         self._first: list[float] = []  # by the floors
-        self._measured: list[float] = []  # by the repeats, where the floors didn't do
+        self._measured: list[tuple[float, str, float]] = []  # by the repeats, where those didn't do
 
     def compare(
         self, reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
@@ -233,15 +233,20 @@ class Margins:
         if worst is None:
             return None
         part = worst.relative / worst.allowed
-        (self._measured if repeats else self._first).append(part)
+        if repeats:
+            self._measured.append((part, worst.name, worst.relative))
+        else:
+            self._first.append(part)
         return worst if part > 1.0 else None
 
-    def summarize(self) -> dict[str, float]:
-        """The largest of both kinds, and how many were measured."""
+    def summarize(self) -> dict[str, Any]:
+        """The largest of both kinds, with its tensor, and how many were measured."""
+        part, name, relative = max(self._measured, default=(0.0, "", 0.0))
         return {
             "largest by the floor": round(max(self._first, default=0.0), 3),
             "measured": len(self._measured),
-            "largest by the measure": round(max(self._measured, default=0.0), 3),
+            "largest by the measure": round(part, 3),
+            "of": f"{name} {relative:.1e}" if name else "",
         }
 
 

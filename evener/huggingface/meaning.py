@@ -210,7 +210,7 @@ class LossFinder:
         found = audit(self._ways.bench(), ways, moves=True)
         if found.difference is not None:
             return found.difference, found.cause
-        if found.fault:
+        if found.fault or found.explained:
             return None
         return compare_losses(self._ways.bench(), ways)
 

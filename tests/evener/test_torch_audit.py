@@ -139,7 +139,7 @@ class RowScales(nn.Module):
 
 
 class Reader(nn.Module):
-    """Dropout, then the values' sum, or with padding their mean; noise for each place."""
+    """Dropout, then the values' mean, with padding; or their sum, with noise for each place."""
 
     def __init__(self, reads_padding: bool) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ class Reader(nn.Module):
         self.last = nn.Linear(1, 3)
 
     def forward(self, x: Any) -> Any:
-        noisy = self.dropout(x) * torch.randn_like(x)
-        made = noisy.mean(1) if self.reads_padding else noisy.sum(1)
+        x = self.dropout(x)
+        made = x.mean(1) if self.reads_padding else (x * torch.randn_like(x)).sum(1)
         return self.last(made[:, None])
 
 
@@ -195,8 +195,8 @@ def test_kernels_of_a_gpu_leave_no_trace_either() -> None:
     assert find_cause(lambda: Recurrent().cuda(), weigh) == "rows"
 
 
-def test_random_numbers_explain_no_padding_that_is_read() -> None:
-    """Places of a shorter and a longer row draw the same numbers."""
+def test_dropout_explains_no_padding_that_is_read() -> None:
+    """Places of a shorter and a longer row draw the same noise; nothing is dropped."""
     assert find_cause(lambda: Reader(reads_padding=False), classify, Texts, pad) == ""
     assert find_cause(lambda: Reader(reads_padding=True), classify, Texts, pad) == "collation"
 

@@ -13,12 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 from evener.torch.audit.compute import Bench, Piece  # noqa: E402
 from evener.torch.audit.randomness import EvenRandomness  # noqa: E402
 from evener.torch.audit.sketch import name_tensors  # noqa: E402
 from evener.training.audit import REPEATS, Sketch, compare  # noqa: E402
 
-nn = torch.nn
 Batch = tuple[Any, Any]
 
 
@@ -123,6 +124,31 @@ def test_a_wrong_weight_is_far_more_than_rounding(name: str) -> None:
     for weights in (0.5, 0.5), (0.7575, 0.2525):
         wrong = sketch(model, list(zip(parts, weights, strict=True)))
         assert compare(reference, wrong, repeats) is not None
+
+
+class Drops(nn.Module):
+    """Drops by each kernel that a CPU has, of which devices take different ones."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.first = nn.Linear(16, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, rate, batch_first=True)
+        self.reader = nn.LSTM(16, 4, 2, dropout=rate, batch_first=True)
+
+    def forward(self, rows: Any) -> Any:
+        made = nn.functional.dropout(self.first(rows), self.rate)
+        made = torch.native_dropout(made, self.rate, True)[0]
+        return self.reader(self.layer(made[:, None]))[0][:, 0]
+
+
+def test_nothing_is_dropped_by_any_kernel() -> None:
+    """Devices of two kinds drop by other kernels: forward and backward are as without dropout."""
+    torch.manual_seed(0)
+    drops, batch = Drops(0.4), make_batch(8)
+    keeps = Drops(0.0)
+    keeps.load_state_dict(drops.state_dict())
+    assert compare(sketch(keeps, [(batch, 1.0)]), sketch(drops, [(batch, 1.0)])) is None
 
 
 @pytest.mark.parametrize("way", ["older", "newer"])

@@ -43,8 +43,8 @@ class Bench:
     `around` are contexts in which nothing of a step happens, such as the exchange of gradients.
     `losses_only`: gradients can't be taken, as they are sharded; a sketch is of the loss then.
     `measures`: an audit says what rounding makes of the gradient, in any case.
-    `changed` are the names of buffers that a pass changes, `draws` the random numbers that depend
-    on how many are drawn at once. `drawn` tells how many of Python's and NumPy's random numbers
+    `changed` are the names of buffers that a pass changes, `draws` how many random
+    numbers of PyTorch's count. `drawn` tells how many of Python's and NumPy's random numbers
     each piece of the last sketch has drawn.
     """
 
@@ -123,7 +123,7 @@ class Bench:
                     self._note_changes(before)
                     if isinstance(loss, torch.Tensor):
                         self.add(loss)
-            self.draws += randomness.shaped
+            self.draws += randomness.random
             computed |= randomness.kinds
         return sums.sketch(computed)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -31,8 +32,8 @@ SUM_TERMS = 32  # which are added up in pairs, so the error hardly grows with th
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Draws the same random numbers for every row, by `seed`.
 
-    `draws` counts them in a pass, and `shaped` those of them whose values may depend on how long
-    rows are, as padding makes them longer; `kinds` are the types of what was computed, single
+    `draws` counts them in a pass, and `random` those of them that aren't the same whatever is
+    drawn, as dropout's are, which keeps all; `kinds` are the types of what was computed, single
     figures apart. With a `disturbance`, a seed, sums of many terms differ as they might if they
     were added up in another order.
     """
@@ -41,7 +42,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         super().__init__()
         self._seed = seed
         self.kinds: set[torch.dtype] = set()
-        self.draws = self.shaped = 0
+        self.draws = self.random = 0
         self._disturbance = disturbance
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -49,12 +50,17 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         given = dict(keywords or {})
-        if torch.Tag.nondeterministic_seeded not in function.tags:
+        places = _find_dropout(function)
+        if places:
+            arguments = _turn_dropout_off(places, arguments, given)
+        if function.overloadpacket is torch.ops.aten.native_dropout_backward:
+            result = arguments[0].clone()  # all were kept, and none multiplied
+        elif torch.Tag.nondeterministic_seeded not in function.tags:
             result = function(*arguments, **given)
         else:
             self.draws += 1
-            result, shaped = _draw(function, list(arguments), given, self._seed + self.draws)
-            self.shaped += shaped
+            result, random = _draw(function, list(arguments), given, self._seed + self.draws)
+            self.random += random
         if isinstance(result, torch.Tensor) and result.numel() > 1:
             self.kinds.add(result.dtype)
         if self._disturbance:
@@ -117,6 +123,7 @@ def _count_terms(name: str, arguments: Any, place: int) -> int:
     return SUM_TERMS if name in _SUMS else 0
 
 
+_RATES = {"dropout", "dropout_p"}
 _CUDNN = "_cudnn_init_dropout_state"  # which no layer uses without dropout
 
 
@@ -142,15 +149,13 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
 
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
-    """The result of a draw, the same for every row, and whether it is another one for longer rows.
-
-    Nothing is dropped.
+    """The result of a draw, the same for every row, and whether anything was drawn: nothing is for
+    dropout, which keeps all.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
         return draw.call(), False
     keywords.pop("generator", None)  # the user's own stays where it is
-    _turn_dropout_off(draw.names(), arguments, keywords)
     made = _draw_nothing(draw)
     if made is not None:
         return made, False
@@ -160,18 +165,16 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
     for rule in (_draw_by_arguments, _draw_size, _draw_like):
         made = rule(draw)
         if made is not None:
-            return made, _is_long(made)
+            return made, True
     return draw.call(), True
 
 
-def _is_long(made: Any) -> bool:
-    """True if rows are so long that shorter ones don't begin with the same numbers."""
-    tensors = [each for each in _each(made) if isinstance(each, torch.Tensor) and each.ndim > 1]
-    return any(each.shape[-1] > LONGEST for each in tensors)
-
-
 def _draw_nothing(draw: _Draw) -> Any:
-    """What needs no random number: an order is kept, and dropout keeps all."""
+    """What needs no random number: an order is kept, and dropout keeps all.
+
+    Layers that drop with a probability of p multiply what is left by 1 / (1 - p); a mask of 1 - p
+    makes that 1, as where kernels drop nothing.
+    """
     arguments = draw.arguments
     if draw.name == "randperm":
         return torch.arange(*arguments, **draw.keywords)
@@ -180,7 +183,7 @@ def _draw_nothing(draw: _Draw) -> Any:
     if draw.name == "bernoulli_":
         chance = arguments[1] if len(arguments) > 1 else draw.keywords.get("p", 0.5)
         if not isinstance(chance, torch.Tensor) and chance >= 0.5:
-            return arguments[0].fill_(1)
+            return arguments[0].fill_(chance if arguments[0].is_floating_point() else 1)
     return None
 
 
@@ -217,15 +220,26 @@ def _draw_like(draw: _Draw) -> Any:
     return None
 
 
-def _turn_dropout_off(names: list[str], arguments: list[Any], keywords: dict[str, Any]) -> None:
-    """Set the rate to 0 that fused attention and recurrent layers take as an argument."""
-    for place, name in enumerate(names):
-        if name not in ("dropout", "dropout_p"):
-            continue
-        if place < len(arguments):
-            arguments[place] = 0.0
+@cache
+def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments of an operation that are a rate of dropout, by place and name: those of fused
+    attention and recurrent layers, of the backward pass too.
+    """
+    names = [each.name for each in function._schema.arguments]
+    return tuple((place, name) for place, name in enumerate(names) if name in _RATES)
+
+
+def _turn_dropout_off(
+    places: Sequence[tuple[int, str]], arguments: Sequence[Any], keywords: dict[str, Any]
+) -> list[Any]:
+    """The arguments with rates of 0."""
+    own = list(arguments)
+    for place, name in places:
+        if place < len(own):
+            own[place] = 0.0
         elif name in keywords:
             keywords[name] = 0.0
+    return own
 
 
 def _needs_generator(function: Any) -> bool:
@@ -267,6 +281,13 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
     return mean + deviation * _shorten(torch.randn_like(_one_line(like)), like)
 
 
+def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
+    """The middle slope for all; the backward pass goes by `slopes`."""
+    middle = (lower + upper) / 2
+    slopes.copy_(torch.where(inputs < 0, middle, 1.0))
+    return leaky_relu(inputs, middle)
+
+
 _DISTRIBUTIONS: dict[
     str, Callable[..., Any]
 ] = {  # whose arguments differ from row to row: a value that each row has
@@ -275,9 +296,7 @@ _DISTRIBUTIONS: dict[
     "poisson": lambda rates, *_: rates.round(),
     "_standard_gamma": lambda shapes, *_: shapes.clone(),
     "multinomial": lambda chances, count, *_: chances.topk(min(count, chances.shape[-1])).indices,
-    "rrelu_with_noise": lambda inputs, _, lower, upper, *__: leaky_relu(
-        inputs, (lower + upper) / 2
-    ),
+    "rrelu_with_noise": _draw_slopes,
 }
 
 

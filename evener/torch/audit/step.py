@@ -60,7 +60,8 @@ class Audited(msgspec.Struct, frozen=True):
 
     `fault` is why nothing can be said, as a part of a sentence; nothing can be said either where
     the reference isn't `finite`. `sketch` is that of the reference, `noises` what rounding makes of
-    it where the bench measures that, and `changed` the buffers that a pass changes.
+    it where the bench measures that, and `changed` the buffers that a pass changes. A difference is
+    `explained` by random numbers that go by the length to which rows are padded.
     """
 
     difference: GradientDifference | None
@@ -72,6 +73,7 @@ class Audited(msgspec.Struct, frozen=True):
     sketch: Sketch
     changed: tuple[str, ...]
     noises: Mapping[str, float] | None = None
+    explained: bool = False
 
 
 def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
@@ -120,7 +122,7 @@ def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
             if matter and draws_by_row:
                 return found(None, fault=DRAWN)
             if matter and answers["collation"]():
-                return found(None)  # longer rows draw other random numbers, which explains it
+                return found(None, explained=True)
         cause = find_cause(answers)
         if cause == "rows" and _are_near(*difference.losses):
             cause = "weight"
@@ -158,11 +160,21 @@ def _result(
     cause: str = "",
     fault: str = "",
     noises: Mapping[str, float] | None = None,
+    explained: bool = False,
 ) -> Audited:
     changed = tuple(sorted(bench.changed))
     finite = all(math.isfinite(reference.size(name)) for name in reference.sums)
     return Audited(
-        difference, cause, ways.digest, ways.sizes, fault, finite, reference, changed, noises
+        difference=difference,
+        cause=cause,
+        rows=ways.digest,
+        sizes=ways.sizes,
+        fault=fault,
+        finite=finite,
+        sketch=reference,
+        changed=changed,
+        noises=noises,
+        explained=explained,
     )
 
 
