@@ -205,27 +205,29 @@ def _rivals_so_far(state: SessionState) -> tuple[RivalRate, ...]:
     """The best layout, equal shares, the fastest device alone, and the sum of all devices alone."""
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
+    alone = [best_solo(state, device) for device in range(len(labels))]
+    solos = [each for each in alone if each is not None]
     found: list[RivalRate] = []
     if best is not None:
         name = "best so far" if compares else "fastest alone"
         found.append(_rival("plan", name, best.throughput, best.layout.shares, labels))
-
     even = _fastest([each for each in timed(state) if _is_even_on_all(each.probe.layout)])
-    if even is not None and not (best and _same_way(even.probe.layout, best.layout)):
+    if even is not None and _is_other(even, best):
         shares = even.probe.layout.shares
         found.append(_rival("equal_shares", "even split", even.throughput, shares, labels))
-
-    alone = [best_solo(state, device) for device in range(len(labels))]
-    solos = [each for each in alone if each is not None]
     single = _fastest(solos)
-    if single is not None and not (best and _same_way(single.probe.layout, best.layout)):
+    if single is not None and _is_other(single, best):
         layout = single.probe.layout
         name = f"{labels[layout.active[0]]} alone"
         found.append(_rival("best_device", name, single.throughput, layout.shares, labels))
-
     if compares and len(solos) == len(labels):
         found += _sum([each.throughput for each in solos])
     return tuple(found)
+
+
+def _is_other(seen: Timed, best: Result | None) -> bool:
+    """True if a measurement is of another way to train than the best so far."""
+    return best is None or not _same_way(seen.probe.layout, best.layout)
 
 
 def _is_even_on_all(layout: Layout) -> bool:

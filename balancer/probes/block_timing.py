@@ -251,46 +251,43 @@ class BlockTimer:
 
     def _warnings(self, clean: Sequence[Block], step: Interval) -> tuple[Warned, ...]:
         means = [block.step_seconds for block in clean]
-        middle = median(means)
-        disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
         spent = sum(block.wall_seconds for block in clean)
-        slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
+        disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
         capped = sum(block.capped * block.wall_seconds for block in clean) / spent
-        gap = abs(step.value - middle) / middle
-        seen = {
-            "slow_start": (self._slow_start, self._slow_start > 0),
-            "too_short": (spent, len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS),
-            "noisy": (relative_half_width(step), relative_half_width(step) > NOISY),
-            "drift": _drift(means),
-            "throttled": (
-                max(slowed, gap),
-                slowed > THROTTLED or (gap > THROTTLED and len(means) >= ENOUGH_BLOCKS),
+        half = relative_half_width(step)
+        drift, drifts = _drift(means)
+        longest = max(means) / median(means)
+        judged = (
+            (Warned("slow_start", self._slow_start), self._slow_start > 0),
+            (Warned("too_short", spent), len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS),
+            (Warned("noisy", half), half > NOISY),
+            (Warned("drift", drift), drifts),
+            _judge_throttling(clean, step),
+            (Warned("capped", capped), capped > CAPPED),
+            (Warned("stalled", longest), longest > STALLED),
+            (
+                Warned("disturbed", disturbed, taken=self._taken_by_others()),
+                disturbed > DISTURBED_SHARE,
             ),
-            "capped": (capped, capped > CAPPED),
-            "stalled": (max(means) / middle, max(means) / middle > STALLED),
-            "disturbed": (disturbed, disturbed > DISTURBED_SHARE),
-        }
-        who = (
-            {"throttled": max(clean, key=lambda block: block.slowed).slowest}
-            if slowed > THROTTLED
-            else {}
         )
-        taken = {"disturbed": self._taken_by_others()}
-        found = {
-            code: msgspec.convert(
-                {
-                    "code": code,
-                    "value": value,
-                    "device": who.get(code, -1),
-                    "taken": taken.get(code, 0.0),
-                },
-                Warned,
-            )
-            for code, (value, holds) in seen.items()
-            if holds
-        }
-        before = (warning for warning in self._unsteady or () if warning.code not in found)
-        return (*found.values(), *before)
+        found = [warning for warning, holds in judged if holds]
+        said = {warning.code for warning in found}
+        before = (warning for warning in self._unsteady or () if warning.code not in said)
+        return (*found, *before)
+
+
+def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Warned, bool]:
+    """How much a device was held back, by what it reports or by the gap between the mean and the
+    median block, and whether that is worth a warning; the device where it is known.
+    """
+    spent = sum(block.wall_seconds for block in clean)
+    slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
+    middle = median(block.step_seconds for block in clean)
+    gap = abs(step.value - middle) / middle
+    reported = slowed > THROTTLED
+    device = max(clean, key=lambda block: block.slowed).slowest if reported else -1
+    holds = reported or (gap > THROTTLED and len(clean) >= ENOUGH_BLOCKS)
+    return Warned("throttled", max(slowed, gap), device), holds
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:

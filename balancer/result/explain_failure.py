@@ -17,7 +17,7 @@ from ..journal import Header, Record
 from ..number_format import join_words, size, write_share
 from ..request import allows_passes
 from ..search.observations import SHARDED
-from ..types import Belief, Failed, Observation, OutOfMemory, Timed
+from ..types import Belief, Failed, ModelState, Observation, OutOfMemory, Timed
 from ..verdict import Unfinished
 from .judge import RunEnd
 from .measurements import PHASES, cut_place, find_taken_bytes
@@ -42,7 +42,7 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
     failures = [] if too_large and end.late else find_failures(seen, header.devices)
     if not failures:
         return _explain_end(header, ran, end)
-    if all(isinstance(one, Failed) and one.cause == "device" for one in seen):
+    if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
     why = "; ".join((*failures, *_explain_shards(record)))
@@ -52,6 +52,11 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
     memory = find_state_memory(record.facts, seen, header.devices, chosen=None)
     adapters = write_adapters(memory) if memory is not None else []
     return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), MEND)
+
+
+def _lost_all(seen: Sequence[Observation]) -> bool:
+    """True if every probe failed as its device couldn't be used."""
+    return all(isinstance(one, Failed) and one.cause == "device" for one in seen)
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
@@ -82,26 +87,30 @@ def _find_maker(workload: str, why: str) -> str:
 def _explain_shards(record: Record) -> Iterator[str]:
     """Why the model can't be trained in shards either, if that was tried."""
     tried = [one for one in record.observations if one.probe.stage in SHARDED]
-    state, sizes = record.facts.state, record.header.job.problem.memory_bytes
     failed = next((one for one in tried if isinstance(one, Failed)), None)
-    full = _active([one for one in tried if isinstance(one, OutOfMemory)])
-    full -= _active([one for one in tried if isinstance(one, Timed)])
+    full = _active(tried, OutOfMemory) - _active(tried, Timed)
     if failed is not None:
         yield f"in shards it failed: {failed.detail.rstrip('.')}"
     elif full:
         labels = join_words([record.header.devices[i].label for i in sorted(full)])
         yield f"in shards {labels} ran out of memory too, without the state"
-    elif tried and state is not None:
-        yield (
-            f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices "
-            f"have {size(sum(each or 0 for each in sizes))} in all, for that and, on each, "
-            f"{size(state.gathered_bytes)} of gathered units and the activations of a row"
-        )
+    elif tried and record.facts.state is not None:
+        sizes = record.header.job.problem.memory_bytes
+        yield _explain_state(record.facts.state, sum(each or 0 for each in sizes))
 
 
-def _active(seen: Sequence[Observation]) -> set[int]:
-    """The devices that these probes were on, by position."""
-    return {i for one in seen for i in one.probe.layout.active}
+def _explain_state(state: ModelState, memory_bytes: int) -> str:
+    """That the state fits the memory of all devices no more than it fits one."""
+    return (
+        f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices have "
+        f"{size(memory_bytes)} in all, for that and, on each, {size(state.gathered_bytes)} of "
+        f"gathered units and the activations of a row"
+    )
+
+
+def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
+    """The devices of the probes that came to this, by position."""
+    return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
 
 
 def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:

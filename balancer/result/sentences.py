@@ -40,6 +40,7 @@ from ..verdict import (
     LeftOut,
     RateGap,
     Rival,
+    SumLoss,
     Unfinished,
     Verdict,
 )
@@ -188,25 +189,41 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
     """
     if not verdict.figure.known:
         return
-    chosen, advice = verdict.chosen, verdict.advice
-    rather_one = advice is not None and advice.action == "one_device" and chosen.kind in SPLITS
-    if chosen.kind in ("other_shares", "sharded") and not rather_one:
-        evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
-        evens = [one for one in evens if len(one.devices) >= len(chosen.devices)]
-        evens.sort(key=lambda one: len(one.devices))
+    even = _find_even(verdict)
+    if even is not None:
         over = "even by number of rows" if verdict.figure.tokens_per_second else "even"
-        yield from (_write_gain(verdict, one, over) for one in evens[:1] if _is_told(one))
-    if chosen.kind not in SPLITS:
-        split = find_best_split(verdict)
-        if split is not None:
-            yield _write_gain(verdict, split, _name_split(verdict, split))
+        yield _write_gain(verdict, even, over)
+    split = find_best_split(verdict) if verdict.chosen.kind not in SPLITS else None
+    if split is not None:
+        yield _write_gain(verdict, split, _name_split(verdict, split))
     single = find_alone(verdict)
     if single is not None:
         yield _write_gain(verdict, single, single.name)
-        if chosen.trainings > 1 and single.gain is not None:
-            seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
-            times = seconds / (single.global_batch / single.figure.samples_per_second)
-            yield f"each training takes {times:.1f} times as long"
+        yield from _write_each_training(verdict, single)
+
+
+def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
+    """How much longer each of several trainings side by side takes than one on the device alone."""
+    chosen = verdict.chosen
+    if chosen.trainings > 1 and single.gain is not None:
+        seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
+        times = seconds / (single.global_batch / single.figure.samples_per_second)
+        yield f"each training takes {times:.1f} times as long"
+
+
+def _find_even(verdict: Verdict) -> Rival | None:
+    """The even split to compare uneven shares with, over as few more devices as there is; None
+    where nothing can be said of it, or one device would do.
+    """
+    chosen, advice = verdict.chosen, verdict.advice
+    if chosen.kind not in ("other_shares", "sharded"):
+        return None
+    if advice is not None and advice.action == "one_device":
+        return None
+    evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
+    wide = [one for one in evens if len(one.devices) >= len(chosen.devices)]
+    even = min(wide, key=lambda one: len(one.devices), default=None)
+    return even if even is not None and _is_told(even) else None
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
@@ -450,31 +467,29 @@ def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
     if loss is None:
         return
     head = f"The plan reaches {percent(loss.part)} of the sum of all devices alone"
-    lost = milliseconds(loss.lost_seconds)
     slowed = [one.device for one in verdict.doubts if one.code == "throttled" and one.device]
     if slowed:
         yield f"{head}: {join_words(slowed)} was held back while the devices trained together."
-    elif loss.cause == "exchange" and loss.exchange_seconds is not None:
-        cost = milliseconds(loss.exchange_seconds)
-        yield f"{head}: synchronizing the devices costs {cost} a step."
-    elif loss.cause == "longest_part" and loss.longest_seconds is not None:
-        longest = milliseconds(loss.longest_seconds)
-        yield f"{head}: its longest share alone takes {longest}, as small batches are slower."
-    elif loss.cause == "both" and loss.longest_seconds is not None:
-        longest = milliseconds(loss.longest_seconds)
-        cost = milliseconds(loss.exchange_seconds or 0.0)
-        yield (
-            f"{head}: its longest share alone takes {longest}, as small batches are slower, and "
-            f"synchronizing the devices costs {cost} a step."
-        )
-    elif loss.exchange_seconds is not None:
-        cost = milliseconds(loss.exchange_seconds)
-        yield (
-            f"{head}: a step takes {lost} longer. Synchronizing explains {cost} of that; what "
-            f"takes the rest isn't known."
-        )
     else:
-        yield f"{head}: a step takes {lost} longer. Why isn't known."
+        yield f"{head}: {_write_cause(loss)}"
+
+
+def _write_cause(loss: SumLoss) -> str:
+    """What takes the seconds that a step loses, as far as it is known."""
+    cost = milliseconds(loss.exchange_seconds or 0.0)
+    exchange = f"synchronizing the devices costs {cost} a step"
+    longest = milliseconds(loss.longest_seconds or 0.0)
+    share = f"its longest share alone takes {longest}, as small batches are slower"
+    if loss.cause == "exchange":
+        return f"{exchange}."
+    if loss.cause == "longest_part":
+        return f"{share}."
+    if loss.cause == "both":
+        return f"{share}, and {exchange}."
+    lost = f"a step takes {milliseconds(loss.lost_seconds)} longer"
+    if loss.exchange_seconds is None:
+        return f"{lost}. Why isn't known."
+    return f"{lost}. Synchronizing explains {cost} of that; what takes the rest isn't known."
 
 
 def _say_state(verdict: Verdict) -> Iterator[str]:
@@ -673,6 +688,17 @@ def _percent_lost(gain: float) -> str:
 def _say_packs(verdict: Verdict) -> Iterator[str]:
     """Packs and placements: what the best of each loses, and which of them tie."""
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
+    yield from _say_losses(verdict, others)
+    tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
+    unclear = [one.name for one in others if one.tie and one.unclear][:MOST_NAMED]
+    if tied:
+        yield f"{join_words(tied)} {'ties' if len(tied) == 1 else 'tie'} with it."
+    if unclear:
+        yield f"{join_words(unclear)} can't be told apart from it yet."
+
+
+def _say_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
+    """What the first of each kind loses that isn't the plan's own kind, where it loses anything."""
     said: set[str] = {verdict.chosen.kind}
     for one in others:
         if one.kind in said or one.gain is None or one.tie or one.gain < 0:
@@ -682,12 +708,6 @@ def _say_packs(verdict: Verdict) -> Iterator[str]:
         at = f" at {one.global_batch} samples" if one.global_batch != _batch(verdict) else ""
         name = one.name[:1].upper() + one.name[1:]
         yield f"{name}{at} loses {_percent_lost(one.gain)}{in_turn}."
-    tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
-    unclear = [one.name for one in others if one.tie and one.unclear][:MOST_NAMED]
-    if tied:
-        yield f"{join_words(tied)} {'ties' if len(tied) == 1 else 'tie'} with it."
-    if unclear:
-        yield f"{join_words(unclear)} can't be told apart from it yet."
 
 
 def _batch(verdict: Verdict) -> int:
