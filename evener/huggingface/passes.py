@@ -13,7 +13,7 @@ from ..torch.audit.state import keep_attributes
 from ..torch.planned import PlannedTraining
 from ..torch.step.part import Part
 from ..torch.sums.exchange import Exchange
-from ..training.passes import weigh_passes as weigh_by_rows
+from ..training.passes import weigh_passes as weigh_rows
 from .gathering import Gathering
 from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
@@ -39,12 +39,10 @@ def weigh_passes(
 
     `sizes` are this rank's rows in the passes of each global batch, `totals` those of all ranks.
     """
-    weights: list[float] = []
-    for step, total in zip(sizes, totals, strict=True):
-        weights += weigh_by_rows(step, total)
+    by_labels = loss.mean_over not in (ITEMS, ROWS)
+    weights = _weigh_by_rows(sizes, totals)
     if loss.mean_over != ROWS:
         weights = [float(weight > 0) for weight in weights]
-    by_labels = loss.mean_over not in (ITEMS, ROWS)
     if not by_labels and loss.certain:  # nothing on the host waits for the device
         if items is not None:
             items = gathering.add_up(torch.as_tensor(items, device=device).reshape(1))[0]
@@ -55,11 +53,22 @@ def weigh_passes(
     summed = gathering.add_up(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
     all_items, ignores_anywhere, *of_batches = summed
     if by_labels:
-        pairs = zip(counts, of_batches, strict=True)
-        weights = [count / (total or 1.0) for step, total in pairs for count in step]
+        weights = _weigh_by_labels(counts, of_batches)
     if items is not None:
         items = torch.tensor(all_items, device=device).to(torch.as_tensor(items).dtype)
     return PassWeights(weights, items, bool(ignores_anywhere))
+
+
+def _weigh_by_rows(sizes: list[tuple[int, ...]], totals: list[int]) -> list[float]:
+    """The weight of each pass in the mean over its global batch's rows."""
+    pairs = zip(sizes, totals, strict=True)
+    return [weight for step, total in pairs for weight in weigh_rows(step, total)]
+
+
+def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[float]:
+    """The weight of each pass in the mean over its global batch's labels."""
+    pairs = zip(counts, totals, strict=True)
+    return [count / (total or 1.0) for step, total in pairs for count in step]
 
 
 def _count_labels(

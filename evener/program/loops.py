@@ -226,27 +226,34 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
     """
     if _find_place(sampler) is None:
         raise _uneven("its rows aren't shared out by a DistributedSampler")
-    every = []
-    for rank in range(dist.get_world_size()):
-        try:
-            with kept_state():
-                twin = _copy_for(sampler, rank)
-                every.append([list(batch) for batch in islice(twin, len(twin) + 1)])
-        except Exception as error:
-            raise _uneven(
-                f"its sampler can't be asked for another rank's rows ({error!r})"
-            ) from error
+    every = [_draw_rank(sampler, rank) for rank in range(dist.get_world_size())]
     counts = {len(batches) for batches in every}
     if max(counts) > len(sampler):
         raise _uneven("its sampler gives more batches than it says")
     if counts == {0} or len(counts) > 1:
         raise _uneven("its ranks have other numbers of batches, or none")
-    sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
-    if len(set.union(*sizes[:-1], sizes[0])) > 1 or len(sizes[-1]) > 1:
-        raise _uneven("its ranks have batches of other sizes")
+    _check_sizes(every)
     if not all(isinstance(row, int) and row >= 0 for row in join_ranks(every)):
         raise _uneven("its rows have no numbers")
     return every
+
+
+def _draw_rank(sampler: Any, rank: int) -> list[Any]:
+    """The batches that a batch sampler has for a rank; one more than it says, if there are more."""
+    try:
+        with kept_state():
+            twin = _copy_for(sampler, rank)
+            return [list(batch) for batch in islice(twin, len(twin) + 1)]
+    except Exception as error:
+        raise _uneven(f"its sampler can't be asked for another rank's rows ({error!r})") from error
+
+
+def _check_sizes(every: list[list[Any]]) -> None:
+    """RequestError unless all batches of all ranks have as many rows, but for each one's last."""
+    sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
+    whole = set.union(*sizes[:-1], sizes[0])
+    if len(whole) > 1 or len(sizes[-1]) > 1:
+        raise _uneven("its ranks have batches of other sizes")
 
 
 def _uneven(why: str) -> RequestError:

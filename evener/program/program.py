@@ -175,6 +175,16 @@ class Program:
             self._guard.steps = False
         if self._others:
             return
+        self._note_rates(optimizer)
+        if not (dist.is_available() and dist.is_initialized()):
+            self._stay_alone(optimizer)
+        elif dist.get_world_size() == 1:
+            self.stay(views.ONE_PROCESS)
+        elif self._loop is None and not self.notebook.last_words:
+            self._note_obstacle(optimizer)
+
+    def _note_rates(self, optimizer: Any) -> None:
+        """Note the numbers by which an optimizer steps, and whether it trains what no model has."""
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
             self._fault = views.OUTSIDE
@@ -182,12 +192,6 @@ class Program:
         if self.training is None:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
         self._rates = crc32(repr(rates).encode(), self._rates)
-        if not (dist.is_available() and dist.is_initialized()):
-            self._stay_alone(optimizer)
-        elif dist.get_world_size() == 1:
-            self.stay(views.ONE_PROCESS)
-        elif self._loop is None and not self.notebook.last_words:
-            self._note_obstacle(optimizer)
 
     def _stay_alone(self, optimizer: Any) -> None:
         """Say that this process trains by itself, and, where no other does, what would change
@@ -265,23 +269,35 @@ class Program:
         if self.training is None:
             self._rates = 0
             self._begin_rates()
-            looks = not self.notebook.why and not loop.dealer.fault
-        else:
-            first = not self._uneven and len(set(loop.sizes)) > 1
-            looks = loop.origin is not None and (first or self._steps == self._look)
-        if looks and self._guard is None and sharded.can_be_checked(self.models):
+        if self._guard is None and self._looks_at(loop) and sharded.can_be_checked(self.models):
             self._guard = self._make_guard(loop)
-        if self._heard is not None and loop.origin is not None and self.training is not None:
-            self._heard.begin(loop.origin, loop.sizes, loop.batch)
-            changed = self.training.audits.follows_change and not self._meets_in_layers
-            if self._guard is None and changed:
-                self._guard, self._looks_alone = self._make_guard(loop), True
-            if self._guard is not None:
-                self.training.timer.disturb()
-        elif self.training is not None:
-            self.training.weights.begin(
-                loop.sizes
-            )  # of another loader, shared out by the program itself
+        if self.training is not None:
+            self._begin_step(loop, self.training)
+
+    def _looks_at(self, loop: Any) -> bool:
+        """True if a guard is to look at this batch: before shares leave even, at the first one by
+        uneven shares, and now and then after it.
+        """
+        if self.training is None:
+            return not self.notebook.why and not loop.dealer.fault
+        if loop.origin is None:
+            return False
+        is_first_uneven = not self._uneven and len(set(loop.sizes)) > 1
+        return is_first_uneven or self._steps == self._look
+
+    def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
+        """Begin a step of a training by shares."""
+        if self._heard is None or loop.origin is None:
+            # of another loader, shared out by the program itself
+            training.weights.begin(loop.sizes)
+            return
+        self._heard.begin(loop.origin, loop.sizes, loop.batch)
+        changed = training.audits.follows_change and not self._meets_in_layers
+        if self._guard is None and changed:
+            self._guard = self._make_guard(loop)
+            self._looks_alone = True
+        if self._guard is not None:
+            training.timer.disturb()
 
     def _make_guard(self, loop: Any) -> Guard:
         agree = self._agree if self._meets_in_layers else None
@@ -449,36 +465,38 @@ class Program:
         step.
         """
         every = self.exchange(self._view(loop), MEET_SECONDS)
-        fault = next((each.fault for each in every if each.fault), "") if every else views.ALONE
-        if fault := fault or views.DIFFERENCES.get(views.find_difference(every), ""):
+        fault = _find_common_fault(every)
+        if fault:
             maker = loop.batch_maker
             self.stay(f"{fault.rstrip('.')}; its batches are made by {maker}" if maker else fault)
             return
         if self._watched < WATCHED and any(each.exchanges for each in every):
             self._watched += 1  # what was exchanged may be used in the next step
             return
+        models = [each for each in self.models if each.training]
         try:
-            models = [each for each in self.models if each.training]
-            weigh = sharded.choose_weigh(models)
-            training = self.plan(models, loop.sampler.global_batch, weigh)
-            for each in models:
-                sharded.follow(training, each)
+            training = self._plan_loop(models, loop)
         except EvenerError as error:
             self.stay(error.message)
             return
-        self.training, self._heard, self._rates, loop.compared = (
-            training,
-            LoaderSteps(training, True),
-            0,
-            True,
-        )
+        self.training, self._heard = training, LoaderSteps(training, True)
+        self._rates, loop.compared = 0, True
         OPTIMIZER_CHECK.steps_schedules = False
-        for warning in filter(None, [*self.remarks, *(each.warning for each in every)]):
-            self.notebook.warn(warning)
+        for warning in [*self.remarks, *(each.warning for each in every)]:
+            if warning:
+                self.notebook.warn(warning)
         self.audit(training)
         loop.follow(training)
         loop.sampler.change_shares(self.shares, loop.ahead)
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
+
+    def _plan_loop(self, models: list[Any], loop: Any) -> PlannedTraining:
+        """A training of a loop's models by the plan."""
+        weigh = sharded.choose_weigh(models)
+        training = self.plan(models, loop.sampler.global_batch, weigh)
+        for each in models:
+            sharded.follow(training, each)
+        return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """The plan that a training of these models and rows starts with; None for the one that
@@ -577,6 +595,16 @@ class Program:
             raise RequestError(
                 f"Shares can't leave even: {why}.", "Leave --strict out to train evenly."
             )
+
+
+def _find_common_fault(every: list[RankView]) -> str:
+    """Why shares stay even, as all ranks see it: a fault of one, or a difference between them."""
+    if not every:
+        return views.ALONE
+    for each in every:
+        if each.fault:
+            return each.fault
+    return views.DIFFERENCES.get(views.find_difference(every), "")
 
 
 def share_state(trainer: Any, kind: type[Any]) -> Any:

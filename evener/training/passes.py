@@ -170,28 +170,28 @@ class PassQueue:
         self._left = deque(_Range(number, 0, size) for number, size in enumerate(sizes))
         self._taken: _Range | None = None
 
-    def take(self, least: int = 1) -> Pass | None:
-        """The next pass, of at least `least` rows where it is a piece; None when the batch is
+    def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
+        """The next pass, of at least `least()` rows where it is a piece; None when the batch is
         computed.
         """
         if not self._left:
             return None
-        self._cut_first(least)
+        if self._limit.most is not None:
+            self._cut_first(self._limit.most, least)
         taken = self._taken = self._left.popleft()
         ends = not self._left or self._left[0].number != taken.number
         rows = taken.stop - taken.start
         planned = self._sizes[taken.number]
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
-    def _cut_first(self, least: int) -> None:
-        """Cut the first range into pieces that the limit allows."""
+    def _cut_first(self, most: int, least: Callable[[], int]) -> None:
+        """Cut the first range into pieces of up to `most` rows."""
         first = self._left[0]
         rows = first.stop - first.start
-        most = self._limit.most
-        if most is None or rows <= most:
+        if rows <= most:
             return
         self._left.popleft()
-        pieces = bounds(even(rows, count_smaller_passes(rows, most, least)))
+        pieces = bounds(even(rows, count_smaller_passes(rows, most, least())))
         for start, stop in reversed(pieces):
             cut = first._replace(start=first.start + start, stop=first.start + stop)
             self._left.appendleft(cut)

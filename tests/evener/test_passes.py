@@ -87,7 +87,7 @@ def compute_batch(
     done: list[Pass] = []
     settled: list[bool] = []
     failed: list[int] = []
-    turn = queue.take(least)
+    turn = queue.take(lambda: least)
     while turn is not None:
         if turn.rows <= max(2 * least - 1, holds(len(done) + len(failed))):
             done.append(turn)
@@ -96,7 +96,7 @@ def compute_batch(
             failed.append(turn.rows)
             queue.retry()
             limit.halve(turn.rows, least)
-        turn = queue.take(least)
+        turn = queue.take(lambda: least)
     return done, settled, failed
 
 

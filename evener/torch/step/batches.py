@@ -152,15 +152,7 @@ class BatchTracker:
         validates = not training and not newest.training
         if validates or newest is self._manual:
             return [newest]
-        trained = [each for each in epochs if each.training]
-        running = [each for each in trained if each.open]
-        if not running:
-            return trained or [newest]
-        if any(each.batches[-1].number for each in running):
-            return running
-        # All are at their first batch, which a loop may take before it computes the last one of
-        # the epoch before.
-        return [each for each in trained if each.open or each.leaves_one()]
+        return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
         """The batch that the data match, or None if only each epoch's newest comes into
@@ -172,16 +164,34 @@ class BatchTracker:
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
         possible = matched or [batch for each in epochs for batch in _list_waiting(each)]
-        newest = possible[-1]
-        one_each = len(possible) == len(epochs) or newest.origin.tail is None
-        if one_each and all(batch.mixes_with(newest) for batch in possible):
-            return None
-        raise RequestError(
-            f"It isn't clear which of {len(possible)} fetched batches this forward pass "
-            f"computes, and batches weigh differently at the end of an epoch.",
-            "Take the next batch after backward(), give the model the loader's own tensors, "
-            "or use drop_last=True in each split.loader, and no rebalance=True.",
-        )
+        if not _makes_no_difference(possible, len(epochs)):
+            raise RequestError(
+                f"It isn't clear which of {len(possible)} fetched batches this forward pass "
+                f"computes, and batches weigh differently at the end of an epoch.",
+                "Take the next batch after backward(), give the model the loader's own tensors, "
+                "or use drop_last=True in each split.loader, and no rebalance=True.",
+            )
+        return None
+
+
+def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
+    """Those of training of which a batch may be computed: open ones, else those that are over."""
+    trained = [each for each in epochs if each.training]
+    running = [each for each in trained if each.open]
+    if not running:
+        return trained
+    if any(each.batches[-1].number for each in running):
+        return running
+    # All are at their first batch, which a loop may take before it computes the last one of the
+    # epoch before.
+    return [each for each in trained if each.open or each.leaves_one()]
+
+
+def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
+    """True if any of these batches of some epochs may be taken for the one that is computed."""
+    newest = possible[-1]
+    one_each = len(possible) == epochs or newest.origin.tail is None
+    return one_each and all(batch.mixes_with(newest) for batch in possible)
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:

@@ -194,16 +194,20 @@ def check_summed(optimizer: Any) -> None:
     if not any(each.waits for each in exchanges):
         return
     applied = _list_applied(optimizer)
-    exchanges = [each for each in exchanges if each.has_any(applied)]
-    if any(each.unsummed for each in exchanges):
+    own = [each for each in exchanges if each.has_any(applied)]
+    if any(each.unsummed for each in own):
         raise RequestError(
             "The optimizer is about to apply gradients that weren't summed over the ranks: "
             "their backward pass was under no_sync, or isn't the batch's last.",
             "Leave the last backward pass before each optimizer step out of no_sync, also at "
             "the end of an epoch.",
         )
-    if before is None or any(each.sums > before.get(id(each), 0) for each in exchanges):
-        return  # something was summed since this optimizer's last step
+    if before is not None and not _has_summed(own, before):
+        _check_seen(own)
+
+
+def _check_seen(exchanges: list[Exchange]) -> None:
+    """RequestError if a model was computed whose backward pass nobody has seen."""
     if any(each.waits for each in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
@@ -212,6 +216,11 @@ def check_summed(optimizer: Any) -> None:
             "Call backward() on a loss of what the model returns, and return auxiliary losses "
             "with it.",
         )
+
+
+def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
+    """True if something was summed since an optimizer's last step, when there were `before`."""
+    return any(each.sums > before.get(id(each), 0) for each in exchanges)
 
 
 def _list_applied(optimizer: Any) -> set[int]:

@@ -182,7 +182,7 @@ class Passes:
         if begins:
             recovery.begin_batch()
         queue = PassQueue([each.rows for each in parts], recovery.limit)
-        turn = queue.take(self._least_rows())
+        turn = queue.take(self._least_rows)
         while turn is not None:
             part = parts[turn.number].at(turn)
             yield from self._compute(part, () if turn.last else models, move)
@@ -191,7 +191,7 @@ class Passes:
                 self._retry(self._running, queue)
             else:
                 self._complete(self._running, queue)
-            turn = queue.take(self._least_rows())
+            turn = queue.take(self._least_rows)
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, unsynced: Sequence[Any], move: bool) -> Iterator[Part]:

@@ -400,16 +400,7 @@ class BatchWeights(BatchTracker):
                 " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
             )
         if missing:
-            raise RequestError(
-                f"Of {len(trained) + missing} parameters that the optimizer trains, {missing} "
-                f"weren't in the model when"
-                " split.wrap was called, so their gradients aren't exchanged.",
-                (
-                    "If they are another module's, such as a head that the loss has, wrap that "
-                    "too: head = split.wrap(head). Add and unfreeze layers before split.wrap, or "
-                    "wrap again: model = split.wrap(model.module)."
-                ),
-            )
+            raise _not_wrapped(len(trained) + missing, missing)
         if not all(exchanged[id(each)] for each in trained):
             raise RequestError(
                 "The gradients were never exchanged with the other ranks.",
@@ -441,4 +432,16 @@ def _scale_forgotten() -> RequestError:
         "With weigh='loss' a loss was not scaled, so its gradients would be the plain mean "
         "over ranks.",
         "Write split.scale(loss).backward().",
+    )
+
+
+def _not_wrapped(trained: int, missing: int) -> RequestError:
+    return RequestError(
+        f"Of {trained} parameters that the optimizer trains, {missing} weren't in the model when"
+        " split.wrap was called, so their gradients aren't exchanged.",
+        (
+            "If they are another module's, such as a head that the loss has, wrap that "
+            "too: head = split.wrap(head). Add and unfreeze layers before split.wrap, or "
+            "wrap again: model = split.wrap(model.module)."
+        ),
     )

@@ -339,10 +339,8 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
     if not kinds:
         return
     rows = tuple(passes)
-    in_passes, synchronized = (
-        len(rows) > world,
-        any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds),
-    )
+    in_passes = len(rows) > world
+    synchronized = any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
     if synchronized and world > 1:
         if in_passes:
             check_passes(model)
@@ -357,14 +355,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
             stacklevel=3,
         )
     if not synchronized and world > 1:
-        warnings.warn(
-            f"{kinds[0].__name__} normalizes over each device's own share, so training "
-            f"depends on the split; "
-            "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can "
-            "leave a device a single "
-            "row, of which PyTorch takes no statistics: use drop_last=True.",
-            stacklevel=3,
-        )
+        _warn_of_own_rows(kinds[0].__name__)
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
@@ -372,6 +363,17 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
             " take another global batch (Split(plan, global_batch=N)), GroupNorm or LayerNorm.",
             stacklevel=3,
         )
+
+
+def _warn_of_own_rows(kind: str) -> None:
+    warnings.warn(
+        f"{kind} normalizes over each device's own share, so training "
+        f"depends on the split; "
+        "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can "
+        "leave a device a single "
+        "row, of which PyTorch takes no statistics: use drop_last=True.",
+        stacklevel=4,
+    )
 
 
 def check_passes(model: Any) -> None:

@@ -5,13 +5,28 @@ ranks is another gradient as soon as the n_i differ. Gradients lie in flat bucke
 all ranks, and a bucket is sent as soon as its gradients of all passes are there; what is left goes
 at the end of the backward pass. What was sent is final, so a rank that runs out of memory computes
 only the rest again.
+
+An exchange goes through these states; in brackets the attribute that tells:
+
+    idle ── a forward pass is watched ──► waiting [waits]
+    waiting ── a backward pass reaches its outputs: `arm` ──► collecting [_armed]
+    collecting ── a gradient comes: `_look` ──► collecting, complete buckets sent [_sent] if the
+                  pass ends in a sum [_sync] and the order of gradients is known [_early]
+    collecting ── the backward pass is over: `_finish_pass`, `_wait`
+                  ├─ it ends in a sum ──► all buckets sent and received ──► idle [sums + 1]
+                  └─ under no_sync ──► gradients stay on this rank ──► waiting [unsummed]
+    collecting ── memory runs out: `fail` ──► waiting; what was sent stays [held.final]
+    collecting ── another error, with buckets sent ──► broken for good [_broken]
+
+The first sum teaches the order in which gradients come (`_learn_order`), and only from then on are
+buckets sent before the backward pass ends.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -23,7 +38,6 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import RequestError
-from ..packed import list_statistics
 from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
@@ -35,6 +49,11 @@ EVERY = 4  # sums of which one compares some of the ranks' weights
 
 def _find_normalizers(module: Any) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, _BatchNorm)]
+
+
+def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
+    """The parameters or buffers of a module, each once, without those of `ignored` names."""
+    return list({id(each): each for name, each in named if name not in ignored}.values())
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
@@ -63,16 +82,16 @@ class Exchange:
         alone: bool = False,
     ) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
-        self.parameters = [each for each in named.values() if each.requires_grad]
+        taking_part = _list_taking_part(module.named_parameters(), ignored)
+        self.parameters = [each for each in taking_part if each.requires_grad]
         self.normalizers = _find_normalizers(module)  # they mix rows
         self.group, self.alone, self.weight = group, alone, 1.0
         self._world = 1 if alone else dist.get_world_size(group)
         for each in EXCHANGES:  # a sharded model refuses
-            each.has_any(set(named))
+            each.has_any(set(map(id, taking_part)))
         if not alone:
-            common = [each for name, each in module.named_buffers() if name not in ignored]
-            self._agree([*named.values(), *common, *list_statistics(named.values())])
+            buffers = _list_taking_part(module.named_buffers(), ignored)
+            self._agree([*taking_part, *buffers])
 
         self.begun: Callable[[Any, Any], None] = lambda *_: None
         self.ready: Callable[[], None] = lambda: None
