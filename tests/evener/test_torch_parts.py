@@ -10,7 +10,6 @@ from collections import UserDict, namedtuple
 from contextlib import nullcontext
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, mse_loss
 
 from evener.errors import RequestError
-from evener.plan.file import Plan, make_layout
+from evener.plan.file import Plan
 from evener.torch import Split
 from evener.torch.rows.structure import cut_rows
 from tests.support import torch_ranks
@@ -31,9 +30,7 @@ pytestmark = pytest.mark.usefixtures("alone_on_the_cpu")
 
 
 def in_passes(batches: tuple[int, ...], micros: tuple[int, ...]) -> Plan:
-    plan = torch_ranks.example_plan(batches, "cpu-{}")
-    layout = make_layout(plan.layout.kind, plan.layout.share, batches, micros=micros)
-    return msgspec.structs.replace(plan, layout=layout)
+    return torch_ranks.example_plan(batches, "cpu-{}", micros)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from torch.utils.data import TensorDataset
 
 from evener.errors import RequestError
-from evener.plan.file import make_layout
 from evener.torch import Split
 from evener.training.noise_scale import NoiseWindow
 from tests.support.scripted_shares import rotate_shares
@@ -66,11 +65,9 @@ def row_gradients(model: nn.Module, rows: TensorDataset) -> torch.Tensor:
 def make_split(shares: tuple[int, ...], micros: tuple[int, ...] = (), **options: Any) -> Split:
     if not micros:
         return Split(ratios=shares, global_batch=sum(shares), **options)
-    plan = example_plan(shares)
-    layout = make_layout(plan.layout.kind, plan.layout.share, shares, micros=micros)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a plan for other devices
-        return Split(msgspec.structs.replace(plan, layout=layout), **options)
+        return Split(example_plan(shares, micros=micros), **options)
 
 
 def measure(

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
-from evener.plan.file import make_layout
 from evener.torch import Split
 from evener.torch.step.step import Passes
 from evener.training import passes as pass_limits
@@ -110,13 +109,8 @@ def data(case: Case, shares: Sequence[int]) -> torch.utils.data.TensorDataset:
 
 
 def make_split(case: Case, shares: Sequence[int]) -> Split:
-    plan = example_plan(tuple(shares))
     micros = tuple(-(-share // case.passes) for share in shares)
-    return Split(
-        msgspec.structs.replace(
-            plan, layout=make_layout("split", plan.layout.share, tuple(shares), micros=micros)
-        )
-    )
+    return Split(example_plan(tuple(shares), micros=micros))
 
 
 def place_bombs(case: Case, numbers: random.Random) -> list[tuple[str, int, int]]:

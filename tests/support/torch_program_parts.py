@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError
-from evener.plan.file import make_layout
 from evener.torch import Split
 from tests.support.torch_ranks import example_plan
 
@@ -57,10 +55,8 @@ class Given(NamedTuple):
 
     def split_in_passes(self) -> Split:
         """Of two rows at most; ranks then take different numbers of them."""
-        plan = example_plan(self.shares)
         micros = tuple(min(2, each) for each in self.shares)
-        layout = make_layout(plan.layout.kind, plan.layout.share, self.shares, micros=micros)
-        return Split(msgspec.structs.replace(plan, layout=layout))
+        return Split(example_plan(self.shares, micros=micros))
 
     def turned(self) -> Given:
         """The same with the shares in the other order."""

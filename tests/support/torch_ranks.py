@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from evener.plan.file import Plan, Share, load_plan, make_layout
+from evener.plan.file import Kind, Plan, Share, load_plan, make_layout
 from evener.torch import Split
 from evener.torch.rows.sampler import UnevenBatchSampler
 from tests.support.launched_plan import make_plan
@@ -197,12 +197,13 @@ def finish(
         update.zero_grad()
 
 
-def example_plan(batches: tuple[int, ...], device: str = "sim-{}") -> Plan:
-    """A plan for devices that aren't here, so that any will do."""
+def example_plan(
+    batches: tuple[int, ...], device: str = "sim-{}", micros: tuple[int, ...] | None = None
+) -> Plan:
+    """A plan for devices that aren't here, so that any will do; in passes of `micros` rows."""
     devices = tuple(Share(device.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
-    return make_plan(
-        make_layout("split" if sum(map(bool, batches)) > 1 else "solo", devices, batches)
-    )
+    kind: Kind = "split" if sum(map(bool, batches)) > 1 else "solo"
+    return make_plan(make_layout(kind, devices, batches, micros=micros))
 
 
 def plan_for(case: TrainingCase, path: str) -> Plan:
