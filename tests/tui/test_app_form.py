@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from textual.binding import Binding
-from textual.events import Key
+from textual.events import Key, Paste
 from textual.widgets import Input, Static
 
 from evener.balancer.families import FAMILIES
@@ -354,3 +354,22 @@ async def test_the_four_fields_and_the_hint_fit_a_small_terminal(app_of: Any) ->
         app.screen.query_one("#global_batch", Input).focus()
         await until(pilot, lambda: "trains fastest" in text(app, "#problem"), "the explanation")
         assert "…" not in text(app, "#problem")
+
+
+async def test_a_pasted_path_goes_into_its_field(app_of: Any, own_folder: Path) -> None:
+    """As one that a terminal brackets: what follows the first line isn't typed as keys."""
+    name = f"{'long_' * 30}model.py:build"
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await open_form(pilot)
+        models = app.screen.query_one("#pick-workload", Ticks)
+        models.tick_only([row[0] for row in models.rows].index("another file"))
+        app.screen.query_one(Setup).show_rows()
+        field = app.screen.query_one("#own", Input)
+        await until(pilot, lambda: field.display and field.region.width, "the field")
+        field.focus()
+        await pilot.pause()
+        app.post_message(Paste(f"{name}\nq"))
+        await until(pilot, lambda: field.value == name, "the path")
+        assert app.is_running
+        assert app.current_mode == "balance"

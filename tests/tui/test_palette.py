@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from textual.command import CommandPalette
 
-from evener.tui.palette import KeysProvider, offered_keys
-from tests.support.pilots import text, until
+from evener.tui.palette import APP_KEYS, AppProvider, KeysProvider, offered_keys
+from tests.support.pilots import open_form, text, until
 
 
 async def _found(app: Any, query: str) -> list[str]:
@@ -31,6 +31,37 @@ async def test_every_key_is_found_by_its_words(app_of: Any, screen: str) -> None
             words = [word for word in description.split() if len(word) > 3] or [description]
             hits = [each for word in words[:1] for each in await _found(app, word)]
             assert any(description in each for each in hits), f"by {words[0]} alone"
+
+
+async def test_what_every_screen_can_do_is_found_with_its_key(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the devices")
+        provider = AppProvider(app.screen)
+        titles = [command.title for command in app.get_system_commands(app.screen)]
+        assert {*APP_KEYS} <= {*titles}
+        for title in titles:
+            word = title.split()[-1].lower()
+            found = {hit.text: str(hit.prompt) async for hit in provider.search(word)}
+            assert title in found, f"by {word} alone"
+            assert found[title].split()[0] == APP_KEYS.get(title, title.split()[0])
+
+
+async def test_keys_of_a_result_are_found_by_their_words(app_of: Any, searches: Any) -> None:
+    """The palette opens over a result, with the keys that it has then."""
+    app = app_of(session_maker=searches)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await open_form(pilot)
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: app.balance.finished is not None, "the result")
+        await pilot.pause()
+        keys = list(offered_keys(app.screen))
+        assert {"Write the plan", "Report", "New search"} <= {
+            each.binding.description for each in keys
+        }
+        for offered in keys:
+            description = offered.binding.description
+            assert any(description in each for each in await _found(app, description))
 
 
 @pytest.mark.parametrize(

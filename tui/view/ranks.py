@@ -186,35 +186,52 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     """The ranks that others wait for: a stopped one says nothing; else those that are least far."""
     silent = [row for row in rows if row.silent_s]
-    held = [row for row in silent if row.doing]
-    least = min(map(_progress, held), default=None)
-    holding = [row for row in silent if not row.doing] or [
-        row for row in held if _progress(row) == least
-    ]
-    unknown = missing or len(rows) > len(silent)  # what some are at
-    if len(rows) == len(holding) > 1 and {row.doing for row in rows} in (
-        {each} for each in ORDER[1:]
-    ):
-        last = max(held, key=lambda row: row.silent_s)
-        seen = " seen here" if missing else ""
-        text = f"All ranks{seen} have been {_at(last)}."
-        yield Cause(_kind(last), text, seconds=last.silent_s)
+    holding = _find_holding(silent)
+    if _are_all_at_one(rows, holding):
+        yield _describe_all(rows, missing)
         return
-    waits = len(held) > sum(map(held.__contains__, holding))
+    held = [row for row in silent if row.doing]
+    waits = any(row not in holding for row in held)
+    unknown = missing > 0 or len(rows) > len(silent)  # what some are at
     for row in holding:
-        name = _name_rank(row, rows)
-        if waits and not row.doing:
-            text = (
-                f"{name} has been silent for {duration(row.silent_s)}: stopped, or gone; the "
-                f"others wait for it."
-            )
-            yield Cause(SILENT, text, name, row.silent_s, others_wait=True)
-        elif unknown and row.doing == "sum":
-            text = f"{name} has been {_at(row)}; where the others are isn't known yet."
-            yield Cause(_kind(row), text, name, row.silent_s, others_wait=None)
-        else:
-            text = f"{name} has been {_at(row)}{_waiting_for_it(waits)}."
-            yield Cause(_kind(row), text, name, row.silent_s, others_wait=waits)
+        yield _describe_silent(row, _name_rank(row, rows), waits, unknown)
+
+
+def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
+    """Of the silent ranks those that the others wait for."""
+    stopped = [row for row in silent if not row.doing]
+    if stopped or not silent:
+        return stopped
+    least = min(map(_progress, silent))
+    return [row for row in silent if _progress(row) == least]
+
+
+def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
+    """True if several ranks are all silent in the same part of a step, which is known."""
+    at = {row.doing for row in rows}
+    return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
+
+
+def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
+    last = max(rows, key=lambda row: row.silent_s)
+    seen = " seen here" if missing else ""
+    text = f"All ranks{seen} have been {_at(last)}."
+    return Cause(_kind(last), text, seconds=last.silent_s)
+
+
+def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
+    """A silent rank as a cause; `waits`: others are further in the step, `unknown`: some may be
+    anywhere.
+    """
+    if waits and not row.doing:
+        silent = f"{name} has been silent for {duration(row.silent_s)}"
+        text = f"{silent}: stopped, or gone; the others wait for it."
+        return Cause(SILENT, text, name, row.silent_s, others_wait=True)
+    if unknown and row.doing == "sum":
+        text = f"{name} has been {_at(row)}; where the others are isn't known yet."
+        return Cause(_kind(row), text, name, row.silent_s, others_wait=None)
+    text = f"{name} has been {_at(row)}{_waiting_for_it(waits)}."
+    return Cause(_kind(row), text, name, row.silent_s, others_wait=waits)
 
 
 def _at(row: RankRow) -> str:

@@ -36,16 +36,23 @@ def share_lines(
         return ()
     last = room - figure_cells  # the figure of the newest share has its place behind it
     ends = [min(last, _place(each, known, at_seconds, room)) for each in known]
-    most = max(max(*each.before, *each.after) for each in known)
-    lines = []
-    for rank, (row, label) in enumerate(zip(shown, labels, strict=True)):
-        shares = [each.before[rank] for each in known] + [known[-1].after[rank]]
-        tone: Tone = "dim" if row.ended_s else device_tone(rank)
-        lane = _draw_lane(shares, ends, most, room, tone)
-        head = Span(f" {label:<{label_cells}}", "dim")
-        lines.append(Line((head, *lane)))
+    lines = [
+        Line((Span(f" {label:<{label_cells}}", "dim"), *lane))
+        for label, lane in zip(labels, _draw_lanes(shown, known, ends, room), strict=True)
+    ]
     head = Span(f" {'':<{label_cells}}")
     return (*lines, Line((head, Span(_number_changes(ends, room), "dim"))))
+
+
+def _draw_lanes(
+    rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
+) -> Iterator[tuple[Span, ...]]:
+    """A lane for each of the first ranks; `ends` are the cells in which shares changed."""
+    most = max(max(*each.before, *each.after) for each in changes)
+    for rank, row in enumerate(rows):
+        shares = [*(each.before[rank] for each in changes), changes[-1].after[rank]]
+        tone: Tone = "dim" if row.ended_s else device_tone(rank)
+        yield tuple(_draw_lane(shares, ends, most, room, tone))
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:

@@ -124,25 +124,19 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
     ]
     judged = _judge(placed, missing)
     places = [place for _, place in placed]
-    ranks = _add_steps([place.row for place in places], judged)
-    reporting = [row for row in ranks if not row.silent_s]
-    speed = sum(row.samples_per_second for row in reporting)
-    plan = _most(reports, "plan_samples_per_second")
-    watts = _watts(places)
-    whole = not missing
-    return TrainingRow(
+    row = TrainingRow(
         training=newest.training,
         workload=newest.workload,
         framework=newest.framework,
-        ranks=ranks,
+        ranks=_add_steps([place.row for place in places], judged),
         missing_ranks=missing,
         step=newest.step,
-        samples_per_second=speed,
-        tokens_per_second=sum(row.tokens_per_second for row in reporting),
-        watts=watts,
-        samples_per_joule=speed / watts if watts and whole else 0.0,
-        plan_samples_per_second=plan,
-        of_plan=speed / plan if plan and whole else 0.0,
+        samples_per_second=0.0,
+        tokens_per_second=0.0,
+        watts=_watts(places),
+        samples_per_joule=0.0,
+        plan_samples_per_second=_most(reports, "plan_samples_per_second"),
+        of_plan=0.0,
         step_s=_most(reports, "step_s"),
         step_spread=_most(reports, "step_spread"),
         input_s=_most(reports, "input_s"),
@@ -156,6 +150,25 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         starved=_most(reports, "starved"),
         pending=newest.pending,
         run=newest.run,
+    )
+    return _add_totals(row)
+
+
+def _add_totals(row: TrainingRow) -> TrainingRow:
+    """The row with what its ranks do together; of the plan, and per joule, where none is
+    missing.
+    """
+    reporting = [rank for rank in row.ranks if not rank.silent_s]
+    speed = sum(rank.samples_per_second for rank in reporting)
+    whole = not row.missing_ranks
+    return msgspec.structs.replace(
+        row,
+        samples_per_second=speed,
+        tokens_per_second=sum(rank.tokens_per_second for rank in reporting),
+        samples_per_joule=speed / row.watts if row.watts and whole else 0.0,
+        of_plan=(
+            speed / row.plan_samples_per_second if row.plan_samples_per_second and whole else 0.0
+        ),
     )
 
 
