@@ -188,7 +188,7 @@ def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
 
 LANES: Grid[Lane] = Grid(
     (
-        Column("device", ("device",), (8, 8, 17, 22), _name, "left", most=34),
+        Column("device", ("device",), (8, 8, 15, 22), _name, "left", most=34),
         Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69, there=_goes_on),
         _sampled("util", (4, 6, 14)),
         _sampled("temperature", (3, 5), 45),

@@ -31,6 +31,7 @@ from .plot import ChartPanel
 
 LEAST_CHART = 7  # rows that a readable curve needs
 MOST_CHART = 26  # rows, from which on more say nothing more
+LEAST_COMPARED = 2  # layouts
 LEAST_RESULT = 15  # rows of a result that leave the rest to charts
 LEAST_LOG = 3  # rows of the log, its heading among them
 
@@ -172,7 +173,7 @@ class BalanceView(UsesApp, Widget):
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
-        lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 4))
+        lanes = min(max(1, len(self.state.devices)) + 1 + frame, max(2, height // 3))
         top = self._top_rows(width - frame, frame, height - lanes - LEAST_LOG - frame)
         left = height - top - lanes
         facts = self._fact_rows(width, frame, narrow) if left >= 9 + frame else 0
@@ -204,11 +205,13 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Rows of shares and rivals; none once the result has them."""
-        if self.shows_result:
+        """Rows of shares and rivals; none once the result has them, nor before there is anything to
+        compare.
+        """
+        if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
         if narrow:
-            return max(1, len(rivals(self.state))) + frame
+            return len(rivals(self.state)) + frame
         return max(4, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
