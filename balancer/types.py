@@ -204,7 +204,8 @@ class PartSeconds(msgspec.Struct, frozen=True):
     # seconds of full work that a lower clock lost, by heat and by a power limit or brake
     heat_seconds: Amount = 0.0
     power_seconds: Amount = 0.0
-    neighbour: Annotated[float, Meta(ge=0, le=1)] = 0.0  # part of the time that others' kernels ran
+    # part of the time in which others' kernels ran while its own waited
+    neighbour: Annotated[float, Meta(ge=0, le=1)] = 0.0
     neighbours: str = ""  # whose
 
 

@@ -1,10 +1,11 @@
 """How often `evener runs compare` is wrong: pairs of equal trainings, and of one that is slower.
 
-python -m benchmarks.gate [--equal 40] [--slower 20] [--seconds 15]
+python -m benchmarks.gate [--trainings 24] [--slower 8] [--seconds 15] [--cores 2,3,4]
 
-Each training is a process of its own on one core, in PyTorch; as many run at once as there are
-cores but two. Prints the false alarms and what was found, and ends with 1 if there are more than 2
-of 40, or less than 18 of 20 are found.
+40 pairs are made of the equal trainings, and 20 of one of them with one that is slower. Each
+training is a process of its own on one core, in PyTorch; as many run at once as there are cores.
+Give cores that share nothing: of two threads of one core, one. Prints the false alarms and what was
+found, and ends with 1 if there are more than 2 of 40, or less than 18 of 20 are found.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from evener.balancer.store.compared import RunDifference, compare_trainings
 from evener.balancer.store.runs import load_training
 
 MOST, SLOWER = 0.05, 0.1
-ROWS, WIDTH = 64, 512
+ROWS, WIDTH = 128, 256
+EQUAL_PAIRS, SLOWER_PAIRS = 40, 20
 
 
 def train(seconds: float, slowdown: float) -> None:
@@ -51,15 +53,14 @@ def train(seconds: float, slowdown: float) -> None:
     split.close()
 
 
-def run_all(slowdowns: Sequence[float], seconds: float) -> list[str]:
+def run_all(slowdowns: Sequence[float], seconds: float, cores: Sequence[int]) -> list[str]:
     """The runs of trainings with these slowdowns, in their order."""
-    cores: Queue[int] = Queue()
-    every = sorted(os.sched_getaffinity(0))
-    for core in every[: max(1, len(every) - 2)]:
-        cores.put(core)
+    free: Queue[int] = Queue()
+    for core in cores:
+        free.put(core)
 
     def run_one(place: int) -> str:
-        core, name = cores.get(), f"20261129-{place:06d}-gate"
+        core, name = free.get(), f"20261129-{place:06d}-gate"
         try:
             words = ["--train", str(seconds), str(slowdowns[place])]
             subprocess.run(
@@ -68,17 +69,28 @@ def run_all(slowdowns: Sequence[float], seconds: float) -> list[str]:
                 check=True,
             )
         finally:
-            cores.put(core)
+            free.put(core)
         return name
 
-    with ThreadPoolExecutor(cores.qsize()) as pool:
+    with ThreadPoolExecutor(len(cores)) as pool:
         return list(pool.map(run_one, range(len(slowdowns))))
 
 
-def compare_pairs(runs: Sequence[str]) -> list[RunDifference]:
-    """Each two runs in a row compared."""
+def choose_pairs(equal: Sequence[str], slower: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of equal runs, then of an equal one with a slower one; each run is in about as many."""
+    count = len(equal)
+    pairs = []
+    for place in range(EQUAL_PAIRS):
+        first, apart = place % count, 1 + place // count
+        pairs.append((equal[first], equal[(first + apart) % count]))
+    beside = [(equal[place % count], slower[place % len(slower)]) for place in range(SLOWER_PAIRS)]
+    return pairs + beside
+
+
+def compare_pairs(pairs: Sequence[tuple[str, str]]) -> list[RunDifference]:
+    """The two runs of each pair compared."""
     found = []
-    for before, after in zip(runs[::2], runs[1::2], strict=True):
+    for before, after in pairs:
         first, second = load_training(before), load_training(after)
         assert first is not None
         assert second is not None
@@ -89,8 +101,9 @@ def compare_pairs(runs: Sequence[str]) -> list[RunDifference]:
 def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--equal", type=int, default=40)
-    parser.add_argument("--slower", type=int, default=20)
+    parser.add_argument("--trainings", type=int, default=24)
+    parser.add_argument("--slower", type=int, default=8)
+    parser.add_argument("--cores", default="", help="numbers, as 2,3,4; all but two unless given")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--train", type=float, nargs=2)
     given = parser.parse_args()
@@ -100,16 +113,22 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as state:
         os.environ["XDG_STATE_HOME"] = state
         os.environ["EVENER_LIVE_DIR"] = f"{state}/live"
-        pairs = [0.0] * given.equal + [SLOWER] * given.slower
-        found = compare_pairs(
-            run_all([each for slower in pairs for each in (0.0, slower)], given.seconds)
-        )
-    equal, slower = found[: given.equal], found[given.equal :]
+        own = sorted(os.sched_getaffinity(0))
+        cores = [int(each) for each in given.cores.split(",") if each] or own[: len(own) - 2]
+        # in turns, as the machine may change its speed meanwhile
+        slowdowns = [0.0] * given.trainings
+        every = max(1, given.trainings // given.slower)
+        for place in range(given.slower):
+            slowdowns.insert(place * (every + 1), SLOWER)
+        runs = run_all(slowdowns, given.seconds, cores or own)
+        slow = [run for run, each in zip(runs, slowdowns, strict=True) if each]
+        found = compare_pairs(choose_pairs([run for run in runs if run not in slow], slow))
+    equal, slower = found[:EQUAL_PAIRS], found[EQUAL_PAIRS:]
     false = sum(each.is_beyond(MOST) for each in equal)
     seen = sum(each.is_beyond(MOST) for each in slower)
     for name, each in (("equal", equal), ("slower", slower)):
-        slowdowns = ", ".join(f"{100 * one.slowdown:+.1f}" for one in each)
-        print(f"{name}: slowdowns in % {slowdowns}")
+        said = ", ".join(f"{100 * one.slowdown:+.1f}" for one in each)
+        print(f"{name}: slowdowns in % {said}")
     held = sum(each.low <= SLOWER <= each.high for each in slower)
     print(f"false alarms {false} of {len(equal)}; found {seen} of {len(slower)}; 10 % is in the")
     print(f"interval of {held} of {len(slower)}")

@@ -44,7 +44,12 @@ CLOSE_SECONDS = 0.2  # for all watches together
 
 
 class Neighbours(NamedTuple):
-    """Other processes on a device: the part of the time in which their kernels ran, and names."""
+    """Other processes on a device: the part of the time in which their kernels ran while the
+    session's own waited, and their names.
+
+    A GPU gives each process a slice of its time in turn, so a kernel waits about as long as it
+    runs, if the others have as much to do.
+    """
 
     part: float
     names: str
@@ -118,8 +123,9 @@ class InterferenceMonitor:
                 continue  # they may have other numbers there than here
             busy = {pid: part for pid, part in vitals.busy.items() if part}
             others = {pid: part for pid, part in busy.items() if pid not in own}
+            mine = sum(part for pid, part in busy.items() if pid in own)
             names = sorted({name_process(pid) for pid in others})
-            found[position] = Neighbours(min(1.0, sum(others.values())), ", ".join(names))
+            found[position] = Neighbours(min(mine, sum(others.values())), ", ".join(names))
         return found
 
     def _round(self, position: int, short: int) -> int:

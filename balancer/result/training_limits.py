@@ -21,7 +21,10 @@ from ..types import Layout, Observation, PartSeconds, Timed
 TWICE = 0.5  # of a part that doesn't grow with the batch: what twice the batch spares of it
 STARVED_ERROR = 0.3  # relative: cores that are taken now may be free in the next minute
 FIXED_ERROR = 0.5  # relative: of a line through two points
-SLOWED_ERROR = 0.5  # relative: not all kernels go by the clock, or give way to others evenly
+SLOWED_ERROR = 0.5  # relative: not all kernels go by the clock
+NEIGHBOUR_ERROR = 0.9  # relative: slices of time are as long as each process's kernels
+LAUNCH_ERROR = 0.15  # relative, of a step of twice the batch
+TWICE_BATCH = "Take a batch twice as large, or compile the model (torch.compile)."
 LONGEST = 0.9  # of the longest own work: the others wait for such a device
 LARGER_BATCH = "A larger batch: twice as many samples a step halve its part."
 TRY_WORKERS = (
@@ -171,15 +174,24 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
         error_s=STARVED_ERROR * starved,
         by=most.taken_by if most else "",
     )
-    closer = measured.closer
-    if closer is None or closer.enqueued_seconds is None:
-        return
-    step = closer.kept or closer
-    yield StepPart(
-        kind=LimitKind.HOST_LAUNCHES,
-        seconds=measured.launching_s(),
-        error_s=measured.scale((step.high_seconds - step.low_seconds) / 2),
-    )
+    waits_s = measured.launching_s()
+    if waits_s > 0:
+        spared_s = _spare_by_twice(measured.step_s, waits_s)
+        yield StepPart(
+            kind=LimitKind.HOST_LAUNCHES,
+            seconds=waits_s,
+            error_s=LAUNCH_ERROR * (measured.step_s - spared_s) * waits_s / spared_s,
+            spared=spared_s / waits_s,
+            remedy=TWICE_BATCH,
+        )
+
+
+def _spare_by_twice(step_s: float, waits_s: float) -> float:
+    """The seconds that twice the batch spares of a step, for as many rows, whose device waits for
+    its host for so long: the host takes as long as before, the device twice as long.
+    """
+    after_s = max(step_s, 2 * (step_s - waits_s))
+    return step_s - after_s / 2
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
@@ -303,7 +315,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
         if kind is LimitKind.NEIGHBOUR:
             names = [part.neighbours for _, part in measured.parts_of(most) if part.neighbours]
             who = f"{names[-1]} on {who}" if names else who
-        yield StepPart(kind=kind, seconds=lost[most], error_s=SLOWED_ERROR * lost[most], by=who)
+        error = NEIGHBOUR_ERROR if kind is LimitKind.NEIGHBOUR else SLOWED_ERROR
+        yield StepPart(kind=kind, seconds=lost[most], error_s=error * lost[most], by=who)
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:

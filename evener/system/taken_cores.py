@@ -2,7 +2,8 @@
 had them.
 
 Linux counts for each thread the time that it ran and the time that it was ready to run and had no
-core (/proc/PID/task/TID/schedstat, for the process's own user without privileges). Elsewhere, and
+core (/proc/PID/task/TID/schedstat, for the process's own user without privileges), and for each
+core the time that a hypervisor gave to other machines. Elsewhere, and
 in containers that hide it, nothing is known and all figures are 0.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class CoreTimes(NamedTuple):
     ran_s: float = 0.0  # by all threads together
     delayed_s: float = 0.0  # ready to run, without a core, by all threads together
     throttled_s: float = 0.0  # in which the container's quota was used up
+    busy_s: float = 0.0  # in which anybody ran on one of the process's cores
+    stolen_s: float = 0.0  # of these cores, in which the hypervisor ran other machines
 
 
 class Starvation(NamedTuple):
@@ -54,7 +57,8 @@ class CoreWatch:
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
         self._tasks = PROC / str(pid or os.getpid()) / "task"
-        self._cores = cores or len(os.sched_getaffinity(pid or 0))
+        self._own_cores = frozenset(os.sched_getaffinity(pid or 0))
+        self._cores = cores or len(self._own_cores)
         self._before: dict[str, tuple[int, int]] = {}
         self._last = CoreTimes()
         self.read()
@@ -75,7 +79,8 @@ class CoreWatch:
         self._last = last
         wall_s = last.at_s - before.at_s
         ran_s = last.ran_s - before.ran_s
-        wanted_s = min(ran_s + last.delayed_s - before.delayed_s, self._cores * wall_s)
+        delayed_s = last.delayed_s - before.delayed_s + _find_stolen(before, last)
+        wanted_s = min(ran_s + delayed_s, self._cores * wall_s)
         if wall_s <= 0 or wanted_s <= ran_s:
             return Starvation(max(0.0, wall_s))
         threads = max(1.0, wanted_s / wall_s)
@@ -94,7 +99,37 @@ class CoreWatch:
             ran_s += (ran - ran_before) / 1e9
             delayed_s += (delayed - delayed_before) / 1e9
         self._before = now
-        return CoreTimes(time.perf_counter(), ran_s, delayed_s, read_throttled_seconds())
+        busy_s, stolen_s = read_core_seconds(self._own_cores)
+        throttled_s = read_throttled_seconds()
+        return CoreTimes(time.perf_counter(), ran_s, delayed_s, throttled_s, busy_s, stolen_s)
+
+
+def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
+    """The seconds between two readings that the hypervisor took from a process: of its cores as
+    many as it had of the rest. Its threads count them neither as run nor as delayed.
+    """
+    stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
+    ran_s = last.ran_s - before.ran_s
+    if stolen_s <= 0 or ran_s <= 0:
+        return 0.0
+    return stolen_s * min(1.0, ran_s / max(busy_s, ran_s))
+
+
+def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
+    """The seconds in which these cores ran anything, and those that the hypervisor took from them;
+    0 where the kernel doesn't say.
+    """
+    busy = stolen = 0
+    names = {f"cpu{core}" for core in cores}
+    with suppress(OSError, ValueError, IndexError):
+        for line in stat.read_text().splitlines():
+            name, *ticks = line.split()
+            if name not in names:
+                continue
+            user, nice, system, _, _, hard, soft, taken = map(int, ticks[:8])
+            busy += user + nice + system + hard + soft
+            stolen += taken
+    return busy / TICKS_PER_SECOND, stolen / TICKS_PER_SECOND
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:

@@ -122,7 +122,11 @@ def test_a_starved_host_says_by_whom_and_a_larger_limit_comes_first() -> None:
 def test_a_gpu_that_waits_for_kernels_is_limited_by_its_host() -> None:
     gpu = Device("GPU-1", 0, "NVIDIA A", "gpu", None)
     (limit,) = limits_of(timed(ALONE, NOTHING, enqueued_seconds=0.04), (gpu,))
-    assert (limit.kind, limit.gain) == (LimitKind.HOST_LAUNCHES, pytest.approx(1.5))
+    assert (limit.kind, limit.share) == (LimitKind.HOST_LAUNCHES, pytest.approx(0.6))
+    assert limit.gain == pytest.approx(1.0), "of twice the batch, in the same time"
+    assert limit.gain_low < 0.8
+    (limit,) = limits_of(timed(ALONE, NOTHING, enqueued_seconds=0.08), (gpu,))
+    assert limit.gain == pytest.approx(0.25), "of twice the batch, in twice the device's time"
     late = PartSeconds(input_seconds=0.05, update_seconds=0.0)
     seen = timed(ALONE, late, kept=KeptBatch(0.05, 0.05, 0.05), enqueued_seconds=0.04)
     found = {each.kind: each.milliseconds for each in limits_of(seen, (gpu,))}

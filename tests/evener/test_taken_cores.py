@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from evener.system.taken_cores import (
     CoreWatch,
     look_at_processes,
     name_takers,
+    read_core_seconds,
     read_throttled_seconds,
 )
 
@@ -99,6 +101,36 @@ def test_programs_under_the_root_are_not_others(tmp_path: Path) -> None:
         assert "own worker processes" in workers
     finally:
         end(load)
+
+
+def test_time_that_the_hypervisor_takes_is_none_that_a_thread_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the process's own cores, and as much of it as the process had of these cores."""
+    stat, spent = tmp_path / "stat", [0.0]
+
+    def write(busy: int, stolen: int) -> None:
+        own = "\n".join(
+            f"cpu{core} {busy} 0 0 900 0 0 0 {stolen} 0 0" for core in os.sched_getaffinity(0)
+        )
+        stat.write_text(f"cpu  1 1 1 1 1 1 1 1 1 1\n{own}\ncpu999 0 0 0 0 0 0 0 5000 0 0\n")
+
+    assert read_core_seconds({0}, tmp_path / "none") == (0.0, 0.0)
+    write(300, 50)
+    assert read_core_seconds({max(os.sched_getaffinity(0))}, stat) == (3.0, 0.5)
+    monkeypatch.setattr(taken_cores, "read_core_seconds", lambda cores: read(cores))
+    monkeypatch.setattr(taken_cores, "_read_threads", lambda _: {"1": (int(spent[0] * 1e9), 0)})
+    clock = iter((10.0, 11.0))
+    monkeypatch.setattr("evener.system.taken_cores.time.perf_counter", lambda: next(clock))
+
+    def read(cores: Collection[int]) -> tuple[float, float]:
+        return read_core_seconds(cores, stat)
+
+    cores = len(os.sched_getaffinity(0))
+    watch = CoreWatch()
+    spent[0] = 0.6
+    write(300 + 120 // cores, 50 + 40 // cores)
+    assert watch.read().starved_s == pytest.approx(0.2, abs=0.03), "0.6 of 1.2 s that cores ran"
 
 
 def test_what_a_container_may_not_have_is_read_in_both_versions(tmp_path: Path) -> None:

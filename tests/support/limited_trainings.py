@@ -109,12 +109,18 @@ def training_data():
 CONVOLUTIONS = (
     HEAD
     + """
+SIZE = 32 if torch.cuda.is_available() else 16
+WIDTH = 256 if torch.cuda.is_available() else 8
+
 class Pictures(Dataset):
+    def __init__(self):
+        self.kept = torch.randn(256, 3, SIZE, SIZE)
+
     def __len__(self):
-        return 4096
+        return 8192
 
     def __getitem__(self, row):
-        return torch.full((3, 32, 32), row / 4096), row % 10
+        return self.kept[row % 256], row % 10
 
 def training_data():
     return Pictures(), {"num_workers": 4}
@@ -123,8 +129,9 @@ def build():
     def block(inputs, outputs):
         return nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()
 
-    layers = (*block(3, 64), *block(64, 128), nn.MaxPool2d(2), *block(128, 256), nn.MaxPool2d(2))
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 64, 10))
+    layers = (*block(3, WIDTH), *block(WIDTH, 2 * WIDTH), nn.MaxPool2d(2))
+    more = (*block(2 * WIDTH, 2 * WIDTH), *block(2 * WIDTH, 2 * WIDTH), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(*layers, *more, nn.Flatten(), nn.Linear(2 * WIDTH, 10))
     return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), nn.CrossEntropyLoss()
 """
 )
@@ -132,13 +139,28 @@ ROWS_ON_DEVICE = (
     HEAD
     + """
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTH = 4096 if torch.cuda.is_available() else 512
 
 def training_data():
-    return TensorDataset(*(each.to(PLACE) for each in plain_data(rows=8192, width=2048).tensors))
+    return TensorDataset(*(each.to(PLACE) for each in plain_data(rows=8192, width=WIDTH).tensors))
 
 def build():
-    model = plain_model(width=2048, layers=6)
+    model = plain_model(width=WIDTH, layers=6)
     return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+"""
+)
+# whose update takes as long whatever the batch
+MANY_WEIGHTS = (
+    HEAD
+    + """
+WIDTH = 4096 if torch.cuda.is_available() else 512
+
+def training_data():
+    return plain_data(rows=4096, width=WIDTH)
+
+def build():
+    model = plain_model(width=WIDTH, layers=12)
+    return model, torch.optim.Adam(model.parameters(), foreach=False), nn.CrossEntropyLoss()
 """
 )
 TRAINER = """
