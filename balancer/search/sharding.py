@@ -38,8 +38,10 @@ from .rows import RowDevices
 from .time_left import TimeLeft
 
 # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for
-# each sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
+# each sharded step that ran out of memory there, and half or a quarter where it doesn't fit
+# otherwise
 HEADROOM = 0.03
+FEWEST_HALVINGS = 2  # of the headroom
 DIGITS = 4  # of a part: 10 MB of a state of 100 GB, far below the headroom of any card
 
 
@@ -97,18 +99,26 @@ class Sharding:
         limits = [limit for limit in problem.memory_bytes if limit is not None]
         if len(limits) < problem.devices:
             return (1 / problem.devices,) * problem.devices
-        for times in range(self._failures, -3, -1):
-            free = 1 - HEADROOM * 2.0**times
-            parts = share_state([free * limit for limit in limits], needs, problem)
+        failures = self._failures
+        for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
+            left = [
+                limit * (1 - HEADROOM * 2.0 ** max(times - fewer, -FEWEST_HALVINGS))
+                for limit, times in zip(limits, failures, strict=True)
+            ]
+            parts = share_state(left, needs, problem)
             if parts:
                 return parts
         return None
 
     @property
-    def _failures(self) -> int:
-        """The number of whole steps that ran out of memory."""
-        full = [one for one in self._seen if isinstance(one, OutOfMemory)]
-        return sum(one.probe.layout.traits.together for one in full)
+    def _failures(self) -> list[int]:
+        """The number of whole steps that ran out of memory on each device."""
+        counts = [0] * self._problem.devices
+        for one in self._seen:
+            if isinstance(one, OutOfMemory) and one.probe.layout.traits.together:
+                for position in one.devices or one.probe.layout.active:
+                    counts[position] += 1
+        return counts
 
     @property
     def _needs(self) -> list[Need]:
@@ -151,7 +161,7 @@ class Sharding:
         known = Observations(problem)
         for one in self._seen:
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
-                known.add(self._as_rows(one))
+                known.add(self._beside_state(self._as_rows(one), left))
         return RowDevices(problem, known, TimeLeft(problem, BALANCE, known))
 
     def _without_state(
@@ -174,6 +184,22 @@ class Sharding:
         held = layout.state or (MEASURED_PART,) * len(layout.shares)
         memory = self._without_state(one.memory_bytes, held)
         return msgspec.structs.replace(one, probe=probe, memory_bytes=memory)
+
+    def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
+        """An observation of rows, or that they don't fit: a device that was measured alone had a
+        small part of the state, and more memory for rows than its own part leaves.
+        """
+        if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
+            return one
+        short = []
+        for position, used in enumerate(one.memory_bytes):
+            limit = left[position]
+            if used is not None and limit is not None and used > limit:
+                short.append(position)
+        if not short:
+            return one
+        why = "its part of the state leaves too little memory for these rows"
+        return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds)
 
     def _as_sharded(self, probe: Probe) -> Probe:
         """The probe of rows as one of a sharded training."""

@@ -41,7 +41,8 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Train by the plan from now on, each device with its part of the model."""
         check_shards(self)
         super().begin_plan()
-        shard(self._planned, self.model, "all", None, None, None)
+        casts = find_autocast(self.accelerator)
+        shard(self._planned, self.model, "all", None, None, None, casts)
         _note_device(self.model, self.args.device)
         watch(self.model, None, lambda *_: None)  # the trainer weighs losses itself
         prepare = self.accelerator.prepare_model
@@ -84,6 +85,14 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _load_best_model(self) -> None:
         checkpoint.load(self.state.best_model_checkpoint, self.model)
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def find_autocast(accelerator: Any) -> torch.dtype | None:
+    """The type to which accelerate's autocast casts what linear layers compute with."""
+    return HALVES.get(str(accelerator.mixed_precision)) if accelerator.native_amp else None
 
 
 def keep_no_casts(accelerator: Any) -> None:

@@ -411,8 +411,16 @@ def describe(trainer: Any, output: Any) -> dict[str, Any]:
         "evaluated": [
             entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry
         ],
+        "gathered in": gathered_types(trainer.model),
         "saved": save(trainer) if trainer.state.best_model_checkpoint else {},
     }
+
+
+def gathered_types(model: Any) -> set[torch.dtype]:
+    """The types that a sharded model's parameters are gathered in."""
+    sharded = getattr(model, "exchange", None)
+    units = [sharded.root, *sharded.units] if isinstance(sharded, Sharded) else []
+    return {flat.dtype for unit in units for flat in unit.flats}
 
 
 def save(trainer: Any) -> dict[str, torch.Tensor]:

@@ -40,13 +40,15 @@ class RecipeShards:
         pack_weights(module, device)
         check_buffers(module)
         units, replaced = choose_units(module, None), list(module.parameters())
-        self._gathered = count_gathered(module, units, None)
+        casts = recipe.casts
+        self._gathered = count_gathered(module, units, None, casts)
         # packed ones are two a byte
         sizes = [(2 * each.nbytes if is_packed(each) else each.numel()) for each in replaced]
         self._parameters = sum(sizes)
         self._trained = sum(each.numel() for each in replaced if each.requires_grad)
         parts = (*parts, 1 - parts[0]) if alone else parts
-        self.sharded = cut_model(module, units, ShardPlace(place.rank, parts, device, alone))
+        own = ShardPlace(place.rank, parts, device, alone)
+        self.sharded = cut_model(module, units, own, casts=casts)
         move(recipe.optimizer, replaced, module)
         self._state, self._step = self._measure(recipe.optimizer, device)
         watch(module, device, lambda *_: None)

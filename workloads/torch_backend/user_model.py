@@ -209,7 +209,7 @@ class TrainerSteps:
 
 def _from_trainer(trainer: Any) -> Recipe:
     from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
-    from evener.huggingface.shards import keep_no_casts
+    from evener.huggingface.shards import find_autocast, keep_no_casts
 
     optimizer = trainer.create_optimizer()
     compute = TrainerSteps(trainer, optimizer).compute
@@ -230,7 +230,10 @@ def _from_trainer(trainer: Any) -> Recipe:
             trainer.model, device_placement=False, evaluation_mode=True
         )
 
-    return Recipe(module, optimizer, None, data, mixed_precision=mixed, prepare=prepare)
+    casts = find_autocast(trainer.accelerator)
+    return Recipe(
+        module, optimizer, None, data, mixed_precision=mixed, casts=casts, prepare=prepare
+    )
 
 
 def _from_lightning(name: str, module: Any, given: Any) -> Recipe:

@@ -63,6 +63,7 @@ class Recipe(msgspec.Struct, frozen=True):
     data: Data | None = None  # to train on; None: rows that `sample_batch` makes
     sample_batch: SampleBatch | None = None
     mixed_precision: str = ""  # of a Trainer, as accelerate names it: no | fp16 | bf16
+    casts: Any = None  # the type of an autocast around the module's forward pass, if it is known
     # called once with True if the model will be cut into shards, before it is
     prepare: Callable[[bool], None] = lambda _: None
 

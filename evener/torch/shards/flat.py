@@ -151,8 +151,10 @@ class Flat:
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
         """Begin to fill `whole` with the ranks' shards; returns what has to be waited for."""
         if self._place.alone:
-            for start in range(0, len(whole), len(shard)):
-                whole[start : start + len(shard)].copy_(shard[: len(whole) - start])
+            size = shard.numel()
+            times, rest = divmod(whole.numel(), size)
+            whole[: times * size].view(times, size).copy_(shard.expand(times, size))
+            whole[times * size :].copy_(shard[:rest])
             return []
         own = whole[self.start : self.stop]
         own.copy_(shard)

@@ -73,8 +73,11 @@ def shard(
     units: Any,
     state: Sequence[float] | None,
     dtype: Any,
+    casts: Any = None,
 ) -> Any:
-    """The model, sharded over the ranks of a training; as `Split.shard`."""
+    """The model, sharded over the ranks of a training; as `Split.shard`. `casts` is the type of an
+    autocast around each of its forward passes.
+    """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
             f"shard={level!r} with units={units!r} isn't a way to shard.",
@@ -87,14 +90,14 @@ def shard(
     pack_weights(model, training.device)
     check_buffers(model)
     chosen = choose_units(model, units) if level == "all" else {}
-    parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype))
+    parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype, casts))
     place = ShardPlace(training.rank, parts, training.device)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError(
             "The ranks shard different models.", "Make the same model on every rank."
         )
     training.weights.adopt(
-        model, cut_model(model, chosen, place, dtype, level == "state"), training.device
+        model, cut_model(model, chosen, place, dtype, level == "state", casts), training.device
     )
     training.passes.recovery.final = (
         f"ranks {_MEET}",
@@ -109,7 +112,12 @@ def shard(
 
 
 def cut_model(
-    model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None, keeps: bool = False
+    model: Any,
+    units: Mapping[str, Any],
+    place: ShardPlace,
+    dtype: Any = None,
+    keeps: bool = False,
+    casts: Any = None,
 ) -> Sharded:
     """Cut a model over the ranks of `place`: from now on its parameters are this rank's pieces."""
     if place.device.type == "cpu":
@@ -119,7 +127,7 @@ def cut_model(
             if buffer is not None:
                 module._buffers[name] = buffer.to(place.device)
     before = list(model.parameters())
-    sharded = Sharded(model, units, place, dtype, keeps)
+    sharded = Sharded(model, units, place, dtype, keeps, casts)
     kept = set(map(id, model.parameters()))
     look_after(sharded, [each for each in before if id(each) not in kept])
     EXCHANGES.add(sharded)

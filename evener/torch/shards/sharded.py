@@ -40,7 +40,8 @@ class Sharded:
     """The units of `model` on the ranks of `place`, in the part of an Exchange that weighs and sums
     gradients.
 
-    `dtype` is that of the whole parameters, where it isn't the shards'. A model that `keeps` them,
+    `dtype` is that of the whole parameters, where it isn't the shards', and `casts` that of an
+    autocast around the model. A model that `keeps` them,
     and gradients, whole through all passes of a batch has no units, and sums once: in the backward
     pass that isn't under no_sync.
     """
@@ -52,6 +53,7 @@ class Sharded:
         place: ShardPlace,
         dtype: Any = None,
         keeps: bool = False,
+        casts: Any = None,
     ) -> None:
         self.held, self.place = Ledger(), place
         parameters = find_parameters(model, units)
@@ -64,6 +66,7 @@ class Sharded:
                 [slot for slot in own if slot not in whole],
                 place,
                 dtype,
+                casts,
                 self.held,
             )
             for name, own in parameters.items()

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from ...errors import RequestError
-from ..packed import is_packed, list_statistics
+from ..packed import list_statistics
 from ..sums.collectives import own_collectives, spread
 from .flat import ShardPlace, Slot, byte_count
-from .unit import find_parameters
+from .unit import choose_dtype, find_parameters
 
 STATE_COPIES = 4  # of a trained parameter: itself, its gradient and two of the optimizer's
 MOST_PART = 0.25  # of the model's bytes that such parameters may take on each device
 
 
-def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
+def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
     """The most bytes that a rank holds beside its part of the state and activations.
 
     The model's own parameters, two units, the gradients of all these before their sum, and what is
@@ -34,12 +34,13 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
     whole = choose_whole(parameters)
     sizes = []
     for own in parameters.values():
-        tensors = [slot.tensor for slot in own if slot not in whole]
         size = 0
-        for each in tensors:
-            computes = None if is_packed(each) else dtype
-            size += each.numel() * (computes or each.dtype).itemsize
-            size += byte_count(each) if each.requires_grad else 0
+        for slot in own:
+            if slot in whole:
+                continue
+            computes = choose_dtype(slot, dtype, casts) or slot.tensor.dtype
+            size += slot.numel * computes.itemsize
+            size += byte_count(slot.tensor) if slot.tensor.requires_grad else 0
         sizes.append(size)
     beside = STATE_COPIES * sum(byte_count(slot.tensor) for slot in whole)
     beside += sum(map(byte_count, list_statistics(model.parameters())))
