@@ -133,15 +133,8 @@ class TrainerWays:
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
             parts += _cut_passes(batch, rows, micro)
-        total = sum(rows for _, rows in parts)
         items = self.count_items([batch for batch, _ in parts])
-        if loss.mean_over == ROWS:
-            weights = [rows / total for _, rows in parts]
-        elif loss.mean_over == ITEMS:
-            weights = [1.0] * len(parts)
-        else:
-            counts = [loss.count(batch) for batch, _ in parts]
-            weights = [count / (sum(counts) or 1.0) for count in counts]
+        weights = _weigh_parts(parts, loss)
         world = min(PROCESSES, self._trainer._shares.world)
         divisor = world if loss.multiplied > 1 and not excess else 1
         return [
@@ -178,6 +171,16 @@ class TrainerWays:
         with processes(trainer.accelerator, world), trainer.compute_loss_context_manager():
             result = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
         return result[0] if isinstance(result, tuple) else result
+
+
+def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
+    """What the loss of each part weighs, of which the rows are given."""
+    if loss.mean_over == ITEMS:
+        return [1.0] * len(parts)
+    counts = [float(rows) for _, rows in parts]
+    if loss.mean_over != ROWS:
+        counts = [loss.count(batch) for batch, _ in parts]
+    return [count / (sum(counts) or 1.0) for count in counts]
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:

@@ -576,11 +576,9 @@ class TrainingAudits:
         if self.judge.over:
             return
         self._compare_numbers([each.numbers for each in every if each.numbers is not None])
-        guessed = [each for each in every if each.message and not each.certain]
-        if guessed and not any(each.fine for each in every):
-            self._say(NOT_AUDITED.format(MAY_COUNT) + self.question)
-        worst = self._compare_ranks(every, step)
-        worst = next((each for each in every if each.even), worst)
+        self._tell_of_guesses(every)
+        differing = self._compare_ranks(every, step)
+        worst = next((each for each in every if each.even), differing)
         if worst is None:
             return
         self.judge.over = True
@@ -589,6 +587,12 @@ class TrainingAudits:
             return
         strict = self._training.strict or step <= EARLY
         self._follow(Action.REFUSE if strict else Action.WARN, worst)
+
+    def _tell_of_guesses(self, every: Sequence[RankVerdict]) -> None:
+        """Warn of a difference that may come from a number that counts rows."""
+        guessed = any(each.message and not each.certain for each in every)
+        if guessed and not any(each.fine for each in every):
+            self._say(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge(self, found: Audited) -> RankVerdict:
         """This rank's own verdict."""

@@ -66,14 +66,14 @@ class _Kept:
         elif isinstance(value, _GENERATORS):
             self._states.append(_keep_generator(value))
         elif _is_data(value) and len(value) <= MOST_ITEMS:
-            self._data.append((value, copy_data(value, self._memo, LARGE)))
-            for each in value.values() if isinstance(value, dict) else value:
-                self.look_at(each, depth - 1)
+            self._look_at_data(value, depth - 1)
         elif is_own_object(value):
-            held = vars(value)
-            self._data.append((held, copy_data(held, self._memo, LARGE)))
-            for each in list(held.values()):
-                self.look_at(each, depth - 1)
+            self._look_at_data(vars(value), depth - 1)
+
+    def _look_at_data(self, data: Any, depth: int) -> None:
+        self._data.append((data, copy_data(data, self._memo, LARGE)))
+        for each in list(data.values() if isinstance(data, dict) else data):
+            self.look_at(each, depth)
 
     def _look_at_function(self, function: FunctionType, depth: int) -> None:
         if is_foreign(function.__module__ or ""):

@@ -245,23 +245,19 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Note the numbers that weights or gradients are used with, as in an average of the weights
         of all steps.
         """
-        every = leaves_in(given) if is_arithmetic(function) else []
-        numbers = [
-            float(each)
-            for each in every
-            if isinstance(each, int | float) and not isinstance(each, bool)
-        ]
-        if numbers and (
-            places := {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}
-        ):
-            own = (
-                each
-                for model in self.models
-                for weight in model.parameters()
-                for each in (weight, weight.grad)
-            )
-            if any(each is not None and address(each) in places for each in own):
-                self.uses += tuple(numbers)
+        if not is_arithmetic(function):
+            return
+        every = leaves_in(given)
+        numbers = [float(each) for each in every if _is_number(each)]
+        places = {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}
+        if numbers and places and self._has_at(places):
+            self.uses += tuple(numbers)
+
+    def _has_at(self, places: set[int]) -> bool:
+        """True if a weight or its gradient lies at one of these addresses."""
+        weights = (weight for model in self.models for weight in model.parameters())
+        own = (each for weight in weights for each in (weight, weight.grad))
+        return any(each is not None and address(each) in places for each in own)
 
     # ------------------------------------------------------------------ reading it
 
@@ -488,7 +484,7 @@ def _find_place() -> str:
 
 def _scale(counts: int, was: int, now: int, number: Any) -> Any:
     """A number of a record of `was` rows, as it is for `now` rows if it counts them."""
-    plain = isinstance(number, int | float) and not isinstance(number, bool)
+    plain = _is_number(number)
     if counts == AS_WRITTEN or not plain or not number or was < 2:
         return number
     for times, scaled in (
@@ -551,6 +547,10 @@ def _replay_entries(
             (id(was), each)
             for was, each in zip(nested_tensors(entry.result), nested_tensors(made), strict=True)
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _same(number: Any) -> Any:

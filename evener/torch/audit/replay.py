@@ -18,6 +18,7 @@ from .rows import FewRows
 from .step import Audited, Ways, audit
 
 EVERY_COUNT = (AS_WRITTEN, ROW_COUNTS, MULTIPLES)
+ROW_BY_ROW = "its loss is made row by row, of as many rows as its batch has"
 NOT_A_NUMBER = "its loss isn't a number when it is computed again for some rows"
 Compute = Callable[[Any, int], Any]  # of a batch and its rows
 
@@ -53,34 +54,60 @@ def audit_record(
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
     for few in rows:
-        worst: Audited | None = None
-        certain = not record.may_count_rows()
+        tried = _Tries(record, few)
         for count in counts:
-            compute = partial(_compute, record, count)
-            try:
-                found = audit(bench(), ways(few, compute), moves)
-            except (RequestError, torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception as error:  # of calls that don't fit these rows
-                if worst is None:
-                    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                    fault = f"its loss can't be computed again to compare it ({text})"
-                    certain = True  # a shape that is the number of rows says what that number is
-                continue
-            if not found.finite:
-                fault = NOT_A_NUMBER
-                continue
-            if found.difference is None:
-                return Replayed(found, "", _is_padded_otherwise(rows[0], few), certain, closed)
-            worst = worst or found
-        if worst is None:
+            tried.audit(bench, ways, count, moves)
+            if tried.found is not None and tried.found.difference is None:
+                break
+        found, certain = tried.found, tried.certain
+        if found is None:
+            fault = tried.fault or fault
             continue
-        if worst.difference is not None and not all(map(math.isfinite, worst.difference.losses)):
-            return Replayed(None, NOT_A_NUMBER)
-        if worst.difference is not None and _leaves_out(record, few, bench()):
-            return Replayed(None, "its loss is made row by row, of as many rows as its batch has")
-        return Replayed(worst, "", _is_padded_otherwise(rows[0], few), certain, closed)
+        if found.difference is not None:
+            if not all(map(math.isfinite, found.difference.losses)):
+                return Replayed(None, NOT_A_NUMBER)
+            if _leaves_out(record, few, bench()):
+                return Replayed(None, ROW_BY_ROW)
+        return Replayed(found, "", _is_padded_otherwise(rows[0], few), certain, closed)
     return Replayed(None, fault)
+
+
+class _Tries:
+    """The audits of a record by some rows, with the numbers in it taken for counts of rows or not.
+
+    `found` is the first that could be made, or one without a difference, else None and `fault` says
+    why; `certain` as in Replayed.
+    """
+
+    def __init__(self, record: LossRecord, few: FewRows) -> None:
+        self._record = record
+        self._few = few
+        self.found: Audited | None = None
+        self.fault = ""
+        self.certain = not record.may_count_rows()
+
+    def audit(
+        self,
+        bench: Callable[[], Bench],
+        ways: Callable[[FewRows, Compute], Ways],
+        count: int,
+        moves: bool,
+    ) -> None:
+        """Audit once more, with `count` for the numbers."""
+        try:
+            found = audit(bench(), ways(self._few, partial(_compute, self._record, count)), moves)
+        except (RequestError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # of calls that don't fit these rows
+            if self.found is None:
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self.fault = f"its loss can't be computed again to compare it ({text})"
+                self.certain = True  # a shape that is the number of rows says what that number is
+            return
+        if not found.finite:
+            self.fault = NOT_A_NUMBER
+        elif self.found is None or found.difference is None:
+            self.found = found
 
 
 def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:

@@ -177,18 +177,24 @@ def _join(rows: Sequence[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
     if isinstance(first, tuple | list) and not isinstance(first, torch.Size):
-        if first and not any(
-            isinstance(each, torch.Tensor | tuple | list | dict) for each in first
-        ):
-            return type(first)(item for each in rows for item in each)
-        items = [_join([each[place] for each in rows]) for place in range(len(first))]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        return _join_sequences(rows)
     if hasattr(first, "keys"):
         made = first.copy()
         for key in first.keys():  # noqa: SIM118 - mappings of libraries iterate otherwise
             made[key] = _join([each[key] for each in rows])
         return made
     return first
+
+
+def _join_sequences(rows: Sequence[Any]) -> Any:
+    """One tuple or list of what each row has, or of all their items where those are no batches."""
+    first = rows[0]
+    kind = type(first)
+    nested = any(isinstance(each, torch.Tensor | tuple | list | dict) for each in first)
+    if first and not nested:
+        return kind(item for each in rows for item in each)
+    items = [_join([each[place] for each in rows]) for place in range(len(first))]
+    return kind(*items) if hasattr(first, "_fields") else kind(items)
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:

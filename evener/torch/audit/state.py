@@ -95,23 +95,29 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
     if id(value) in memo:
         return None
     if isinstance(value, torch.Tensor):
-        if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
-            return None
-        if value.nbytes > most_bytes:
-            return None
-        memo[id(value)] = value
-        return value._version, value.detach().clone()
-    if (type(value) not in _CONTAINERS and not isinstance(value, _CONTAINERS)) or len(
-        value
-    ) > MOST_ITEMS:
+        return _copy_tensor(value, memo, most_bytes)
+    if not isinstance(value, _CONTAINERS) or len(value) > MOST_ITEMS:
         return None
     memo[id(value)] = value
     if not value:  # as most of a module's are
         return ()
     if isinstance(value, set):
         return set(value)
-    items = list(value.items() if isinstance(value, dict) else enumerate(value))
-    return [(key, item, copy_data(item, memo, most_bytes)) for key, item in items]
+    return [(key, item, copy_data(item, memo, most_bytes)) for key, item in _list_items(value)]
+
+
+def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
+    """A tensor's version and a copy of it; None for one that is trained, or is too large."""
+    if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
+        return None
+    if value.nbytes > most_bytes:
+        return None
+    memo[id(value)] = value
+    return value._version, value.detach().clone()
+
+
+def _list_items(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
 def put_back(value: Any, was: Any) -> None:
@@ -122,17 +128,22 @@ def put_back(value: Any, was: Any) -> None:
         version, copied = was
         with torch.no_grad():  # one that was changed by its data alone has its version still
             (value.data if value._version == version else value).copy_(copied)
-        return
-    if isinstance(value, set):
+    elif isinstance(value, set):
         value.clear()
         value.update(was)
-        return
+    else:
+        _put_back_items(value, was)
+
+
+def _put_back_items(value: Any, was: Any) -> None:
     for _, item, inner in was:
         put_back(item, inner)
-    same = list(value.items() if isinstance(value, dict) else enumerate(value))
-    if [(key, id(item)) for key, item in same] != [(key, id(item)) for key, item, _ in was]:
-        value.clear()
-        if isinstance(value, dict):
-            value.update({key: item for key, item, _ in was})
-        else:
-            value.extend(item for _, item, _ in was)
+    if [(key, id(item)) for key, item in _list_items(value)] == [
+        (key, id(item)) for key, item, _ in was
+    ]:
+        return
+    value.clear()
+    if isinstance(value, dict):
+        value.update({key: item for key, item, _ in was})
+    else:
+        value.extend(item for _, item, _ in was)

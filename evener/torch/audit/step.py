@@ -95,38 +95,83 @@ def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
 
 def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
     with bench.open(moves):
-        reference = bench.sketch(ways.reference)
+        return _Comparison(bench, ways).judge()
+
+
+class _Comparison:
+    """Both ways' gradients, on an open bench."""
+
+    def __init__(self, bench: Bench, ways: Ways) -> None:
+        self._bench = bench
+        self._ways = ways
+        self._reference = bench.sketch(ways.reference)
         drawn = bench.drawn
-        trained = bench.sketch(ways.trained)
-        draws_by_row = bench.drawn != drawn
-        found = partial(_result, bench, ways, reference)
-        first = compare(reference, trained)
-        if first is None and not bench.measures:
-            return found(None)
-        again = bench.sketch(ways.reference)
-        if compare(reference, again) is not None:
-            return found(None, fault=UNREPEATABLE)
-        repeats = [bench.sketch(ways.reference, number + 1) for number in range(REPEATS)]
+        self._trained = bench.sketch(ways.trained)
+        self._draws_by_row = bench.drawn != drawn
+        self._repeats: list[
+            Sketch
+        ] = []  # of the reference, once a difference isn't surely rounding
+        self._noises: Mapping[str, float] | None = None
+
+    def judge(self) -> Audited:
+        """The difference with its cause, or why there is none."""
+        bench, way = self._bench, self._ways.reference
+        if compare(self._reference, self._trained) is None and not bench.measures:
+            return self._result()
+        if compare(self._reference, bench.sketch(way)) is not None:
+            return self._result(fault=UNREPEATABLE)
+        self._repeats = [bench.sketch(way, number + 1) for number in range(REPEATS)]
         if bench.measures:
-            found = partial(found, noises=find_noises(reference, repeats))
-        difference = compare(reference, trained, repeats)
-        if difference is None:
-            return found(None)
-        answers = {
-            name: partial(_is_right, bench, reference, change, repeats)
-            for name, change in ways.changes.items()
-        }
-        if draws_by_row or (bench.draws and ways.pads):
-            others = bench.sketch(ways.reference, seed=SEED + 1)
-            matter = compare(reference, others, repeats) is not None
-            if matter and draws_by_row:
-                return found(None, fault=DRAWN)
-            if matter and answers["collation"]():
-                return found(None, explained=True)
+            self._noises = find_noises(self._reference, self._repeats)
+        difference = compare(self._reference, self._trained, self._repeats)
+        return self._result() if difference is None else self._explain(difference)
+
+    def _explain(self, difference: GradientDifference) -> Audited:
+        """The difference with its cause, unless random numbers account for it."""
+        changes = self._ways.changes
+        answers = {name: partial(self._is_right, each) for name, each in changes.items()}
+        if self._draws_by_row and self._do_draws_matter():
+            return self._result(fault=DRAWN)
+        padded = self._bench.draws > 0 and self._ways.pads
+        if padded and self._do_draws_matter() and answers["collation"]():
+            return self._result(explained=True)
         cause = find_cause(answers)
         if cause == "rows" and _are_near(*difference.losses):
             cause = "weight"
-        return found(difference, cause)
+        return self._result(difference, cause)
+
+    def _do_draws_matter(self) -> bool:
+        """True if other random numbers give another gradient."""
+        others = self._bench.sketch(self._ways.reference, seed=SEED + 1)
+        return compare(self._reference, others, self._repeats) is not None
+
+    def _is_right(self, change: AuditChange) -> bool:
+        """True if there is no difference once this is changed."""
+        wanted = self._reference
+        if change.reference is not None:
+            wanted = self._bench.sketch(change.reference)
+        return compare(wanted, self._bench.sketch(change.trained), self._repeats) is None
+
+    def _result(
+        self,
+        difference: GradientDifference | None = None,
+        cause: str = "",
+        fault: str = "",
+        explained: bool = False,
+    ) -> Audited:
+        reference = self._reference
+        return Audited(
+            difference=difference,
+            cause=cause,
+            rows=self._ways.digest,
+            sizes=self._ways.sizes,
+            fault=fault,
+            finite=all(math.isfinite(reference.size(name)) for name in reference.sums),
+            sketch=reference,
+            changed=tuple(sorted(self._bench.changed)),
+            noises=self._noises,
+            explained=explained,
+        )
 
 
 def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] | None:
@@ -150,39 +195,6 @@ def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] |
     cause = "sum" if abs(sum(whole) - right) <= allowed * scale else "rows"
     relative = abs(own - right) / scale
     return GradientDifference(LOSS, relative, allowed, right, own, (right, own)), cause
-
-
-def _result(
-    bench: Bench,
-    ways: Ways,
-    reference: Sketch,
-    difference: GradientDifference | None,
-    cause: str = "",
-    fault: str = "",
-    noises: Mapping[str, float] | None = None,
-    explained: bool = False,
-) -> Audited:
-    changed = tuple(sorted(bench.changed))
-    finite = all(math.isfinite(reference.size(name)) for name in reference.sums)
-    return Audited(
-        difference=difference,
-        cause=cause,
-        rows=ways.digest,
-        sizes=ways.sizes,
-        fault=fault,
-        finite=finite,
-        sketch=reference,
-        changed=changed,
-        noises=noises,
-        explained=explained,
-    )
-
-
-def _is_right(
-    bench: Bench, reference: Sketch, change: AuditChange, repeats: Sequence[Sketch]
-) -> bool:
-    wanted = reference if change.reference is None else bench.sketch(change.reference)
-    return compare(wanted, bench.sketch(change.trained), repeats) is None
 
 
 def _are_near(one: float, other: float) -> bool:
