@@ -325,7 +325,7 @@ def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     Column("id", ("device", "id"), (3, 6), _id),
-    Column("name", ("name",), (6, 8, 11, 16), _name, "left", most=24),
+    Column("name", ("name",), (6, 8, 11, 16), _name, "left", most=20),
     _reading(
         "util",
         ("utilisation", "util", "use"),
@@ -335,7 +335,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         5,
         tone="accent",
         full=100.0,
-        most=30,
+        most=40,
     ),
     _reading("sm", ("SM",), (3, 5), "sm_percent", " %", 5),
     _reading("tensor", ("tensor", "tens", "TC"), (3, 6), "tensor_percent", " %", 5),
