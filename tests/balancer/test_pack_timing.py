@@ -135,3 +135,5 @@ class Watch:
 
     def read(self, _positions: object) -> dict[int, object]:
         return {}
+
+    find_neighbours = read
