@@ -17,6 +17,7 @@ from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
 from evener.tui.cli.monitor import snapshot_text
+from tests.support.waiting import wait_for
 
 GIB = 1 << 30
 
@@ -404,14 +405,6 @@ def test_nothing_that_blocks_is_called_and_static_facts_are_asked_once(rig: Rig)
         assert rig.nvml.calls[name] == 2
     assert rig.nvml.calls["nvmlDeviceGetFieldValues"] <= 2 * (30 + 15 + 7)
     assert rig.nvml.calls["nvmlDeviceGetTemperature"] == 2 * 15
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def test_xid_and_ecc_events_reach_their_own_row(rig: Rig) -> None:

@@ -23,6 +23,7 @@ from evener.devices.types import (
     State,
     value,
 )
+from tests.support.waiting import wait_for
 
 DEVICE = Device("sim-0-a", 0, "A", "sim", None)
 HOST = HostSample(
@@ -71,14 +72,6 @@ class Scripted:
 
     def close(self) -> None:
         self.closed += 1
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,7 @@ from evener.live.files import (
 )
 from evener.live.reporter import DeviceTimes, Reporter, live_folders, read_trainings, report
 from evener.plan.file import Share
+from tests.support.waiting import wait_for
 
 
 class Clock:
@@ -209,13 +210,6 @@ def test_a_record_of_an_earlier_version_is_due_when_it_was_written(
     file.write_text(json.dumps(old | {"devices": []}))
     (training,) = read_trainings()
     assert (training.due_at, training.doing, training.late_seconds(142.0)) == (0.0, "", 42.0)
-
-
-def wait_for(found: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_where_no_step_ends_a_process_says_what_it_is_at(

@@ -30,6 +30,7 @@ from evener.tui.cli import session_runner
 from tests.support.python_path import python_path
 from tests.support.quick_probes import QUICK_EVENER
 from tests.support.small_disk import fill
+from tests.support.waiting import wait_for
 
 HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -105,15 +106,6 @@ def measured(state: Path, stage: str = "solo") -> list[Record]:
 def is_timed(seen: Observation, stage: str) -> bool:
     """Whether it is a measurement of that stage that went well."""
     return isinstance(seen, Timed) and seen.probe.stage == stage
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """What it gives once that is something."""
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.02)
-    return found
 
 
 def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

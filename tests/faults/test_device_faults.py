@@ -29,6 +29,7 @@ from evener.tui.app import EvenerApp
 from tests.support.probe_children import list_children, list_probe_children
 from tests.support.probers import child_prober
 from tests.support.python_path import python_path
+from tests.support.waiting import wait_for
 
 LOST = """
 import os, threading, time
@@ -47,15 +48,6 @@ if os.path.exists({flag!r}):
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (470 << 20, 470 << 20))
 """
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What it gives once that is something."""
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.01)
-    return found
 
 
 def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Finished:

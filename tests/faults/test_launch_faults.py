@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.support.launched_plan import plan
 from tests.support.listeners import list_tree
 from tests.support.python_path import python_path
 from tests.support.rank_server import RankServer
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
@@ -72,7 +72,7 @@ def test_a_killed_run_leaves_nothing_though_its_guard_was_told_to_end(
     plan(["cpu-0-of-2"]).save(folder / "plan.toml")
     words = [sys.executable, "-m", "evener", "run", "--plan", str(folder / "plan.toml"), "--"]
     evener = subprocess.Popen([*words, sys.executable, str(folder / "train.py")])
-    wait_until((folder / "train.py.runs").exists)
+    wait_for((folder / "train.py.runs").exists)
     assert [each.name[:11] for each in (folder / "temporary").iterdir()] == ["evener-run-"]
     guards = [each for each in list_tree(evener.pid) if _is_guard(each)]
     assert len(guards) == 1
@@ -80,19 +80,11 @@ def test_a_killed_run_leaves_nothing_though_its_guard_was_told_to_end(
         os.kill(guards[0], number)
     evener.kill()
     evener.wait()
-    wait_until(lambda: not list_processes(folder) and not any((folder / "temporary").iterdir()))
+    wait_for(lambda: not list_processes(folder) and not any((folder / "temporary").iterdir()))
 
 
 def _is_guard(pid: int) -> bool:
     return b"watcher.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for something that must come."""
-    end = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 LEAVER = """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import psutil
 
 from evener.devices.cluster import agents
 from tests.support.probe_children import list_probe_children, still_runs
+from tests.support.waiting import wait_for
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 THIRD = "127.0.0.4"  # of a host that joins
@@ -92,7 +92,4 @@ def until_gone(processes: Sequence[psutil.Process]) -> None:
 
 def until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     """Wait until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it never came: {what}"
-        time.sleep(0.05)
+    wait_for(condition, what, seconds, pause=0.05)

@@ -12,8 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import pytest
 
 from evener.tui.cli.main import run
 from tests.support.chromium import BROWSER, Chromium
+from tests.support.waiting import wait_for
 
 pytest.importorskip("textual_serve")
 COMMAND = [sys.executable, "-m", "evener", "--web", "--devices", "sim:gtx1080ti,gtx1080"]
@@ -80,13 +80,6 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def _wait(what: str, holds: Callable[[], object]) -> None:
-    until = time.monotonic() + 90
-    while not holds():
-        assert time.monotonic() < until, what
-        time.sleep(0.05)
-
-
 def _drawn(browser: Chromium) -> str:
     """What the app has written to the terminal of the newest tab, without colours and moves of the
     cursor.
@@ -121,15 +114,13 @@ def test_a_visitor_sees_the_monitor_and_uses_keys_and_a_closed_tab_ends_its_proc
             mobile=False,
         )
         browser.navigate(served.url)
-        _wait("the monitor is drawn", lambda: "GTX 1080 Ti" in _drawn(browser))
-        _wait(
-            "the page shows it",
-            lambda: browser.evaluate("document.body.classList.contains('-first-byte')"),
-        )
+        wait_for(lambda: "GTX 1080 Ti" in _drawn(browser), "the monitor is drawn", pause=0.05)
+        shown = "document.body.classList.contains('-first-byte')"
+        wait_for(lambda: browser.evaluate(shown), "the page shows it", pause=0.05)
         assert "send a signal" not in _drawn(browser)
         browser.evaluate("document.querySelector('.xterm-helper-textarea').focus()")
         browser.call("Input.dispatchKeyEvent", type="keyDown", key="?", text="?")
-        _wait("the help is drawn", lambda: "send a signal" in _drawn(browser))
+        wait_for(lambda: "send a signal" in _drawn(browser), "the help is drawn", pause=0.05)
         asked = {event["params"]["request"]["url"] for event in browser.events
                  if event.get("method") == "Network.requestWillBeSent"}  # fmt: skip
         sockets = {event["params"]["url"] for event in browser.events
@@ -154,12 +145,16 @@ def test_a_visitor_sees_the_monitor_and_uses_keys_and_a_closed_tab_ends_its_proc
             mobile=False,
         )
         browser.navigate(served.url)
-        _wait("a second visitor sees the monitor", lambda: "GTX 1080 Ti" in _drawn(browser))
+        wait_for(
+            lambda: "GTX 1080 Ti" in _drawn(browser),
+            "a second visitor sees the monitor",
+            pause=0.05,
+        )
         assert len(served.visitors()) == 2
         browser.call("Page.close")
-        _wait("its process ends with the tab", lambda: served.visitors() == [first])
+        wait_for(lambda: served.visitors() == [first], "its process ends with the tab", pause=0.05)
         assert served.end() == 128 + signal.SIGTERM
-        _wait("the visitors end with the server", lambda: not _lives(first))
+        wait_for(lambda: not _lives(first), "the visitors end with the server", pause=0.05)
     finally:
         browser.close()
         served.end()

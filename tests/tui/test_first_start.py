@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,7 @@ from evener.tui.local_training import LocalTraining, read_command
 from evener.tui.screens.run_dialogs import TrainDialog
 from evener.tui.screens.welcome import WelcomeDialog
 from tests.support.pilots import asks, open_form, text, until
-
-
-def _wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -50,12 +42,12 @@ def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_training_writes_its_log_and_ends_as_by_ctrl_c(launcher: Path, tmp_path: Path) -> None:
     """What a progress bar has overwritten isn't shown."""
     training = LocalTraining(["launch", "plan.toml", "train.py"], tmp_path / "logs" / "one.log")
-    _wait(lambda: training.read_tail(5), "its first line")
+    line = "ready launch plan.toml train.py"
+    wait_for(lambda: training.read_tail(5) == [line], "its first line, whole")
     assert training.runs
-    assert training.read_tail(5) == ["ready launch plan.toml train.py"]
     assert f"kill -INT {training.pid}" in training.last_words()[-1]
     training.stop()
-    _wait(lambda: not training.runs, "its end")
+    wait_for(lambda: not training.runs, "its end")
     assert training.exit_code == 3
     assert training.read_tail(1) == ["saved"]
     assert "exit code 3" in training.state_words()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,13 +20,7 @@ from evener.devices.processes import send_signal
 from evener.devices.sampler import Sampler
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.base_app import Sampled, SessionEnded, SessionReported, SessionThread
-
-
-def _wait(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
+from tests.support.waiting import wait_for
 
 
 def test_a_newer_tick_replaces_one_that_waits(script: Any) -> None:
@@ -51,15 +44,15 @@ def test_simulated_devices_follow_the_load_of_probes() -> None:
     got: list[Any] = []
     feed.start(got.append)
     try:
-        _wait(lambda: got)
+        wait_for(lambda: got)
         idle = got[-1].devices[0]
         feed.set_loads({idle.device.id: (1200.0, 800)})
-        _wait(lambda: (got[-1].devices[0].samples_per_second.current or 0) > 1000)
+        wait_for(lambda: (got[-1].devices[0].samples_per_second.current or 0) > 1000)
         busy = got[-1].devices[0]
         assert busy.power_watts.current > idle.power_watts.current + 50
         assert busy.memory_used_bytes.current > idle.memory_used_bytes.current
         feed.set_loads({})
-        _wait(lambda: got[-1].devices[0].samples_per_second.current == 0)
+        wait_for(lambda: got[-1].devices[0].samples_per_second.current == 0)
         assert feed.history(idle.device.id, "power_watts")
     finally:
         feed.close()
@@ -72,7 +65,7 @@ def test_a_session_posts_every_event_then_its_end(events: Any, session_of: Any) 
     session, messages = session_of(events), list[Any]()
     thread = SessionThread(lambda: session, messages.append)
     thread.start()
-    _wait(lambda: messages and isinstance(messages[-1], SessionEnded))
+    wait_for(lambda: messages and isinstance(messages[-1], SessionEnded))
     thread.close()
     assert [message.event for message in messages[:-1]] == events
     assert session.calls[-1] == "stop"
@@ -83,7 +76,7 @@ def test_closing_ends_a_session_that_still_runs(events: Any, session_of: Any) ->
     session, messages = session_of(events, hold=True), list[Any]()
     thread = SessionThread(lambda: session, messages.append)
     thread.start()
-    _wait(lambda: len(messages) == len(events) - 1)
+    wait_for(lambda: len(messages) == len(events) - 1)
     before = threading.active_count()
     thread.close()
     assert threading.active_count() < before
@@ -99,7 +92,7 @@ def test_a_session_that_cannot_begin_ends_with_its_reason() -> None:
 
     thread = SessionThread(make, messages.append)
     thread.start()
-    _wait(lambda: messages)
+    wait_for(lambda: messages)
     assert (messages[0].fault, messages[0].remedy) == ("Nothing ran.", "Free memory.")
 
 
@@ -114,7 +107,7 @@ def test_a_bug_in_a_session_ends_as_a_sentence_and_a_log(
 
     thread = SessionThread(make, messages.append)
     thread.start()
-    _wait(lambda: messages)
+    wait_for(lambda: messages)
     assert "ZeroDivisionError" in messages[0].fault
     logs = list(tmp_path.rglob("crash-*.log"))
     assert len(logs) == 1
@@ -130,7 +123,7 @@ def test_a_replay_keeps_order_and_can_be_held_and_ended(events: Any) -> None:
     time.sleep(0.1)
     assert not messages
     replay.unpause()
-    _wait(lambda: messages and isinstance(messages[-1], SessionEnded))
+    wait_for(lambda: messages and isinstance(messages[-1], SessionEnded))
     assert [message.event for message in messages[:-1]] == events
     slow = SessionThread(
         lambda: RunReplay(events, speed=0.001, longest_gap_seconds=60.0), messages.append
