@@ -37,7 +37,7 @@ The `turn` of a probe counts rounds in the solo stage and turns in the race. `ra
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares, nothing negative. Batches are assigned by these costs as in the training
-(`evener.training.dealing`). `rows` and `texts` answer the same questions, by curves and by these costs.
+(`evener.training.dealing`). `TextModel` is the machine whose rows cost by their length, `texts` what to race on it.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. If the batch is
 free, the smallest within the tolerance of the fastest is chosen; for an objective that trades speed, the layout with
@@ -45,11 +45,16 @@ most of it that is at most `max_slowdown` slower. Otherwise the fastest is chose
 simpler one that is less than 1 % from it, or less than the tolerance if that is smaller. The choice is among the
 layouts of the race only if packs, placements or other knobs ran.
 
+Each asks only those before it. `observations`: what was seen. `machine_model` or `text_model`: what is known by it, and what
+a step costs. `predictions`: what should be fastest. `budget`: what a probe costs, by what is known, and whether there is time.
+The stages: what to try next. `rows` or `texts`, then `offers`: what is worth a race. `race`: which of it to measure next.
+`evaluation`: what all of them say after one observation, made anew after each.
+
 Reading order: `search` (ask, tell, best, report), `evaluation` (what follows from the observations),
 `explore`, `solo_stage`, `split_stage`, `text_stage` (what to try next),
-`rows` and `texts` (what is known, and which layouts are worth a race),
+`rows` and `texts` (which layouts are worth a race),
 `offers`, `race`, `ranking` (who races, what to measure next, and who won), `predictions` and `evener.shares.waterfill`
-(which layouts are worth it), `observations` (the evidence), `machine_model`, `device_model`, `model/`
+(which layouts should be fastest), `observations` (the evidence), `machine_model`, `text_model`, `device_model`, `model/`
 (curves, memory, exchange of noisy points), `time_left`, `starts` and `budget`, `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve

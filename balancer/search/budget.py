@@ -10,12 +10,13 @@ the time of that split. Other probes need only to fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from statistics import median
 
 from ..types import Layout, Probe, Problem, Stage
 from .layouts import LayoutOptions
+from .machine_model import MachineModel
 from .observations import EXPLORATION, FIRST_TURN, Observations
 from .ranking import LEAST_GAIN
 from .starts import Starts
@@ -52,13 +53,16 @@ class Budget:
         problem: Problem,
         options: LayoutOptions,
         seen: Observations,
-        predict_rate: Callable[[Layout], float] = lambda _: 0.0,
+        machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
+        """The steps of layouts that never ran are as the `machine` predicts them, else as the
+        devices alone promise.
+        """
         self._options = options
         self._seen = seen
         self.race_is_over = race_is_over
-        self._predict_rate = predict_rate
+        self._machine = machine
         self._timed = seen.timed()
         self.starts = Starts(seen)
         self.time = TimeLeft(problem, options, seen)
@@ -224,8 +228,8 @@ class Budget:
         own = self._seen.timed_in(layout)
         if own:
             return median(one.step_seconds for one in own)
-        if layout.traits.by_shares and not layout.knobs:
-            predicted = self._predict_rate(layout)
+        if self._machine and layout.traits.by_shares and not layout.knobs:
+            predicted = self._machine.predicted_rate(layout)
             if predicted:
                 return layout.global_batch / predicted
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]

@@ -33,14 +33,16 @@ from .budget import Budget
 from .decisions import explain_nobody, explain_probe, find_doubt
 from .explore import explore
 from .layouts import Candidate, LayoutOptions, same_measurement
+from .machine_model import MachineModel
 from .observations import SHARDED, STAGES, Observations, Turns
 from .offers import Offers
 from .race import Race
 from .ranking import Standing, center, choose_winner, throughput, widen
 from .report import SearchReport
-from .rows import RowDevices
+from .rows import RowPolicy
 from .sharding import Sharding
-from .texts import TextDevices
+from .text_model import TextModel
+from .texts import TextPolicy
 from .time_left import TimeLeft
 
 
@@ -111,22 +113,22 @@ class Evaluation:
         """
         if self._why_none:
             return ()
-        return explore(self.devices, budget, self.options.with_splits)
+        return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """The next probe of exploration once the race is over, with a budget of `seconds`; None
         means no budget.
         """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
-        rate = self.devices.predicted_rate
-        return self._explore(Budget(problem, self.options, self._seen, rate, race_is_over=True))
+        rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
+        return self._explore(rest)
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""
-        model = self.model
-        if self.sharding is not None and not model.live:
-            model = self.sharding.devices
-        curves = tuple(model.sketch(i) for i in range(self.problem.devices))
+        policy = self.by_rows
+        if self.sharding is not None and not self.model.live:
+            policy = self.sharding.policy
+        curves = tuple(policy.sketch(i) for i in range(self.problem.devices))
         return Belief(curves, self._explain_next())
 
     def _explain_next(self) -> str:
@@ -137,7 +139,7 @@ class Evaluation:
             return "Done."
         probe = self.next_probes[0]
         running = len(self.race.running) if probe.stage == "race" else 0
-        return explain_probe(probe, bool(self.devices.splits), running)
+        return explain_probe(probe, bool(self.machine.splits), running)
 
     # ------------------------------------------------------------------ why it ends
 
@@ -148,7 +150,7 @@ class Evaluation:
     @cached_property
     def _why_none(self) -> End | None:
         """Why no device can train; None if one can."""
-        return self.devices.why_none() if self.model.live else explain_nobody(self.model)
+        return self.policy.why_none() if self.model.live else explain_nobody(self.model)
 
     def _why_over(self) -> End:
         if self._why_none and not self.race.running:
@@ -173,7 +175,7 @@ class Evaluation:
 
     def _settled(self) -> End:
         """That nothing is left to measure, with a doubt about the plan if there is one."""
-        if self.best is None or not self.devices.by_rows:
+        if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
         return End(Stop.UNSURE, doubt) if doubt else End(Stop.SETTLED)
@@ -186,23 +188,33 @@ class Evaluation:
         return TimeLeft(self.problem, self.options, self._seen)
 
     @cached_property
-    def model(self) -> RowDevices:
-        """The curves and limits of the devices, and what they say if all rows cost the same."""
-        return RowDevices(self.problem, self._seen, self.time)
+    def model(self) -> MachineModel:
+        """The curves and limits of the devices, as if all rows cost the same."""
+        return MachineModel(self.problem, self._seen, self.time)
 
     @cached_property
-    def devices(self) -> RowDevices | TextDevices:
-        """The model of the devices: by the lengths of rows, or by their number if no unequal
-        lengths are known.
+    def by_rows(self) -> RowPolicy:
+        """What to try if all rows cost the same."""
+        return RowPolicy(self.model)
+
+    @cached_property
+    def policy(self) -> RowPolicy | TextPolicy:
+        """What to try: by the lengths of rows, or by their number if no unequal lengths are
+        known.
         """
         if not self.problem.lengths:
-            return self.model
-        return TextDevices(self.problem, self._seen, self.time)
+            return self.by_rows
+        return TextPolicy(TextModel(self.problem, self._seen, self.time))
+
+    @property
+    def machine(self) -> MachineModel:
+        """What is known of the devices, with what rows cost on them."""
+        return self.policy.machine
 
     @cached_property
     def budget(self) -> Budget:
         """The part of the budget that is left, and what probes cost."""
-        return Budget(self.problem, self.options, self._seen, self.devices.predicted_rate)
+        return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
     def sharding(self) -> Sharding | None:
@@ -233,12 +245,12 @@ class Evaluation:
     def offers(self) -> Offers:
         """The layouts that exploration and families offer for the race."""
         shards = self.sharding.layouts() if self.sharding else []
-        return Offers(self.options, self.devices, self.budget, shards)
+        return Offers(self.options, self.policy, self.budget, shards)
 
     @cached_property
     def race(self) -> Race:
         """The race between the layouts that are offered."""
-        return Race(self.offers, self.devices, self.budget)
+        return Race(self.offers, self.machine, self.budget)
 
     # ------------------------------------------------------------------ who is best
 
@@ -296,7 +308,7 @@ class Evaluation:
         """
         found = self._seen.timed("solo", "rest", "split", "shard", "race")
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
-        ran = [one for one in trainings if self.devices.is_training(one.probe.layout)]
+        ran = [one for one in trainings if self.policy.is_training(one.probe.layout)]
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
         return {
@@ -359,11 +371,11 @@ class Evaluation:
             packings=tuple((mode, tuple(packing.seen)) for mode, packing in self.offers.packings),
             enough_seconds=self._enough_seconds,
             mean_length=self.mean_length,
-            sync_seconds=self.devices.sync_seconds,
-            apart_seconds={layout: self.devices.apart_seconds(layout) for layout in splits},
+            sync_seconds=self.machine.sync_seconds,
+            apart_seconds={layout: self.policy.apart_seconds(layout) for layout in splits},
             network_seconds=self._network_seconds(),
             curves=self._curves(self.best.layout),
-            own_rate=self.model.rate_of(own_batch) if own_batch else 0.0,
+            own_rate=self.by_rows.predictions.rate_of(own_batch) if own_batch else 0.0,
         )
 
     def ranking(self) -> tuple[Standing, ...]:
@@ -444,7 +456,7 @@ class Evaluation:
         """The seconds of exchange by the number of hosts, beyond those of one host; empty on one
         host.
         """
-        exchange = self.devices.exchange
+        exchange = self.machine.exchange
         if len(exchange) < 2:
             return ()
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
@@ -454,7 +466,7 @@ class Evaluation:
         for other layouts.
         """
         sharding = self.sharding if layout.traits.sharded else None
-        return (sharding or self.devices).curves(layout)
+        return (sharding or self.policy).curves(layout)
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:

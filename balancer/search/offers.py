@@ -15,8 +15,8 @@ from ..types import Layout, Observation, OutOfMemory, Timed
 from .budget import Budget
 from .layouts import RETREATS, Candidate, LayoutOptions, divide, same_measurement, shrink
 from .packing import Packing
-from .rows import RowDevices
-from .texts import TextDevices
+from .rows import RowPolicy
+from .texts import TextPolicy
 
 
 class Offers:
@@ -27,38 +27,38 @@ class Offers:
     def __init__(
         self,
         options: LayoutOptions,
-        found: RowDevices | TextDevices,
+        policy: RowPolicy | TextPolicy,
         budget: Budget,
         shards: Sequence[Layout] = (),
     ) -> None:
         self.options = options
         self.shards = shards
-        self.devices = found.problem.devices
-        self._found = found
+        self.devices = policy.problem.devices
+        self._policy = policy
         self._budget = budget
-        self._problem = found.problem
-        self._seen = found.seen
+        self._problem = policy.problem
+        self._seen = policy.seen
 
     # ------------------------------------------------------------------ what families choose by
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
         """The best single device, and others that may beat it."""
-        return self._found.singles()
+        return self._policy.singles()
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
         """The preferred split, and others that are worth a race; none unless splits were asked
         for.
         """
-        return self._found.best_splits() if self.options.with_splits else []
+        return self._policy.best_splits() if self.options.with_splits else []
 
     @property
     def even_splits(self) -> Sequence[Layout]:
         """Even splits; none while splits that were asked for are not explored."""
-        if self.options.with_splits and not self._found.splits:
+        if self.options.with_splits and not self._policy.machine.splits:
             return []
-        return self._found.even_splits(self.splits, self.options.scaling)
+        return self._policy.even_splits(self.splits, self.options.scaling)
 
     @cached_property
     def common_batch(self) -> int | None:
@@ -66,7 +66,7 @@ class Offers:
         device's, else one that no single device could hold; None before one is known, and where
         rows are assigned by what they cost.
         """
-        if not self._found.by_rows:
+        if not self._policy.machine.by_rows:
             return None
         if self._problem.global_batch is not None:
             return self._problem.global_batch
@@ -82,10 +82,10 @@ class Offers:
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
         at_once = [layout for layout in self.singles if not layout.in_passes]
-        if not at_once or not isinstance(self._found, RowDevices):
+        if not at_once or not isinstance(self._policy, RowPolicy):
             return ()
         modes = [mode for mode in self.options.pack_modes if mode != "logical"]
-        return tuple((mode, Packing(self._found, at_once[0], mode)) for mode in modes)
+        return tuple((mode, Packing(self._policy, at_once[0], mode)) for mode in modes)
 
     @property
     def packs(self) -> list[Layout]:
@@ -148,8 +148,8 @@ class Offers:
         """
         found = [one for family in self.options.wanted for one in self._of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
-        if trades_speed and isinstance(self._found, RowDevices):
-            efficient = self._found.efficient()
+        if trades_speed and isinstance(self._policy, RowPolicy):
+            efficient = self._policy.efficient()
             found += [Candidate(family_of(layout), layout, extra=True) for layout in efficient]
         # one of the splits may be one device, of a family that isn't asked for
         return tuple(_distinct([one for one in found if one.family in self.options.wanted]))

@@ -24,7 +24,7 @@ from ..types import Layout, Observation, OutOfMemory, Timed
 from .layouts import RETREAT, RETREATS, TIE
 from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
-from .rows import RowDevices
+from .rows import RowPolicy
 
 # of a device's memory, for all trainings packed on it: each has a context of its own
 MEMORY_SHARE = 0.98
@@ -40,9 +40,9 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 class Packing:
     """Trainings side by side in one mode, on the device of the layout `single`."""
 
-    def __init__(self, model: RowDevices, single: Layout, mode: PackMode) -> None:
-        self._model = model
-        self._problem = model.problem
+    def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
+        self._policy = policy
+        self._problem = policy.problem
         self._single = single
         self._mode = mode
         (self._position,) = single.active
@@ -71,7 +71,7 @@ class Packing:
     def seen(self) -> tuple[Observation, ...]:
         """Every pack measured, by number of trainings and falling batch."""
         found = []
-        for one in self._model.seen.in_stage("pack"):
+        for one in self._policy.seen.in_stage("pack"):
             layout = one.probe.layout
             if layout.active == self._single.active and layout.placement == self._mode:
                 found.append(one)
@@ -93,7 +93,7 @@ class Packing:
         """Combined samples/s by number of trainings; 0 where they failed and no smaller batch is
         worth trying.
         """
-        rates = {1: self._model.single_rate(self._single)}
+        rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
             if not self._may_retreat(size, tries):
@@ -110,7 +110,7 @@ class Packing:
         """Samples/s by all turns of a pack: a later check may refute the figure it was chosen
         by.
         """
-        return throughput(self._model.seen.turns(layout)).value
+        return throughput(self._policy.seen.turns(layout)).value
 
     def _batch(self, size: int) -> int:
         """The batch of each of `size` trainings, at most the single's; 0 if not even the smallest
@@ -135,7 +135,7 @@ class Packing:
 
     def _largest_for(self, size: int) -> int:
         """The largest batch that fits `size` times, by the device's memory points."""
-        limit = self._model.seen.memory_limit(self._position)
+        limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return UNBOUNDED
         fixed = self._problem.global_batch is not None  # it can't be made smaller
@@ -145,7 +145,7 @@ class Packing:
     @cached_property
     def _memory(self) -> Memory:
         """The memory of one training by batch: the most that was seen alone or packed."""
-        memory = self._model.devices[self._position].memory
+        memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
             if not isinstance(seen, Timed):

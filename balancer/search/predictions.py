@@ -21,13 +21,19 @@ from .ranking import LEAST_GAIN
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
-class Predictions(MachineModel):
-    """A model of the machine, and the layouts that it predicts to be best."""
+class Predictions:
+    """The layouts that a model of the machine, where all rows cost the same, predicts to be
+    best.
+    """
+
+    def __init__(self, machine: MachineModel) -> None:
+        self.machine = machine
+        self.problem = machine.problem
 
     def layout(self, wanted: Allocation) -> Layout:
         """An allocation as a layout of the request."""
         shares = dict(wanted.shares)
-        return self.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
+        return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
         """The fastest split over some of these devices or one of them alone, by their curves; None
@@ -41,7 +47,9 @@ class Predictions(MachineModel):
         """The fixed batch on a device alone, else its best one; None if it doesn't fit."""
         batch = self.problem.global_batch
         if batch is None:
-            return waterfill.single_best(device, self.quantum, self.problem.max_global_batch)
+            return waterfill.single_best(
+                device, self.machine.quantum, self.problem.max_global_batch
+            )
         if batch > device.limit:
             return None
         return Allocation(((device.position, batch),), device.curve.seconds(batch))
@@ -55,10 +63,10 @@ class Predictions(MachineModel):
         """
         at_once = self._split(self._reachable)
         if at_once is None and self.problem.global_batch:
-            at_once = self._split(self.split_curves)
+            at_once = self._split(self.machine.split_curves)
         if not self._is_at_a_wall(at_once):
             return at_once
-        devices = [self.devices[each.position].in_passes(each) for each in self._reachable]
+        devices = [self.machine.devices[each.position].in_passes(each) for each in self._reachable]
         in_passes = self._split(devices)
         if in_passes is None or at_once is None:
             return in_passes or at_once
@@ -71,14 +79,16 @@ class Predictions(MachineModel):
         """
         seconds = found.seconds if found else math.inf
         for each in self._reachable:
-            most = each.curve.largest(seconds, each.limit, self.quantum)
-            if self.devices[each.position].pass_rows and most >= each.limit:
+            most = each.curve.largest(seconds, each.limit, self.machine.quantum)
+            if self.machine.devices[each.position].pass_rows and most >= each.limit:
                 return True
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
         """The fastest split over some of these devices, in one pass."""
-        return self._split([device for device in self.split_curves if device.position in positions])
+        return self._split(
+            [device for device in self.machine.split_curves if device.position in positions]
+        )
 
     def rate_of(self, batch: int) -> float:
         """The samples/s of the fastest layout of this batch in one pass; 0 if nothing is known to
@@ -86,8 +96,8 @@ class Predictions(MachineModel):
         """
         split = self._split(self._reachable, batch)
         rates = [split.samples_per_second if split else 0.0]
-        for position in self.live:
-            device = self.devices[position]
+        for position in self.machine.live:
+            device = self.machine.devices[position]
             if device.alone and batch <= device.guessed_rows:
                 rates.append(batch / device.alone.seconds(batch))
         return max(rates)
@@ -96,14 +106,14 @@ class Predictions(MachineModel):
         """The fastest split of a batch, the request's if none is given, over some devices."""
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
-        quantum = self.quantum
+        quantum = self.machine.quantum
 
         def solve(devices: Sequence[DeviceCurve], costs: Costs) -> Allocation | None:
             if batch is not None:
-                return waterfill.split_fixed(devices, costs, batch, quantum, self.fewest)
-            return waterfill.split_free(devices, costs, quantum, limit, self.fewest)
+                return waterfill.split_fixed(devices, costs, batch, quantum, self.machine.fewest)
+            return waterfill.split_free(devices, costs, quantum, limit, self.machine.fewest)
 
-        return split_over_hosts(devices, self.hosts, self.exchange, solve)
+        return split_over_hosts(devices, self.machine.hosts, self.machine.exchange, solve)
 
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
@@ -111,8 +121,8 @@ class Predictions(MachineModel):
         that ran.
         """
         found = []
-        for one in self.split_curves:
-            limit = self.devices[one.position].trusted_rows(one.curve, one.limit)
+        for one in self.machine.split_curves:
+            limit = self.machine.devices[one.position].trusted_rows(one.curve, one.limit)
             found.append(DeviceCurve(one.position, one.curve, limit))
         return tuple(found)
 
@@ -121,17 +131,20 @@ class Predictions(MachineModel):
     @cached_property
     def fastest_single(self) -> Allocation | None:
         """The single device of most samples/s, at its best batch."""
-        return fastest(map(self.single, self.live))
+        return fastest(map(self.single, self.machine.live))
 
     @cached_property
     def best_single_rate(self) -> float:
         """The most samples/s of one device alone: measured at rest, else predicted."""
-        found = [self.at_rest.get(i) or self.single(i) for i in {*self.at_rest, *self.live}]
+        found = [
+            self.machine.at_rest.get(i) or self.single(i)
+            for i in {*self.machine.at_rest, *self.machine.live}
+        ]
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""
-        device = self.devices[position]
+        device = self.machine.devices[position]
         if device.alone is None or not device.one_pass or self.problem.all_together:
             return None
         if self.problem.global_batch is not None:
@@ -160,23 +173,27 @@ class Predictions(MachineModel):
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
         """The smallest batch of that rate, split over the hosts of the fastest split."""
         shares = self.fastest_split.shares if self.fastest_split else ()
-        hosts = {self.hosts[i] for i, _ in shares}
-        near = [device for device in self._reachable if self.hosts[device.position] in hosts]
-        costs = self.exchange[len(hosts)]
+        hosts = {self.machine.hosts[i] for i, _ in shares}
+        near = [
+            device for device in self._reachable if self.machine.hosts[device.position] in hosts
+        ]
+        costs = self.machine.exchange[len(hosts)]
         limit = self.problem.max_global_batch
-        return waterfill.smallest_reaching(near, costs, rate, self.quantum, limit, self.fewest)
+        return waterfill.smallest_reaching(
+            near, costs, rate, self.machine.quantum, limit, self.machine.fewest
+        )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
         """The smallest batch of that rate of each device alone; None for one that doesn't reach
         it.
         """
         found = []
-        for one in self.split_curves:
-            alone = self.devices[one.position].alone
+        for one in self.machine.split_curves:
+            alone = self.machine.devices[one.position].alone
             if alone:
                 device = DeviceCurve(one.position, alone, one.limit)
                 limit = self.problem.max_global_batch
-                found.append(waterfill.single_reaching(device, rate, self.quantum, limit))
+                found.append(waterfill.single_reaching(device, rate, self.machine.quantum, limit))
         return found
 
 

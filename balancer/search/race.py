@@ -21,23 +21,22 @@ from ..statistics import relative_half_width
 from ..types import Layout, Probe, Result, Stage, Timed
 from .budget import Budget
 from .layouts import Candidate
+from .machine_model import MachineModel
 from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .offers import Offers
 from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
-from .rows import RowDevices
-from .texts import TextDevices
 
 
 class Race:
     """The race between the layouts that are offered, by one set of observations."""
 
-    def __init__(self, offers: Offers, devices: RowDevices | TextDevices, budget: Budget) -> None:
+    def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
         self.offers = offers
         self.options = offers.options
-        self._devices = devices
+        self._machine = machine
         self._budget = budget
-        self._problem = devices.problem
-        self._seen = devices.seen
+        self._problem = machine.problem
+        self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next measurement; empty when the race is over."""
@@ -148,7 +147,7 @@ class Race:
         comparable = [one]
         if not one.synchronous:
             comparable = [other for other in self.offers.candidates if other.synchronous]
-        rates = [self._devices.predicted_rate(each.layout) for each in comparable]
+        rates = [self._machine.predicted_rate(each.layout) for each in comparable]
         seconds = self._budget.least_seconds(one.layout)
         return one.extra and self.options.needs_more_children, seconds / max([LEAST_RATE, *rates])
 

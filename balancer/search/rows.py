@@ -1,4 +1,4 @@
-"""The devices where every row costs the same, and the layouts that are worth a race."""
+"""The layouts that are worth a race where every row costs the same."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..families import device_counts, split_evenly
 from ..objectives import find_objective
 from ..types import CurveSketch, End, Layout, layout_of, solo
 from .layouts import NO_CURVE, same_measurement
+from .machine_model import MachineModel
 from .model.step_time import SAME_BATCH
 from .observations import Turns
 from .predictions import Predictions
@@ -28,8 +29,14 @@ SKETCHED = 24  # points of a curve for drawing
 MOST_TO_COMBINE = 6
 
 
-class RowDevices(Predictions):
-    """Devices whose time follows from their number of rows, and the layouts worth a race."""
+class RowPolicy:
+    """What to race where a device's time follows from its number of rows."""
+
+    def __init__(self, machine: MachineModel) -> None:
+        self.machine = machine
+        self.predictions = Predictions(machine)
+        self.problem = machine.problem
+        self.seen = machine.seen
 
     def why_none(self) -> End | None:
         """None: every row fits where one does."""
@@ -53,7 +60,7 @@ class RowDevices(Predictions):
         """
         seconds = []
         for position in layout.active:
-            curve = self.devices[position].alone
+            curve = self.machine.devices[position].alone
             if curve:
                 seconds.append(curve.seconds(layout.shares[position]))
         return max(seconds, default=None)
@@ -67,7 +74,7 @@ class RowDevices(Predictions):
             return tuple(found)
         batch = layout.global_batch
         for position in layout.active:
-            device = self.devices[position]
+            device = self.machine.devices[position]
             if device.in_splits is not None:
                 most = min(device.certain_rows, device.pass_rows or batch, batch)
                 rows = max(most, layout.pass_rows[position])
@@ -76,7 +83,7 @@ class RowDevices(Predictions):
 
     def sketch(self, position: int) -> CurveSketch:
         """A device's curve, to be drawn."""
-        device = self.devices[position]
+        device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.ran or None
         points: tuple[tuple[int, float], ...] = ()
         if device.alone and largest:
@@ -96,7 +103,7 @@ class RowDevices(Predictions):
         whole = [layout for layout in ranked if self.seen.broken(layout) is None]
         best = (whole or ranked)[0]
         at_once = layout_of(best.shares)
-        if best == at_once or not self.surely_hold(at_once):
+        if best == at_once or not self.machine.surely_hold(at_once):
             return [best]
         return [best, at_once]
 
@@ -112,7 +119,9 @@ class RowDevices(Predictions):
             fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
             return list(dict.fromkeys(one.probe.layout for one in fit))
         devices = self.problem.devices
-        layouts = [self.lay_out_safely(solo(devices, i, batch).shares) for i in self.live]
+        layouts = [
+            self.machine.lay_out_safely(solo(devices, i, batch).shares) for i in self.machine.live
+        ]
         fitting = [layout for layout in layouts if layout]
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
@@ -125,15 +134,17 @@ class RowDevices(Predictions):
         timed = self.seen.timed_in(layout, "rest")
         if not timed and contended:
             timed = self.seen.timed_in(layout, "solo")
-        return max((one.samples_per_second for one in timed), default=self.predicted_rate(layout))
+        return max(
+            (one.samples_per_second for one in timed), default=self.machine.predicted_rate(layout)
+        )
 
     def efficient(self) -> list[Layout]:
         """Every device alone, and splits over the devices that should take the least energy, where
         energy decides.
         """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
-        layouts = [*alone.values(), *map(self.layout, self._most_efficient())]
-        return [layout for layout in layouts if self.hold(layout)]
+        layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
+        return [layout for layout in layouts if self.machine.hold(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
         """The best splits over fewer than all devices, of those that are fast enough; none before
@@ -149,25 +160,29 @@ class RowDevices(Predictions):
             cost = sum(active if i in shares else idle for i, (active, idle) in enumerate(costs))
             return one.samples_per_second / cost if cost else 0.0
 
-        tops = [one.samples_per_second for one in (self.fastest_split, self.fastest_single) if one]
+        tops = [
+            one.samples_per_second
+            for one in (self.predictions.fastest_split, self.predictions.fastest_single)
+            if one
+        ]
         least = (1 - self.problem.max_slowdown) * max(tops, default=0.0)
-        splits = [one for one in map(self.split_over, self._sets(costs)) if one]
+        splits = [one for one in map(self.predictions.split_over, self._sets(costs)) if one]
         enough = [one for one in splits if one.samples_per_second >= least]
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
         """Sets of fewer than all devices, of which one may be the most efficient."""
-        counts = range(2, len(self.live))
-        if len(self.live) <= MOST_TO_COMBINE:
+        counts = range(2, len(self.machine.live))
+        if len(self.machine.live) <= MOST_TO_COMBINE:
             for count in counts:
-                yield from combinations(self.live, count)
+                yield from combinations(self.machine.live, count)
             return
-        rates = dict.fromkeys(self.live, 0.0)
-        for position in self.live:
-            alone = self.single(position)
+        rates = dict.fromkeys(self.machine.live, 0.0)
+        for position in self.machine.live:
+            alone = self.predictions.single(position)
             if alone:
                 rates[position] = alone.samples_per_second
-        order = sorted(self.live, key=lambda i: -rates[i] / max(1.0, costs[i][0]))
+        order = sorted(self.machine.live, key=lambda i: -rates[i] / max(1.0, costs[i][0]))
         for count in counts:
             yield tuple(order[:count])
 
@@ -179,9 +194,9 @@ class RowDevices(Predictions):
         """
         found = self._split_rates()
         if not found:
-            fastest = self.fastest_split if self.splits else None
-            layout = self.layout(fastest) if fastest else None
-            return [layout] if layout and self.surely_hold(layout) else []
+            fastest = self.predictions.fastest_split if self.machine.splits else None
+            layout = self.predictions.layout(fastest) if fastest else None
+            return [layout] if layout and self.machine.surely_hold(layout) else []
         chosen = self._preferred(found)
         return [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
 
@@ -189,7 +204,9 @@ class RowDevices(Predictions):
         """Every split of exploration that still fits, with its samples/s."""
         batch = self.problem.global_batch
         found = [
-            one for one in self.fitting_splits if batch in (None, one.probe.layout.global_batch)
+            one
+            for one in self.machine.fitting_splits
+            if batch in (None, one.probe.layout.global_batch)
         ]
         found.sort(key=lambda one: one.samples_per_second)
         return {one.probe.layout: one.samples_per_second for one in found}
@@ -208,12 +225,12 @@ class RowDevices(Predictions):
         global batch.
         """
         found = list(self._smaller(chosen))
-        fastest = self.fastest_split
-        least = self.predicted_rate(chosen) * (1 + LEAST_GAIN)
+        fastest = self.predictions.fastest_split
+        least = self.machine.predicted_rate(chosen) * (1 + LEAST_GAIN)
         if fastest and fastest.samples_per_second > least:
             raced = [one.probe.layout for one in self.seen.timed_race()]
-            found.append(self._as_raced(self.layout(fastest), raced))
-        return [layout for layout in found if self.surely_hold(layout)]
+            found.append(self._as_raced(self.predictions.layout(fastest), raced))
+        return [layout for layout in found if self.machine.surely_hold(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
         """The smallest batches within parts of the tolerance, each once the one before has turned
@@ -224,14 +241,16 @@ class RowDevices(Predictions):
         edge one was lucky.
         """
         tolerance = self.problem.tolerance
-        ran = {one.probe.layout for one in (*self.seen.timed_race(), *self.at_rest.values())}
+        ran = {
+            one.probe.layout for one in (*self.seen.timed_race(), *self.machine.at_rest.values())
+        }
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)
         for part in PARTS:
-            wanted = self.within(part)
+            wanted = self.predictions.within(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
-            layout = self._as_raced(self.layout(wanted), turns)
+            layout = self._as_raced(self.predictions.layout(wanted), turns)
             if layout not in turns:
                 layout = self._smallest_within(turns, leader, layout.global_batch) or layout
             yield layout
@@ -268,7 +287,7 @@ class RowDevices(Predictions):
         """The even split over all live devices; with `scaling` also over 2, 4, ... of the
         fastest.
         """
-        order = sorted(self.live, key=lambda i: -self.devices[i].evidence.best_rate)
+        order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
         sets = [tuple(sorted(order[:count])) for count in counts if count > 1]
         found = [self._even(positions, splits, scaling) for positions in sets]
@@ -285,16 +304,16 @@ class RowDevices(Predictions):
         batch or nothing.
         """
         count = len(positions)
-        quantum = self.quantum
+        quantum = self.machine.quantum
         fixed = self.problem.global_batch
         wanted = fixed or self._even_batch(positions, splits)
         batch = max(wanted // quantum, count) * quantum
         even = split_evenly(self.problem.devices, positions, batch, quantum)
-        safe = min(self.devices[i].certain_rows for i in positions)
+        safe = min(self.machine.devices[i].certain_rows for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
         if fixed:
-            in_passes = self.lay_out_safely(even.shares)
+            in_passes = self.machine.lay_out_safely(even.shares)
             if in_passes or whole:
                 return in_passes
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
@@ -303,7 +322,7 @@ class RowDevices(Predictions):
         """The batch of an even split over some devices, where the request leaves it free."""
         count = len(positions)
         if splits:
-            return splits[0].global_batch * count // len(self.live)
+            return splits[0].global_batch * count // len(self.machine.live)
         singles = reversed(self._singles_by_rate())
         best = {layout.active[0]: layout.global_batch for layout in singles}
         batch = min((best[i] for i in positions if i in best), default=0) * count

@@ -31,10 +31,11 @@ from ..types import (
 from .budget import Budget
 from .explore import explore
 from .layouts import BALANCE
+from .machine_model import MachineModel
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .model.memory import UNBOUNDED
 from .observations import Observations
-from .rows import RowDevices
+from .rows import RowPolicy
 from .time_left import TimeLeft
 
 # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for
@@ -70,20 +71,20 @@ class Sharding:
         """
         if self.parts is None:
             return ()
-        devices = self.devices
-        budget = Budget(devices.problem, BALANCE, devices.seen)
-        probes = explore(devices, budget, with_splits=True)
+        policy = self.policy
+        budget = Budget(policy.problem, BALANCE, policy.seen)
+        probes = explore(policy, budget, with_splits=True)
         whole = any(probe.layout.traits.together for probe in probes)
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
     def layouts(self) -> list[Layout]:
         """Whole steps that are worth a race."""
-        found = self.devices.best_splits() if self.parts else []
+        found = self.policy.best_splits() if self.parts else []
         return [self._shard(one) for one in found if one.traits.together]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve, and the rows of a pass that surely fit."""
-        return self.devices.curves(layout_of(layout.shares, layout.micro))
+        return self.policy.curves(layout_of(layout.shares, layout.micro))
 
     # ------------------------------------------------------------------ parts of the state
 
@@ -152,8 +153,10 @@ class Sharding:
     # whole models
 
     @cached_property
-    def devices(self) -> RowDevices:
-        """The devices as if each held the model in what its part of the state leaves."""
+    def policy(self) -> RowPolicy:
+        """What to try on the devices as if each held the model in what its part of the state
+        leaves.
+        """
         left = self._without_state(
             self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices
         )
@@ -162,7 +165,7 @@ class Sharding:
         for one in self._seen:
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
                 known.add(self._beside_state(self._as_rows(one), left))
-        return RowDevices(problem, known, TimeLeft(problem, BALANCE, known))
+        return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_state(
         self, sizes: Sequence[int | None], parts: Sequence[float]

@@ -41,12 +41,13 @@ class SoloStage:
     predictions.
     """
 
-    def __init__(self, model: Predictions, budget: Budget) -> None:
-        self._model = model
+    def __init__(self, predictions: Predictions, budget: Budget) -> None:
+        self._predictions = predictions
+        self._machine = predictions.machine
         self._budget = budget
-        self._problem = model.problem
-        self._quantum = model.quantum
-        self._live = [model.devices[i] for i in model.live]
+        self._problem = predictions.problem
+        self._quantum = self._machine.quantum
+        self._live = [self._machine.devices[i] for i in self._machine.live]
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next batch for every device that matters; empty when over."""
@@ -65,7 +66,7 @@ class SoloStage:
                 due = self._worth_waiting(due)
             if due:
                 # a device that was left out of the second round has one of its own later
-                return self._round(due, self._turn)
+                return self._round(due, self._turn if turn else turn)
         retried = {one: self._small_batch(one) for one in self._live if self._lacks_a_line(one)}
         quick = {
             one: batch
@@ -131,7 +132,7 @@ class SoloStage:
         batches: Batches = {}
         longest = 0.0
         for position, share in wanted.shares:
-            one = self._model.devices[position]
+            one = self._machine.devices[position]
             batch = min(self._micro_batch(position, share), one.trusted_alone_rows)
             if not self._shows_more(one, batch):
                 continue
@@ -204,7 +205,7 @@ class SoloStage:
         is of one alone.
         """
         shares = self._optimistic.shares if self._optimistic else ()
-        devices = [self._model.devices[i] for i, _ in shares]
+        devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
 
     def _round(self, batches: Batches, turn: int) -> tuple[Probe, ...]:
@@ -219,7 +220,7 @@ class SoloStage:
 
     @cached_property
     def _turn(self) -> int:
-        solos = self._model.seen.in_stage("solo")
+        solos = self._machine.seen.in_stage("solo")
         return 1 + max((seen.probe.turn for seen in solos), default=-1)
 
     # ------------------------------------------------------------------ the optimistic layout
@@ -229,7 +230,7 @@ class SoloStage:
         """The fastest layout if every optimistic prediction holds, however many rounds lie before
         it.
         """
-        return self._model.fastest_of(list(self._optimistic_curves.values()))
+        return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
@@ -254,12 +255,12 @@ class SoloStage:
             most = min(one.memory.ran, one.trusted_alone_rows)
             if one.alone and most:
                 ran.append(one.in_best_passes(one.alone, most))
-        known = self._model.fastest_of(ran)
+        known = self._predictions.fastest_of(ran)
         if known is None:
             return math.inf
         errors = []
         for position, share in wanted.shares:
-            curve = self._model.devices[position].alone
+            curve = self._machine.devices[position].alone
             if curve:
                 errors.append(share * curve.error)
         error = math.fsum(errors) / wanted.global_batch
@@ -295,14 +296,14 @@ class SoloStage:
         """Seconds of the first split or, of one device, the fixed batch: there is no plan without;
         0 once it ran.
         """
-        if self._model.splits or (self._model.at_rest and len(self._live) == 1):
+        if self._machine.splits or (self._machine.at_rest and len(self._live) == 1):
             return 0.0
-        plan = self._model.fastest_split
+        plan = self._predictions.fastest_split
         if plan is None and self._problem.global_batch is not None:
-            plan = self._model.fastest_single
+            plan = self._predictions.fastest_single
         if plan is None:
             return 0.0
-        return self._budget.least_seconds(self._model.layout(plan), plan.seconds)
+        return self._budget.least_seconds(self._predictions.layout(plan), plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
         """The middle of the gap between two batches that is widest in proportion; 0 if its ratio is

@@ -32,18 +32,19 @@ class SplitStage:
     idle.
     """
 
-    def __init__(self, model: Predictions, budget: Budget, splits: bool) -> None:
-        self._model = model
+    def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
+        self._predictions = predictions
+        self._machine = predictions.machine
         self._budget = budget
         self._with_splits = splits
-        self._seen = model.seen
-        self._problem = model.problem
+        self._seen = self._machine.seen
+        self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
         """The next split, or one device with the others idle; None when the stage is over."""
         if len(self._seen.in_stage("split", "rest")) >= MOST_TURNS:
             return None
-        split = self._model.fastest_split
+        split = self._predictions.fastest_split
         after = self._least_seconds(split) if split else 0.0
         first = self._probe(self._first_single(after), after)
         if first:
@@ -52,7 +53,7 @@ class SplitStage:
         return self._probe(wanted or self._next_single())
 
     def _least_seconds(self, wanted: Allocation) -> float:
-        return self._budget.least_seconds(self._model.layout(wanted), wanted.seconds)
+        return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
         """Its probe; None for none, or one that leaves less of the budget than what comes after it
@@ -60,12 +61,12 @@ class SplitStage:
         """
         if wanted is None:
             return None
-        layout = self._model.layout(wanted)
+        layout = self._predictions.layout(wanted)
         seconds = wanted.seconds
         stage: Stage = "split" if layout.traits.together else "rest"
-        if not self._model.splits and not self._model.at_rest:
+        if not self._machine.splits and not self._machine.at_rest:
             layout, seconds = self._without_risk(layout, seconds)
-        ends_with: Stage = stage if self._model.splits else "race"
+        ends_with: Stage = stage if self._machine.splits else "race"
         least = self._budget.least_seconds(layout, seconds)
         affordable = self._budget.affords(layout, ends_with, seconds, reserved=after)
         if affordable and (not after or self._budget.has_time(least, after)):
@@ -82,9 +83,9 @@ class SplitStage:
         rest as measured.
         """
         splits = [
-            self._model.predicted_rate(one.probe.layout) for one in self._model.fitting_splits
+            self._machine.predicted_rate(one.probe.layout) for one in self._machine.fitting_splits
         ]
-        at_rest = [one.samples_per_second for one in self._model.at_rest.values()]
+        at_rest = [one.samples_per_second for one in self._machine.at_rest.values()]
         return max((*splits, *at_rest), default=0.0)
 
     def _without_risk(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
@@ -92,11 +93,11 @@ class SplitStage:
         time for another.
         """
         least = self._budget.least_seconds(layout, seconds)
-        full = any(self._model.devices[i].memory.failures for i in layout.active)
-        safe = self._model.lay_out_safely(layout.shares) if full else None
+        full = any(self._machine.devices[i].memory.failures for i in layout.active)
+        safe = self._machine.lay_out_safely(layout.shares) if full else None
         if safe is None or self._budget.affords(layout, "race", seconds, reserved=least):
             return layout, seconds
-        return safe, layout.global_batch / max(self._model.predicted_rate(safe), LEAST_RATE)
+        return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
         """The allocation that is worth a split probe; None when nothing is."""
@@ -104,10 +105,10 @@ class SplitStage:
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
             return None
-        wanted = self._model.fastest_split
+        wanted = self._predictions.fastest_split
         if wanted is None or not self._gains(wanted):
             return None
-        layout = self._model.layout(wanted)
+        layout = self._predictions.layout(wanted)
         if not layout.traits.together or any(layout == seen.probe.layout for seen in tried):
             return None
         return wanted
@@ -116,11 +117,11 @@ class SplitStage:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable
         gain.
         """
-        if not self._model.fitting_splits:
+        if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
         rates = [one.samples_per_second for turns in raced for one in turns.values()]
-        best = max(self._best_rate, self._model.best_single_rate, *rates)
+        best = max(self._best_rate, self._predictions.best_single_rate, *rates)
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
@@ -130,12 +131,12 @@ class SplitStage:
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
-        if len(self._model.live) < 2 or self._model.splits or self._seen.in_stage("rest"):
+        if len(self._machine.live) < 2 or self._machine.splits or self._seen.in_stage("rest"):
             return None
-        single = self._model.fastest_single
-        if single is None or self._model.fastest_split is None:
+        single = self._predictions.fastest_single
+        if single is None or self._predictions.fastest_split is None:
             return single
-        layout = self._model.layout(single)
+        layout = self._predictions.layout(single)
         seconds = self._budget.least_seconds(layout, single.seconds, LONE_STEPS)
         return single if self._budget.has_time(seconds, after) else None
 
@@ -143,26 +144,26 @@ class SplitStage:
         """One device alone while the others are idle, if it may win by a larger batch or without
         contention.
         """
-        others = len(self._model.live) > 1
-        if others and self._with_splits and not self._model.splits:
+        others = len(self._machine.live) > 1
+        if others and self._with_splits and not self._machine.splits:
             return None
-        wanted = fastest(map(self._model.single, self._never_at_rest()))
+        wanted = fastest(map(self._predictions.single, self._never_at_rest()))
         if wanted is None:
             return None
         if others:  # of a fixed batch the best single device is always compared
             best = self._best_rate
-            unsure = self._problem.global_batch is not None and not self._model.at_rest
+            unsure = self._problem.global_batch is not None and not self._machine.at_rest
         else:
             rates = [one.samples_per_second for one in self._seen.timed()]
             best = (1 + self._budget.least_gain) * max(rates, default=0.0)
             unsure = True
         if wanted.samples_per_second > best:
             return wanted
-        untried = unsure and not self._model.surely_hold(self._model.layout(wanted))
+        untried = unsure and not self._machine.surely_hold(self._predictions.layout(wanted))
         return wanted if untried else None
 
     def _never_at_rest(self) -> list[int]:
         """The devices of groups of which none was measured while the others were idle."""
         rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")}
-        groups = (group for group in self._model.groups if not rested.intersection(group))
+        groups = (group for group in self._machine.groups if not rested.intersection(group))
         return sorted(i for group in groups for i in group)

@@ -33,20 +33,20 @@ PASS_SECONDS = 2.0
 class TextStage:
     """The stage that chooses passes, then batches and splits, by what rows were seen to cost."""
 
-    def __init__(self, model: TextModel, budget: Budget, splits: bool) -> None:
-        self._model = model
+    def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
+        self._machine = machine
         self._budget = budget
         self._with_splits = splits
-        self._problem = model.problem
+        self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next passes of every device alone, else the next global batch on each, else the next
         split.
         """
-        passes = {i: self._next_passes(i) for i in self._model.live}
+        passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._next_alone(passes)
         if not probes:
-            probes = self._next_alone({i: self._next_whole(i) for i in self._model.able})
+            probes = self._next_alone({i: self._next_whole(i) for i in self._machine.able})
         if not probes and self._with_splits:
             probes = self._next_split()
         return probes
@@ -56,11 +56,11 @@ class TextStage:
         all of them.
         """
         layouts = {i: layout for i, layout in wanted.items() if layout}
-        costs_known = all(self._model.alone[i] for i in wanted)
+        costs_known = all(self._machine.alone[i] for i in wanted)
         ends_with: Stage = "solo" if costs_known else "race"  # no plan without costs
         if not all(self._budget.affords(layout, ends_with) for layout in layouts.values()):
             return ()
-        turn = 1 + max((len(self._model.tried_alone(i)) for i in layouts), default=0)
+        turn = 1 + max((len(self._machine.tried_alone(i)) for i in layouts), default=0)
         probes = []
         for layout in layouts.values():
             seconds = self._budget.probe_seconds(layout, "solo")
@@ -73,7 +73,7 @@ class TextStage:
 
     def _next_passes(self, position: int) -> Layout | None:
         """The next passes of rows of one length on a device; None when its cost is known."""
-        tried = [seen.probe.layout for seen in self._model.tried_alone(position)]
+        tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._passes(position):
             if layout not in tried:
                 return layout
@@ -89,7 +89,7 @@ class TextStage:
         while self._worth_growing(position, longest, tokens):
             yield self._same_length(position, longest, tokens)
             tokens *= WIDE
-        largest = max((longest, *self._model.single_passes(position)))
+        largest = max((longest, *self._machine.single_passes(position)))
         short = self._quantile(SHORT)
         yield self._same_length(position, short, max(largest // WIDE, longest), MOST_PASSES)
         for length in (longest, middle, self._quantile(LONG)):
@@ -110,39 +110,41 @@ class TextStage:
         """True if larger passes are wanted, as none shows yet what tokens cost, may fit, and are
         ever taken.
         """
-        steps = self._model.single_passes(position).values()
+        steps = self._machine.single_passes(position).values()
         if not steps:
             return False
         longest_step = self._budget.time.longest_step()
         if max(steps) >= min(LONG_ENOUGH * min(steps), longest_step / WIDE):
             return False
         most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
-        wall = self._model.walls[position]
+        wall = self._machine.walls[position]
         return tokens <= most * length and not (wall and tokens > wall)
 
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
         """The global batch on one device, again in smaller passes if it ran out of memory."""
-        tried = [one for one in self._model.tried_alone(position) if one.probe.layout.costs]
+        tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
-        if ended or not self._model.can_hold((position,)):
+        if ended or not self._machine.can_hold((position,)):
             return None
-        layout = self._model.layout((position,), self._model.batch)
+        layout = self._machine.layout((position,), self._machine.batch)
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [
-            one.probe.layout for one in self._model.seen.in_stage("split") if one.probe.layout.costs
+            one.probe.layout
+            for one in self._machine.seen.in_stage("split")
+            if one.probe.layout.costs
         ]
-        layout = self._model.best_split if len(tried) < MOST_TURNS else None
+        layout = self._machine.best_split if len(tried) < MOST_TURNS else None
         if layout is None:
             return ()
         for one in tried:
             if one.tokens == layout.tokens and same_measurement(one, layout):
                 return ()
-        if not self._budget.affords(layout, "split" if self._model.splits else "race"):
+        if not self._budget.affords(layout, "split" if self._machine.splits else "race"):
             return ()
         seconds = self._budget.probe_seconds(layout, "split")
         return (Probe(layout, "split", seconds, len(tried)),)

@@ -1,4 +1,4 @@
-"""Devices where rows are of unequal length: what these cost, and the layouts worth a race."""
+"""The layouts that are worth a race where rows are of unequal length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from .layouts import NO_CURVE
 from .text_model import TextModel
 
 
-class TextDevices(TextModel):
-    """Devices whose time follows from the lengths of their rows."""
+class TextPolicy:
+    """What to race where a device's time follows from the lengths of its rows."""
+
+    def __init__(self, machine: TextModel) -> None:
+        self.machine = machine
+        self.problem = machine.problem
+        self.seen = machine.seen
 
     def why_none(self) -> End | None:
         """Why no device can train; None if one holds the longest row."""
-        return None if self.can_hold(self.live) else explain_too_long(self.problem)
+        return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone with a few rows is no training."""
@@ -40,14 +45,14 @@ class TextDevices(TextModel):
         for seen in self.seen.timed("solo"):
             if seen.probe.layout.costs:
                 ran[seen.probe.layout.active] = seen.probe.layout
-        holding = [i for i in self.able if self.can_hold((i,))]
-        layouts = [ran.get((i,)) or self.layout((i,), self.batch) for i in holding]
+        holding = [i for i in self.machine.able if self.machine.can_hold((i,))]
+        layouts = [ran.get((i,)) or self.machine.layout((i,), self.machine.batch) for i in holding]
         whole = [layout for layout in layouts if self.seen.broken(layout) is None]
-        return sorted(whole, key=self.predicted_rate, reverse=True)[:1]
+        return sorted(whole, key=self.machine.predicted_rate, reverse=True)[:1]
 
     def best_splits(self) -> list[Layout]:
         """The last split that exploration measured, and the fastest."""
-        ran = self.fitting_splits
+        ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
@@ -61,12 +66,12 @@ class TextDevices(TextModel):
             return []
         split = splits[0]
         devices = self.problem.devices
-        even = split_evenly(devices, split.active, split.global_batch, self.quantum)
+        even = split_evenly(devices, split.active, split.global_batch, self.machine.quantum)
         if even is None:
             return []
         longest = self.problem.lengths[-1]
         rows = []
-        for share, wall in zip(even.shares, self.walls, strict=True):
+        for share, wall in zip(even.shares, self.machine.walls, strict=True):
             rows.append(min(share, wall // longest) if wall else share)
         if not all(rows[i] for i in even.active):
             return []

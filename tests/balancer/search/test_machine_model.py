@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from evener.balancer.search.layouts import BALANCE, same_measurement
+from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.time_left import TimeLeft
@@ -37,7 +38,7 @@ def model(
     extra: tuple[Observation, ...] = (),
     bench: Bench = BENCH,
     **options: Any,
-) -> Predictions:
+) -> MachineModel:
     """The model after these layouts were measured."""
     problem = bench.problem(**options)
     seen = Observations(problem)
@@ -51,10 +52,9 @@ def model(
     return read(problem, seen)
 
 
-def read(problem: Problem, seen: Observations) -> Predictions:
+def read(problem: Problem, seen: Observations) -> MachineModel:
     """As a search reads them."""
-    budget = TimeLeft(problem, BALANCE, seen)
-    return Predictions(problem, seen, budget)
+    return MachineModel(problem, seen, TimeLeft(problem, BALANCE, seen))
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
@@ -176,20 +176,21 @@ def test_the_same_shares_in_more_passes_are_another_measurement() -> None:
 def test_predictions_are_what_brute_force_finds() -> None:
     """Of a fixed batch, over all splits; of one device alone, as measured at rest where it was."""
     found = model(*SOLOS, (SPLIT, "split"), global_batch=600)
-    split = found.fastest_split
+    predicted = Predictions(found)
+    split = predicted.fastest_split
     assert split is not None
     top = max(range(1, 600), key=lambda share: BENCH.rate(layout_of((share, 600 - share))))
-    assert found.layout(split).shares == pytest.approx((top, 600 - top), abs=2)
-    single = found.fastest_single
+    assert predicted.layout(split).shares == pytest.approx((top, 600 - top), abs=2)
+    single = predicted.fastest_single
     assert single is not None
-    assert found.layout(single) == solo(2, 0, 600)
-    assert found.within(1.0) is None
-    assert found.best_single_rate == pytest.approx(600 / 0.07, rel=1e-3)
+    assert predicted.layout(single) == solo(2, 0, 600)
+    assert predicted.within(1.0) is None
+    assert predicted.best_single_rate == pytest.approx(600 / 0.07, rel=1e-3)
     slow = Timed(
         Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0
     )
     rested = model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600)
-    assert rested.best_single_rate == pytest.approx(6000)
+    assert Predictions(rested).best_single_rate == pytest.approx(6000)
     quicker = Timed(
         Probe(solo(2, 0, 600), "rest", 1.0, 1),
         0.09,

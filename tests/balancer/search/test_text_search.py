@@ -280,7 +280,7 @@ def test_a_slow_network_leaves_one_host_to_train(across_s: float, devices: tuple
     best = search.best()
     assert best is not None
     assert best.layout.active == devices
-    one, two = (costs[-1] for costs in search.evaluation.devices.exchange[1:])
+    one, two = (costs[-1] for costs in search.evaluation.machine.exchange[1:])
     assert two - one == pytest.approx(across_s, abs=0.003)
 
 

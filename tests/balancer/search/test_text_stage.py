@@ -69,8 +69,8 @@ def test_until_there_is_a_cost_passes_may_take_all_of_the_budget() -> None:
         LayoutOptions(), budget_seconds=6.0, global_batch=64
     )
     assert sum(one.elapsed_seconds for one in seen if one.probe.layout.shares[0]) > 0.4 * 6.0 + 2.0
-    assert isinstance(search.evaluation.devices, TextModel)
-    assert all(search.evaluation.devices.alone)
+    assert isinstance(search.evaluation.machine, TextModel)
+    assert all(search.evaluation.machine.alone)
 
 
 @pytest.mark.parametrize("median", [20, 64, 200])
@@ -125,7 +125,7 @@ def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_ta
     """By what the rows should take alone."""
     machine = TextMachine((FAST, SLOW), sync_s=0.05, noise=0.0)
     search, seen = machine.searched(global_batch=64)
-    assert search.evaluation.devices.sync_seconds == pytest.approx(0.05, rel=0.1)
+    assert search.evaluation.machine.sync_seconds == pytest.approx(0.05, rel=0.1)
     for knows_work in (True, False):
         stored = Observations(search.problem)
         for one in seen:

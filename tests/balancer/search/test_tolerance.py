@@ -79,7 +79,7 @@ def test_a_miss_that_no_measurement_can_tell_is_forgiven() -> None:
 def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) -> None:
     """The less that may be missed, the larger the batch; each misses no more than it may."""
     search, _ = searched(bench, bench.problem(tolerance=0.02))
-    found = search.evaluation.model
+    found = search.evaluation.by_rows.predictions
     fastest = max(
         one.samples_per_second for one in (found.fastest_split, found.fastest_single) if one
     )
