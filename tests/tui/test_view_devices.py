@@ -187,7 +187,7 @@ def test_a_large_terminal_gives_its_rows_to_the_graphs() -> None:
     listed, graphs, processes = arrange(200, 57, 2, 8, processes=8).values()
     assert (listed, processes) == (11, 11)
     assert graphs == 57 - 22
-    assert arrange(200, 57, 2, 1, processes=1)["#graphs"] == 18, "no taller than can be read"
+    assert arrange(200, 57, 2, 1, processes=1)["#graphs"] == 34, "no taller than can be read"
 
 
 def test_every_device_has_a_graph_before_more_processes_are_listed() -> None:
