@@ -456,10 +456,13 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     """The whole parameters by name."""
     sharded = model.exchange
     found: dict[str, torch.Tensor] = {}
-    for unit in [sharded.root, *sharded.units]:
-        unit.gather()
-        found |= {slot.names[0]: slot.whole.detach().clone() for slot in unit.slots}
-        unit.free()
+    for flat in [flat for unit in [sharded.root, *sharded.units] for flat in unit.flats]:
+        values = torch.empty(flat.cuts[-1][1], dtype=flat.shard.dtype, device=flat.shard.device)
+        for work in flat.collect(values, flat.shard):
+            work.wait()
+        for slot in flat.slots:
+            part = values[slot.start : slot.start + slot.numel]
+            found[slot.names[0]] = part.view(slot.shape).clone()
     for slot in sharded.whole.slots if sharded.whole is not None else ():
         found[slot.names[0]] = slot.piece.detach().clone()
     return found
