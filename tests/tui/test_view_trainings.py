@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
+from evener.devices.types import LOST, Device, DeviceSample, HostSample, Snapshot, value
 from evener.live.files import LastStep, LiveDevice, PendingShares, ShareChange, Training
 from evener.training.noise_scale import ENDLESS, NoiseScale
 from evener.training.step_sums import RankStep
@@ -251,9 +251,29 @@ def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
     assert "Threads wait for cores 0 % of the time" in said
 
 
+def test_a_crowded_host_is_a_cause_where_the_kernel_does_not_count_delays(script: Any) -> None:
+    """A load of 16 on 2 cores, and no figure of any rank that tells of it."""
+    slow = make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0)
+    host = msgspec.structs.replace(script.snapshot().host, load_1min=16.0, cores=2)
+    row = _only(script, slow, host=host)
+    assert _kinds(row) == ["host_starved"]
+    text = " ".join(line.text.strip() for line in training_lines(row, AT_SECONDS, 160))
+    assert "load is 16 on 2 cores" in text
+    assert "No cause was found" not in text
+    as_planned = make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001))
+    assert _kinds(_only(script, as_planned, host=host)) == []
+
+
 def snapshot_with(*reports: Training) -> Snapshot:
     """A reading of these reports and nothing else."""
-    host: Any = None
+    host = HostSample(
+        cpu_percent=0.0,
+        load_1min=0.0,
+        memory_used_bytes=0,
+        memory_total_bytes=1,
+        cores=1,
+        hostname="",
+    )
     return Snapshot(
         at_seconds=AT_SECONDS,
         interval_seconds=1.0,

@@ -25,9 +25,8 @@ from .ranks import DOING, RankRow
 from .step_bars import part_bar
 from .table import Cell, Column, Grid, text_cell
 from .teaching import NO_TRAINING
-from .trainings import TrainingRow
+from .trainings import AS_PLANNED, TrainingRow
 
-AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
 WHOLE_PERCENT = 0.005  # an error below isn't shown
 _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # rows
 MOST_TEXT = 8  # beside other panels

@@ -9,14 +9,17 @@ from typing import Any
 
 import msgspec
 
-from evener.devices.types import Snapshot
+from evener.devices.types import HostSample, Snapshot
 from evener.live.files import PendingShares, ShareChange, Training
-from evener.training.limits import TrainingLimit
+from evener.training.limits import LimitKind, TrainingLimit
 from evener.training.noise_scale import NoiseScale
 from evener.training.rebalance import Advice
 from evener.training.step_limits import TrainingFigures, judge_training
 
 from .ranks import Cause, Placed, RankPlace, RankRow, find_causes, measure_place, place_ranks
+
+AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
+CROWDED = 1.25  # times the cores: a load of so many programs that want to run
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
@@ -151,7 +154,21 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         pending=newest.pending,
         run=newest.run,
     )
-    return _add_totals(row)
+    return _add_load(_add_totals(row), snapshot.host)
+
+
+def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
+    """The row, with the host's load as the cause where nothing else explains a training below its
+    plan: not every kernel counts how long threads wait for cores.
+    """
+    late = 0 < row.of_plan < AS_PLANNED
+    if row.causes or not late or host.load_1min < CROWDED * host.cores:
+        return row
+    text = (
+        f"The host's load is {host.load_1min:.0f} on {host.cores} cores: more programs want to run "
+        f"than there are cores, and this training may wait for one."
+    )
+    return msgspec.structs.replace(row, causes=(Cause(LimitKind.HOST_STARVED.value, text),))
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
