@@ -205,13 +205,12 @@ def _rivals_so_far(state: SessionState) -> tuple[RivalRate, ...]:
     """The best layout, equal shares, the fastest device alone, and the sum of all devices alone."""
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
-    alone = [best_solo(state, device) for device in range(len(labels))]
-    solos = [each for each in alone if each is not None]
+    solos = _list_solos(state)
     found: list[RivalRate] = []
     if best is not None:
         name = "best so far" if compares else "fastest alone"
         found.append(_rival("plan", name, best.throughput, best.layout.shares, labels))
-    even = _fastest([each for each in timed(state) if _is_even_on_all(each.probe.layout)])
+    even = _fastest(list(filter(_is_even_on_all, timed(state))))
     if even is not None and _is_other(even, best):
         shares = even.probe.layout.shares
         found.append(_rival("equal_shares", "even split", even.throughput, shares, labels))
@@ -225,12 +224,19 @@ def _rivals_so_far(state: SessionState) -> tuple[RivalRate, ...]:
     return tuple(found)
 
 
+def _list_solos(state: SessionState) -> list[Timed]:
+    """The fastest measurement of each device alone, of those that ran."""
+    alone = (best_solo(state, device) for device in range(len(state.devices)))
+    return [each for each in alone if each is not None]
+
+
 def _is_other(seen: Timed, best: Result | None) -> bool:
     """True if a measurement is of another way to train than the best so far."""
     return best is None or not _same_way(seen.probe.layout, best.layout)
 
 
-def _is_even_on_all(layout: Layout) -> bool:
+def _is_even_on_all(seen: Timed) -> bool:
+    layout = seen.probe.layout
     return is_even(layout) and all(layout.shares)
 
 
@@ -279,11 +285,11 @@ def _find_single(plan: Plan) -> Evidence | None:
     """
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     others = [each for each in alone_at_batch(plan).values() if _positions(each.layout) != own]
-    raced = [each for each in plan.evidence if each.kind == "best_device"]
-    raced = [each for each in raced if _positions(each.layout) != own]
-    if not raced:
+    raced = (each for each in plan.evidence if each.kind == "best_device")
+    first = next((each for each in raced if _positions(each.layout) != own), None)
+    if first is None:
         return max(others, key=_speed, default=None)
-    first, limit = raced[0], plan.throughput.samples_per_second
+    limit = plan.throughput.samples_per_second
     same = [each for each in others if each.layout.global_batch == first.layout.global_batch]
     slower = [each for each in same if _speed(each) <= limit and _is_comparable(plan, each)]
     return max([first, *slower], key=_speed)

@@ -85,7 +85,8 @@ def _compared(path: Path) -> Iterator[list[str]]:
     if record.header.request.compare is None:
         return
     found = runs.make_search(record.header.job, seen=record.observations)
-    standings = found.evaluation.ranking()
+    report = found.report()
+    standings = report.ranking if report else ()
     alone = [
         one.throughput.value
         for one in standings

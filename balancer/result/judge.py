@@ -311,15 +311,19 @@ def _choose_single(
     What had more than the plan was measured while the machine was faster.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
-    raced = [one for one in rivals if one.family and one.layout.traits.alone]
-    raced = [one for one in raced if one.layout.active != own]
     others = [one for one in alone if one.layout.active != own]
-    if not raced:
+    first = next((one for one in _list_singles(rivals) if one.layout.active != own), None)
+    if first is None:
         return max(others, key=lambda one: one.throughput.value, default=None)
-    first, limit = raced[0], chosen.throughput.value
+    limit = chosen.throughput.value
     same = [one for one in others if one.layout.global_batch == first.layout.global_batch]
     slower = [one for one in same if one.compared and one.throughput.value <= limit]
     return max([first, *slower], key=lambda one: one.throughput.value)
+
+
+def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
+    """The rivals that are one device, with the knobs as they are."""
+    return [one for one in rivals if one.family and one.layout.traits.alone]
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
@@ -394,7 +398,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
     smaller share doesn't shorten; else known times.
     """
     chosen, split = report.chosen, _best_split(rivals)
-    if not chosen.layout.traits.alone or split is None or split.tie or split.gain < 0:
+    if not chosen.layout.traits.alone or split is None or not _loses(split):
         return None
     layout = split.layout
     apart, known = report.apart_seconds.get(layout), report.sync_seconds
@@ -409,6 +413,11 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
     if sync >= COVERS * (took - whole):
         return SplitLoss("exchange", took, apart, None, known)
     return SplitLoss("unexplained", took, apart, None, known)
+
+
+def _loses(split: ComparedLayout) -> bool:
+    """True if the chosen layout is surely faster."""
+    return not split.tie and split.gain >= 0
 
 
 NEARLY = 0.9  # of the sum of all devices alone: what is less is explained
@@ -459,14 +468,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
         ran = position < len(report.solos) and report.solos[position] is not None
         if chosen.layout.shares[position] or not ran:
             continue
-        batch = chosen.layout.global_batch
-        wider = [
-            one
-            for one in report.results
-            if one.layout.traits.together
-            and one.layout.shares[position]
-            and batch <= NEAR * one.layout.global_batch
-        ]
+        wider = _list_splits_with(report, position)
         if not wider:
             yield LeftOut("device", label, "not_tried")
         known = [one for one in wider if is_known(one.throughput)]
@@ -482,6 +484,14 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
             loss=-printed_gain(fastest.throughput.value, chosen.throughput.value),
             samples_per_second=fastest.throughput.value,
         )
+
+
+def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
+    """The splits that have a device, at a batch near the plan's."""
+    least = report.chosen.layout.global_batch / NEAR
+    splits = [one for one in report.results if one.layout.traits.together]
+    near = [one for one in splits if one.layout.global_batch >= least]
+    return [one for one in near if one.layout.shares[position]]
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:

@@ -47,13 +47,14 @@ layouts of the race only if packs, placements or other knobs ran.
 
 Each asks only those before it. `observations`: what was seen. `machine_model` or `text_model`: what is known by it, and what
 a step costs. `predictions`: what should be fastest. `budget`: what a probe costs, by what is known, and whether there is time.
-The stages: what to try next. `rows` or `texts`, then `offers`: what is worth a race. `race`: which of it to measure next.
+The stages: what to try next. `rows` or `texts`: what is worth a race. `family_view`: what families choose by; `offers`: what
+they offer. `race`: which of it to measure next.
 `evaluation`: what all of them say after one observation, made anew after each.
 
 Reading order: `search` (ask, tell, best, report), `evaluation` (what follows from the observations),
 `explore`, `solo_stage`, `split_stage`, `text_stage` (what to try next),
 `rows` and `texts` (which layouts are worth a race),
-`offers`, `race`, `ranking` (who races, what to measure next, and who won), `predictions` and `evener.shares.waterfill`
+`family_view`, `offers`, `race`, `ranking` (who races, what to measure next, and who won), `predictions` and `evener.shares.waterfill`
 (which layouts should be fastest), `observations` (the evidence), `machine_model`, `text_model`, `device_model`, `model/`
 (curves, memory, exchange of noisy points), `time_left`, `starts` and `budget`, `decisions` (the same in words).
 

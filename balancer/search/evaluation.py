@@ -32,6 +32,7 @@ from ..types import (
 from .budget import Budget
 from .decisions import explain_nobody, explain_probe, find_doubt
 from .explore import explore
+from .family_view import FamilyView
 from .layouts import Candidate, LayoutOptions, same_measurement
 from .machine_model import MachineModel
 from .observations import SHARDED, STAGES, Observations, Turns
@@ -245,7 +246,8 @@ class Evaluation:
     def offers(self) -> Offers:
         """The layouts that exploration and families offer for the race."""
         shards = self.sharding.layouts() if self.sharding else []
-        return Offers(self.options, self.policy, self.budget, shards)
+        view = FamilyView(self.options, self.policy, self.budget, shards)
+        return Offers(view, self.policy)
 
     @cached_property
     def race(self) -> Race:
@@ -368,7 +370,9 @@ class Evaluation:
             retreats=self._measured_retreats,
             unmeasured=race.unmeasured,
             ungrown=self._ungrown,
-            packings=tuple((mode, tuple(packing.seen)) for mode, packing in self.offers.packings),
+            packings=tuple(
+                (mode, tuple(packing.seen)) for mode, packing in self.offers.view.packings
+            ),
             enough_seconds=self._enough_seconds,
             mean_length=self.mean_length,
             sync_seconds=self.machine.sync_seconds,
@@ -427,7 +431,7 @@ class Evaluation:
         """The next pack in each mode whose throughput still grew when packing's part of the budget
         was spent.
         """
-        packings = [packing for _, packing in self.offers.packings if packing.still_gains]
+        packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 

@@ -1,5 +1,5 @@
-"""The layouts that are worth a race: what exploration found, as families choose from it, and each
-family's candidates.
+"""The candidates of a race: what each family offers, and a smaller layout in place of one that ran
+out of memory.
 """
 
 from __future__ import annotations
@@ -9,105 +9,24 @@ from functools import cached_property
 
 import msgspec
 
-from ..families import PACK, Family, PackMode, family_of, pack_on
+from ..families import PACK, Family, family_of
 from ..objectives import find_objective
 from ..types import Layout, Observation, OutOfMemory, Timed
-from .budget import Budget
-from .layouts import RETREATS, Candidate, LayoutOptions, divide, same_measurement, shrink
-from .packing import Packing
+from .family_view import FamilyView
+from .layouts import RETREATS, Candidate, divide, same_measurement, shrink
 from .rows import RowPolicy
 from .texts import TextPolicy
 
 
 class Offers:
-    """The view that families choose their layouts by (`families.View`), and the candidates that
-    they offer.
-    """
+    """The candidates that families offer, by their view of what is known."""
 
-    def __init__(
-        self,
-        options: LayoutOptions,
-        policy: RowPolicy | TextPolicy,
-        budget: Budget,
-        shards: Sequence[Layout] = (),
-    ) -> None:
-        self.options = options
-        self.shards = shards
-        self.devices = policy.problem.devices
+    def __init__(self, view: FamilyView, policy: RowPolicy | TextPolicy) -> None:
+        self.view = view
+        self.options = view.options
         self._policy = policy
-        self._budget = budget
         self._problem = policy.problem
         self._seen = policy.seen
-
-    # ------------------------------------------------------------------ what families choose by
-
-    @cached_property
-    def singles(self) -> Sequence[Layout]:
-        """The best single device, and others that may beat it."""
-        return self._policy.singles()
-
-    @cached_property
-    def splits(self) -> Sequence[Layout]:
-        """The preferred split, and others that are worth a race; none unless splits were asked
-        for.
-        """
-        return self._policy.best_splits() if self.options.with_splits else []
-
-    @property
-    def even_splits(self) -> Sequence[Layout]:
-        """Even splits; none while splits that were asked for are not explored."""
-        if self.options.with_splits and not self._policy.machine.splits:
-            return []
-        return self._policy.even_splits(self.splits, self.options.scaling)
-
-    @cached_property
-    def common_batch(self) -> int | None:
-        """The batch for layouts that have none of their own: the fixed one, the best single
-        device's, else one that no single device could hold; None before one is known, and where
-        rows are assigned by what they cost.
-        """
-        if not self._policy.machine.by_rows:
-            return None
-        if self._problem.global_batch is not None:
-            return self._problem.global_batch
-        if self.singles:
-            return self.singles[0].global_batch
-        alone = self._seen.in_stage("solo")
-        full = [one.probe.layout.global_batch for one in alone if isinstance(one, OutOfMemory)]
-        return min(full, default=None)
-
-    @cached_property
-    def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """Packing in each mode whose number of trainings is searched for."""
-        if not any(family.traits.side_by_side for family in self.options.wanted):
-            return ()
-        at_once = [layout for layout in self.singles if not layout.in_passes]
-        if not at_once or not isinstance(self._policy, RowPolicy):
-            return ()
-        modes = [mode for mode in self.options.pack_modes if mode != "logical"]
-        return tuple((mode, Packing(self._policy, at_once[0], mode)) for mode in modes)
-
-    @property
-    def packs(self) -> list[Layout]:
-        """The best number of trainings in each mode, or the fewest if none was measured yet."""
-        best = {mode: packing.best_layout() for mode, packing in self.packings}
-        plain = best.get("")
-        if "logical" in self.options.pack_modes and plain is not None:
-            best["logical"] = self._logical(plain)
-        return [layout for layout in best.values() if layout is not None]
-
-    def _logical(self, plain: Layout) -> Layout:
-        """The pack on logical devices of as many trainings as run best as plain processes, or of
-        the most measured.
-        """
-        wanted = pack_on(plain, plain.processes, "logical")
-        layouts = (one.probe.layout for one in self._seen.timed())
-        tried = [layout for layout in layouts if layout.placement == "logical"]
-        if wanted in tried or not tried or self._budget.affords(wanted, "race"):
-            return wanted
-        return max(tried, key=lambda layout: layout.processes)
-
-    # ------------------------------------------------------------------ candidates
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -135,7 +54,7 @@ class Offers:
             failure = self._seen.broken(one.layout)
             if failure is not None:
                 found.append((one, failure))
-        for _, packing in self.packings:
+        for _, packing in self.view.packings:
             if packing.seen and not any(isinstance(one, Timed) for one in packing.seen):
                 smallest = packing.seen[0]
                 found.append((Candidate(PACK, smallest.probe.layout), smallest))
@@ -156,7 +75,7 @@ class Offers:
 
     def _of(self, family: Family) -> Iterator[Candidate]:
         """A family's candidates; those of another kind are of the family of that kind."""
-        for i, layout in enumerate(family.layouts(self)):
+        for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
             yield Candidate(family if own else family_of(layout), layout, extra)

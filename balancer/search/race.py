@@ -157,7 +157,7 @@ class Race:
         """The next pack, the smallest of all modes first, if the budget also suffices for a turn of
         every candidate.
         """
-        found = [packing.next_layout() for _, packing in self.offers.packings]
+        found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
             reserved = self.turn_seconds

@@ -99,7 +99,7 @@ def compare(case: ComparisonCase) -> tuple[Search, int, float]:
 def score(case: ComparisonCase) -> Score:
     """Run one machine and compare its verdict with the truth."""
     comparison, probes, seconds = compare(case)
-    truths = truth(case, comparison.evaluation.offers.common_batch)
+    truths = truth(case, comparison.evaluation.offers.view.common_batch)
     best = max(truths, key=lambda name: truths[name])
     standing = comparison.evaluation.ranking()[0]
     layout = standing.candidate.layout

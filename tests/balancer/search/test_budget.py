@@ -240,7 +240,7 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
     again, _ = packed(enough, start, *modes)
     tried = [
         seen.probe.layout
-        for _, packing in again.evaluation.offers.packings
+        for _, packing in again.evaluation.offers.view.packings
         for seen in packing.seen
     ]
     larger = [one.layout for one in reported(search).ungrown]
@@ -272,7 +272,7 @@ def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: floa
     """Their children are started once, with as many trainings as ran best."""
     search, prober = packed(budget, 2.0, "", "logical")
     best = max(
-        dict(search.evaluation.offers.packings)[""].seen,
+        dict(search.evaluation.offers.view.packings)[""].seen,
         key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0,
     )
     sizes = {

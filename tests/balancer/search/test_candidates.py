@@ -213,4 +213,4 @@ def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_t
                     Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0
                 )
             )
-    assert search.evaluation.offers.common_batch == 4
+    assert search.evaluation.offers.view.common_batch == 4

@@ -113,7 +113,7 @@ def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
             tried += [(size, rows)] if size > 1 and probe.stage == "pack" else []
             (seen,) = ONE.measure([probe])
             search.tell(seen if size * rows <= 3000 else OutOfMemory(probe, (0,), "full", 1.0))
-    most = search.evaluation.offers.singles[0].global_batch
+    most = search.evaluation.offers.view.singles[0].global_batch
     assert [rows for size, rows in tried if size == 2] == [
         most,
         int(0.7 * most),

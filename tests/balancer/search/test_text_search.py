@@ -179,7 +179,7 @@ def test_a_placement_trains_by_rows_and_has_no_batch_where_they_go_by_cost() -> 
     options = LayoutOptions(placements=(Placement("towers"),))
     search, _ = TextMachine((FAST, SLOW)).searched(options, global_batch=64)
     assert "place" not in {one.layout.kind for one in search.evaluation.offers.candidates}
-    assert search.evaluation.offers.common_batch is None
+    assert search.evaluation.offers.view.common_batch is None
 
 
 def test_one_device_trains_by_cost_too() -> None:

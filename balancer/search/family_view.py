@@ -1,0 +1,99 @@
+"""What exploration found, as families choose their layouts from it (`families.View`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from ..families import PackMode, pack_on
+from ..types import Layout, OutOfMemory
+from .budget import Budget
+from .layouts import LayoutOptions
+from .packing import Packing
+from .rows import RowPolicy
+from .texts import TextPolicy
+
+
+class FamilyView:
+    """The view of families: lists have the best first."""
+
+    def __init__(
+        self,
+        options: LayoutOptions,
+        policy: RowPolicy | TextPolicy,
+        budget: Budget,
+        shards: Sequence[Layout] = (),
+    ) -> None:
+        self.options = options
+        self.shards = shards
+        self.devices = policy.problem.devices
+        self._policy = policy
+        self._budget = budget
+        self._problem = policy.problem
+        self._seen = policy.seen
+
+    @cached_property
+    def singles(self) -> Sequence[Layout]:
+        """The best single device, and others that may beat it."""
+        return self._policy.singles()
+
+    @cached_property
+    def splits(self) -> Sequence[Layout]:
+        """The preferred split, and others that are worth a race; none unless splits were asked
+        for.
+        """
+        return self._policy.best_splits() if self.options.with_splits else []
+
+    @property
+    def even_splits(self) -> Sequence[Layout]:
+        """Even splits; none while splits that were asked for are not explored."""
+        if self.options.with_splits and not self._policy.machine.splits:
+            return []
+        return self._policy.even_splits(self.splits, self.options.scaling)
+
+    @cached_property
+    def common_batch(self) -> int | None:
+        """The batch for layouts that have none of their own: the fixed one, the best single
+        device's, else one that no single device could hold; None before one is known, and where
+        rows are assigned by what they cost.
+        """
+        if not self._policy.machine.by_rows:
+            return None
+        if self._problem.global_batch is not None:
+            return self._problem.global_batch
+        if self.singles:
+            return self.singles[0].global_batch
+        alone = self._seen.in_stage("solo")
+        full = [one.probe.layout.global_batch for one in alone if isinstance(one, OutOfMemory)]
+        return min(full, default=None)
+
+    @cached_property
+    def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
+        """Packing in each mode whose number of trainings is searched for."""
+        if not any(family.traits.side_by_side for family in self.options.wanted):
+            return ()
+        at_once = [layout for layout in self.singles if not layout.in_passes]
+        if not at_once or not isinstance(self._policy, RowPolicy):
+            return ()
+        modes = [mode for mode in self.options.pack_modes if mode != "logical"]
+        return tuple((mode, Packing(self._policy, at_once[0], mode)) for mode in modes)
+
+    @property
+    def packs(self) -> list[Layout]:
+        """The best number of trainings in each mode, or the fewest if none was measured yet."""
+        best = {mode: packing.best_layout() for mode, packing in self.packings}
+        plain = best.get("")
+        if "logical" in self.options.pack_modes and plain is not None:
+            best["logical"] = self._logical(plain)
+        return [layout for layout in best.values() if layout is not None]
+
+    def _logical(self, plain: Layout) -> Layout:
+        """The pack on logical devices of as many trainings as run best as plain processes, or of
+        the most measured.
+        """
+        wanted = pack_on(plain, plain.processes, "logical")
+        layouts = (one.probe.layout for one in self._seen.timed())
+        tried = [layout for layout in layouts if layout.placement == "logical"]
+        if wanted in tried or not tried or self._budget.affords(wanted, "race"):
+            return wanted
+        return max(tried, key=lambda layout: layout.processes)
