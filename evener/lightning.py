@@ -50,59 +50,12 @@ except ImportError as error:
     ) from error
 
 
-class ShareLoader(StepLoader):
-    """This rank's share of each global batch, for the trainer of one strategy."""
-
-    def __init__(
-        self,
-        strategy: PlanStrategy,
-        dataset: Any,
-        rows: UnevenBatchSampler,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(dataset, StepSampler(rows), **options)
-        self.strategy = strategy
-
-    def __iter__(self) -> Any:
-        """The batches; the first one raises RequestError if another strategy trains, which would
-        weigh nothing.
-        """
-        if not self.strategy.trains:
-            return iter(_refuse_other_strategy, None)
-        rows = self.batch_sampler.sampler
-        if self.strategy.lightning_module.trainer.overfit_batches and rows.order is None:
-            rows.shuffle = False  # as Lightning does with a loader of its own
-        return _AskedBatches(super().__iter__(), self.strategy.planned)
-
-
-class _AskedBatches:
-    """The batches of a DataLoader's iterator; each step ends as the trainer asks for the next
-    one.
-    """
-
-    def __init__(self, batches: Any, planned: PlannedTraining) -> None:
-        self._batches, self._planned = batches, planned
-
-    def __iter__(self) -> _AskedBatches:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        self._planned.end()
-        return next(self._batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
     """DistributedDataParallel with uneven shares; `options` are DDPStrategy's. Made by
     `Split.strategy`.
     """
 
-    loader_class = ShareLoader
+    loaders_in_checkpoints = True
 
     def __init__(
         self,
@@ -165,11 +118,33 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]
     ) -> StepLoader:
         """The training data of this rank."""
-        loader = self.loader_class(self, dataset, rows, options)
+        loader = StepLoader(
+            dataset,
+            StepSampler(rows),
+            begins=partial(self._begin_loop, rows),
+            asks=self._end_batch,
+            **options,
+        )
+        loader.strategy = self
+        if not self.loaders_in_checkpoints:
+            loader.__dict__.update(state_dict=None, load_state_dict=None)
         if self._planned.rebalancing is not None:
             self._planned.rebalancing.passes = (self._passes,) * self._planned.world
         self._planned.follow(rows, loader.drawn_ahead + 1)  # Lightning may look for the epoch's end
         return loader
+
+    def _begin_loop(self, rows: UnevenBatchSampler) -> None:
+        """A loop over the training data begins."""
+        if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
+            rows.shuffle = False  # as Lightning does with a loader of its own
+
+    def _end_batch(self) -> None:
+        """The trainer asks for a batch, which ends the step before; RequestError if another
+        strategy trains, which would weigh nothing.
+        """
+        if not self.trains:
+            raise _other_strategy()
+        self._planned.end()
 
     def setup(self, trainer: Any) -> None:
         """Refuse what would share rows out again, or step within a pass."""
@@ -317,7 +292,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin the trainer's next batch."""
-        loader: ShareLoader = self._trainer.fit_loop._combined_loader.flattened[0]
+        loader: StepLoader = self._trainer.fit_loop._combined_loader.flattened[0]
         loader.done = batch_idx + 1
         self._newest = batch_idx
         sizes = loader.take(batch_idx)
@@ -488,8 +463,8 @@ _MANUAL = (  # why a failed pass isn't computed again, and what to do
 )
 
 
-def _refuse_other_strategy() -> None:
-    raise RequestError(
+def _other_strategy() -> RequestError:
+    return RequestError(
         "split.strategy() was called, but the trainer doesn't train by what it returned.",
         "Write L.Trainer(strategy=split.strategy(), use_distributed_sampler=False); for a "
         "loop of your own, leave"

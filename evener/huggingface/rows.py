@@ -7,7 +7,6 @@ The rows are those of its data set, or of its own training loader.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..plan.file import Share
 from ..shares.whole_rows import bounds
 from ..torch.planned import PlannedTraining
 from ..torch.rebalancing import raise_no_shares
-from ..torch.rows.loader import StepLoader, StepSampler, count_rows
+from ..torch.rows.loader import StepSampler, count_rows
 from ..torch.rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from ..torch.step.wrapped import has_own_work, is_sharded
 from ..training.passes import divide_rows
@@ -192,29 +191,6 @@ class PassSampler(StepSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)
         own = rows.sizes_at(step * rows.global_batch)[rows.rank]
         return divide_rows(own, max(1, own), self.passes)
-
-
-class AheadLoader(StepLoader):
-    """A loader that has fetched the next batch as it gives one, as accelerate's does: what a
-    callback changes in a collator is in the same batch with a plan and without.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        return _fetch_ahead(super().__iter__())
-
-    @property
-    def drawn_ahead(self) -> int:
-        """The most global batches whose rows are drawn before the trainer asks for them."""
-        return super().drawn_ahead + 1
-
-
-def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    fetched: deque[Any] = deque()
-    for batch in batches:
-        fetched.append(batch)
-        if len(fetched) > 1:
-            yield fetched.popleft()
-    yield from fetched
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed

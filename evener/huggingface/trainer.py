@@ -29,6 +29,7 @@ from ..torch.audit.rows import ROWS as ROWS_COMPUTED
 from ..torch.audit.state import kept_attributes
 from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, open_plan
+from ..torch.rows.loader import StepLoader
 from ..torch.step.part import Part
 from ..torch.step.wrapped import check_normalization, has_own_work
 from .audits import TrainerAudit
@@ -46,7 +47,6 @@ from .notice import end_on_notice
 from .passes import TrainerPasses, count_tokens, weigh_loss, weigh_passes
 from .rows import (
     CHECKPOINT,
-    AheadLoader,
     PassRows,
     PassSampler,
     check_checkpoint,
@@ -179,9 +179,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._fetch_few = partial(_fetch_few, rows, dataset, collate)
         self._sampler = PassSampler(rows, shares.passes[shares.rank])
         self._audit = TrainerAudit(self, self._gathering, dataset, collate)
-        self._batches = AheadLoader(
+        self._batches = StepLoader(
             PassRows(dataset, collate),
             self._sampler,
+            ahead=True,
             collate_fn=list,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ..errors import RequestError
-from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
+from ..lightning import DDPStrategy, PlanStrategy
 from ..torch.audit.state import kept_state
 from ..torch.rows.loader import LOADER_OPTIONS
 from ..torch.rows.sampler import RowOrder
@@ -25,18 +25,10 @@ from .program import PROGRAM, share_state, stays_if_refused
 from .views import OUTSIDE, find_fault
 
 
-class ProgramLoader(ShareLoader):
-    """A loader of shares that isn't in checkpoints, so that the program goes on from them without
-    evener too.
-    """
-
-    state_dict = load_state_dict = None  # type: ignore[assignment]
-
-
 class ProgramStrategy(PlanStrategy):
     """A strategy in place of a program's DDPStrategy, with the same state, for one training."""
 
-    loader_class = ProgramLoader
+    loaders_in_checkpoints = False  # the program goes on from them without evener too
 
     def teardown(self) -> None:
         """The training is over: the program's own strategy takes its place again."""
@@ -61,7 +53,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, loop._combined_loader.flattened
         if isinstance(strategy, ProgramStrategy):
-            if not isinstance(loader, ProgramLoader):
+            if getattr(loader, "strategy", None) is not strategy:
                 with kept_state():
                     _give(loop, _share_out(strategy, loader))
         elif not PROGRAM.notebook.why:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature, unwrap
 from itertools import islice
@@ -386,36 +387,50 @@ class StepSampler:
         return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
 
 
-def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
-    """The batches, within what a loop over these rows sets in the process."""
-    with rows.loop_context():
-        yield from batches
-
-
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """A DataLoader for trainers: this rank's global batches; `done` is how many of this epoch the
-    trainer has computed.
+    """The DataLoader that a trainer iterates over: this rank's global batches; `done` is how many
+    of this epoch the trainer has computed.
 
-    `options` are DataLoader's. `load_state_dict` goes on in mid-epoch, also under other shares, as
-    long as the global batch is the same; RequestError if not.
+    `ahead`: it has fetched the next batch as it gives one, as accelerate's does, so that what a
+    callback changes in a collator is in the same batch with a plan and without. `begins` is called
+    as a loop begins, and `asks` as it asks for a batch: the one before is then computed. `options`
+    are DataLoader's. `load_state_dict` goes on in mid-epoch, also under other shares, as long as
+    the global batch is the same; RequestError if not.
     """
 
-    def __init__(self, dataset: Any, steps: StepSampler, **options: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        steps: StepSampler,
+        *,
+        ahead: bool = False,
+        begins: Callable[[], None] | None = None,
+        asks: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(dataset, batch_sampler=steps, **options)
         self.done = 0
         self._start = 0  # global batch with which the next iteration begins
+        self._ahead, self._begins, self._asks = ahead, begins, asks
 
     def __iter__(self) -> Any:
+        if self._begins is not None:
+            self._begins()
         self.batch_sampler.first_step = self.done = self._start
         self._start = 0
-        batches, rows = super().__iter__(), self.batch_sampler.sampler
-        return _loop(batches, rows) if rows.is_dealt else batches
+        batches: Any = super().__iter__()
+        rows = self.batch_sampler.sampler
+        if rows.is_dealt:
+            batches = _loop(batches, rows)
+        if self._ahead:
+            batches = _fetch_ahead(batches)
+        return batches if self._asks is None else _AskedBatches(batches, self._asks)
 
     @property
     def drawn_ahead(self) -> int:
         """The most global batches whose rows are drawn before the trainer asks for them."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
-        return drawn
+        return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
         """The rows of each rank in the epoch's global batch number `step`, which the trainer has
@@ -448,3 +463,40 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         rows.load_state_dict(state)
         self._start = -(-rows.position // rows.global_batch)
         rows.position = 0
+
+
+def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
+    """The batches, within what a loop over these rows sets in the process."""
+    with rows.loop_context():
+        yield from batches
+
+
+def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    fetched: deque[Any] = deque()
+    for batch in batches:
+        fetched.append(batch)
+        if len(fetched) > 1:
+            yield fetched.popleft()
+    yield from fetched
+
+
+class _AskedBatches:
+    """The batches of a DataLoader's iterator, whose other attributes it has too; `asks` is called
+    before each.
+    """
+
+    def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
+        self._batches, self._asks = batches, asks
+
+    def __iter__(self) -> _AskedBatches:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        self._asks()
+        return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
