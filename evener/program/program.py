@@ -20,6 +20,7 @@ from ..errors import EvenerError, RequestError
 from ..plan.file import Plan, make_layout
 from ..torch.audit.state import kept_state
 from ..torch.planned import PlannedTraining
+from ..torch.private import backward_number, default_store
 from ..torch.ranks.ranks import find_shares, meet, open_plan
 from ..torch.step.checks import OPTIMIZER_CHECK
 from ..torch.step.step import LoaderSteps
@@ -120,7 +121,7 @@ class Program:
         over ranks.
         """
         training = self.training
-        is_inner = torch._C._current_graph_task_id() != -1  # as checkpointing's
+        is_inner = backward_number() != -1  # as checkpointing's
         if training is None or self._others or is_inner or not training.weights.by_loss:
             return wrapped(*arguments, **keywords)
         result = sharded.run_weighted(training, wrapped, arguments, keywords)
@@ -443,7 +444,7 @@ class Program:
         time.
         """
         self._met += 1
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         place = f"evener/program/{self._met}"
         every = meet(
             store,

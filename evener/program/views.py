@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from ..torch.private import joins_unevenly, needs_own_sums
 from . import sharded
 
 NO_GROUP = (
@@ -128,9 +129,9 @@ def find_fault(model: Any) -> str:
         return f"its model is in a {type(model).__name__}"
     if model.process_group is not dist.group.WORLD:
         return "its model is trained by some of the processes only"
-    if model._comm_hooks or model.mixed_precision is not None:
+    if needs_own_sums(model):
         return "its DistributedDataParallel has a communication hook or mixed precision of its own"
-    if model._join_config.enable:
+    if joins_unevenly(model):
         return "its ranks join with different numbers of batches"
     return ""
 

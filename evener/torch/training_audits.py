@@ -46,6 +46,7 @@ from .audit.rows import FewRows, cut_few, digest_rows, fetch_rows
 from .audit.settings import Code, LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
+from .private import default_store
 from .rows.structure import cut_rows, each_tensor, tensors_in
 from .step.backward import listen
 from .step.part import OfPart, Part, make_parts
@@ -552,7 +553,7 @@ class TrainingAudits:
         if training.world == 1 or alone:
             return
         place = f"evener/audits/{self._number}/{self.judge.step}"
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         with suppress(dist.DistError):  # the store has gone with the rank that ended first
             store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
         self._told[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
@@ -651,7 +652,7 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
     """What ranks have left under these keys of the store; empty until all have, and where the store
     has gone with the rank that ended first.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     try:
         if not store.check(keys):
             return []

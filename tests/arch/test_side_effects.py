@@ -144,3 +144,60 @@ def test_a_registration_would_be_found(code: str, lines: list[int]) -> None:
     assert registrations(ast.parse(code)) == lines
     assert reassigned_classes(ast.parse("model.__class__ = Other")) == [1]
     assert imports_mocks(ast.parse("from unittest import mock"))
+
+
+PRIVATE = "evener/torch/private.py"
+ASKS_IT = (
+    "evener/torch/step/",
+    "evener/torch/sums/",
+    "evener/torch/ranks/",
+    "evener/torch/rows/",
+    "evener/torch/split.py",
+    "evener/torch/planned.py",
+    "evener/torch/rebalancing.py",
+)
+# Of Python itself, of named tuples, and of an operation in the graph of a loss, which says how it
+# reduces its rows.
+NOT_TORCHS = {"_getframe", "_current_frames", "_current_exceptions", "_fields", "_saved_reduction"}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The private names that a file uses and doesn't set itself."""
+    used: set[str] = set()
+    own: set[str] = set()
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute):
+            (own if isinstance(node.ctx, ast.Store) else used).add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.add(node.value)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            used.update(each.name for each in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+    return {
+        name
+        for name in used - own
+        if name.startswith("_") and not name.startswith("__") and name.isidentifier()
+    }
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    """Within the rooms of a step: another file asks evener/torch/private.py."""
+    ours: set[str] = set()  # of evener's own objects
+    for path, _ in sources():
+        for node in nodes(parsed(path)):
+            if isinstance(node, ast.FunctionDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                ours.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                ours.add(node.target.id)
+    found = {
+        f"{name}: {each}"
+        for path, name in sources()
+        if name.startswith(ASKS_IT)
+        for each in private_names(parsed(path)) - ours - NOT_TORCHS
+    }
+    assert found == set()

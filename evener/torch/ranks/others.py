@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ...training.ending import end_process, last_error
 from ...training.launched import abort_if_lost
 from ...training.retreat import say
+from ..private import LEAVING, abort_group, default_store
 from ..sums.collectives import count_exchanges
 
 LOOK_SECONDS = 1.0
@@ -38,10 +39,6 @@ _LOST_SIGNS = (
     "Broken pipe",
     "NCCL",
 )  # of lost ranks
-_LEAVING = {
-    dist.destroy_process_group.__code__,
-    dist.distributed_c10d._abort_process_group.__code__,
-}
 _left: list[Any] = []  # process groups, until the interpreter ends
 
 
@@ -80,9 +77,7 @@ class Others:
             dist.get_rank(),
             set(range(dist.get_world_size())) - {dist.get_rank()},
         )
-        self._store = (
-            dist.distributed_c10d._get_default_store().clone()
-        )  # in which nobody else waits
+        self._store = default_store().clone()  # in which nobody else waits
         self._number: int = (
             0 if Others.newest is None else Others.newest._number + 1
         )  # alike on all ranks
@@ -262,7 +257,7 @@ def leave_group() -> None:
         _left.append(dist.group.WORLD)
         if others is not None and others.on_gpu and others.group is dist.group.WORLD:
             # destroying it waits for ranks that never come
-            dist.distributed_c10d._abort_process_group()
+            abort_group()
         else:
             dist.destroy_process_group()
     if others is not None:
@@ -335,7 +330,7 @@ def find_error() -> BaseException | None:
 def is_leaving() -> bool:
     """True if the program's own thread is in a call that leaves the default process group."""
     frame = sys._current_frames().get(main_thread().ident or 0)
-    while frame is not None and frame.f_code not in _LEAVING:
+    while frame is not None and frame.f_code not in LEAVING:
         frame = frame.f_back
     return frame is not None and frame.f_locals.get("group") in (None, dist.group.WORLD)
 

@@ -25,7 +25,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -49,6 +48,7 @@ from ...training.launched import launched_run
 from ...training.retreat import Retreat, say
 from ...training.step_sums import StepSums
 from ..hooks import ProcessHooks
+from ..private import default_store
 from ..sums.collectives import own_collectives
 from ..sums.noise import RankNoise
 from .ranks import RankShares
@@ -666,14 +666,14 @@ class StepReporter:
             self._journal.note_retreat(line)
         elif self.shares.rank:
             with suppress(RuntimeError):  # of a store that can't append
-                dist.distributed_c10d._get_default_store().append(RETREATS, f"{line}\n")
+                default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
         """Give the journal the retreats of other ranks."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # of a group that is gone
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             if store.check([RETREATS]):
                 lines = store.get(RETREATS).decode().splitlines()
                 for line in lines[self._lines :]:

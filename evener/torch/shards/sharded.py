@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...errors import RequestError
 from ..packed import is_packed, list_statistics
+from ..private import backward_number, call_after_backward
 from ..rows.structure import each_tensor, tensors_in
 from ..sums.collectives import own_collectives, spread
 from .flat import ShardPlace, Slot, byte_count
@@ -265,8 +266,8 @@ class Sharded:
                 unit.gather()
             if self.whole is not None:
                 self.whole.begin()
-            self._task = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            self._task = backward_number()
+            call_after_backward(self._end)
         self.begun(batch, batch if begins else self._passing)
         self._passing = batch
 
@@ -495,4 +496,4 @@ def _look_into(outputs: Any) -> Iterator[Any]:
 
 
 def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(backward_number() != -1)

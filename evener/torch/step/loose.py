@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...errors import RequestError
+from ..private import backward_number, call_after_backward
 from ..sums.collectives import is_equal_everywhere, own_collectives
 from ..sums.exchange import exchanged_parameters, goes_through
 
@@ -123,7 +124,7 @@ class TensorGroup:
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
         """A gradient comes, which is added to those that are there unless autograd.grad asked."""
-        task = torch._C._current_graph_task_id()
+        task = backward_number()
         if task != self._task:  # what a pass that failed left is dropped
             self._task, self._before, self._came = task, {}, {}
             self._call_at_the_end(task)
@@ -160,7 +161,7 @@ class TensorGroup:
             else:
                 group._end()
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        call_after_backward(end)
 
     def _end(self) -> None:
         for place, own in self._came.items():

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...errors import RequestError
 from ...shares.whole_rows import count_passes, gradient_weight
 from ...training.passes import count_equal_passes
+from ..private import backward_number, unwrap_compiled
 from ..ranks.own_work import StepTimer
 from ..ranks.ranks import RankShares
 from ..rows.loader import Epoch
@@ -129,7 +130,7 @@ class BatchWeights(BatchTracker):
         """
         if self.shares.world == 1:
             return [self._exchange_alone(model)]
-        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+        wrapper = unwrap_compiled(model)  # of torch.compile
         if not isinstance(wrapper, DistributedDataParallel):
             if self.noise is not None:
                 raise refuse_noise("FSDP or another library")
@@ -208,7 +209,7 @@ class BatchWeights(BatchTracker):
         )  # of the newest, which doesn't depend on addresses
         if exchange.noise is not None:
             exchange.noise.note(batch)
-        if self.weigh == "loss" and self._scaled_pass != torch._C._current_graph_task_id():
+        if self.weigh == "loss" and self._scaled_pass != backward_number():
             raise _scale_forgotten()
         if self.by_loss:
             return
@@ -424,7 +425,7 @@ class BatchWeights(BatchTracker):
         )
 
     def _note_scaled(self, gradient: Any) -> None:
-        self._scaled_pass = torch._C._current_graph_task_id()
+        self._scaled_pass = backward_number()
 
 
 def _scale_forgotten() -> RequestError:

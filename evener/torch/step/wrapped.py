@@ -11,13 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import RequestError
 from ...plan.check import check_fit
 from ...plan.file import Plan
+from ..private import (
+    BatchNorm,
+    forward_pre_hooks,
+    is_in_ddp_forward,
+    leave_uncompiled,
+    needs_own_sums,
+    unwrap_compiled,
+)
 from ..rows.structure import each_tensor, tensors_in
 from ..sums.exchange import Exchange
 
@@ -146,7 +153,7 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
     (`by_loss`), else RequestError.
     """
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    if model._comm_hooks or model.mixed_precision is not None or (by_loss and sparse):
+    if needs_own_sums(model) or (by_loss and sparse):
         if by_loss:
             return None
         raise RequestError(
@@ -202,7 +209,7 @@ class _ForwardHook:
         )
 
     def after(self, model: Any, _: Any, outputs: Any) -> Any:
-        inner = getattr(model, "_orig_mod", model)
+        inner = unwrap_compiled(model)
         exchange = getattr(inner, "exchange", None)
         if self.forward is None or exchange is None or not torch.is_grad_enabled():
             return None
@@ -217,7 +224,7 @@ class _ForwardHook:
         return outputs if leaves else None
 
     for each in (before, after):
-        vars(each)["_torchdynamo_disable"] = True  # torch.compile leaves it as it is
+        leave_uncompiled(each)
     del each
 
     def __reduce__(self) -> Any:
@@ -225,7 +232,7 @@ class _ForwardHook:
 
 
 def _find_hook(model: Any) -> _ForwardHook | None:
-    for each in model._forward_pre_hooks.values():
+    for each in forward_pre_hooks(model):
         owner = getattr(each, "__self__", None)
         if isinstance(owner, _ForwardHook):
             return owner
@@ -245,7 +252,7 @@ def find_wrapper(model: Any) -> Any:
 
     RequestError if one lies deeper in it.
     """
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):
         return inner
     if any(isinstance(module, DistributedDataParallel | Exchanged) for module in model.modules()):
@@ -315,7 +322,7 @@ def check_not_inside_ddp() -> None:
     """RequestError in the forward pass of a wrapped model that is a part of another
     DistributedDataParallel.
     """
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+    if is_in_ddp_forward():
         raise RequestError(
             "A model from split.wrap is inside another DistributedDataParallel, which "
             "exchanges gradients again.",
@@ -334,7 +341,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
     kinds = [
         type(module)
         for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.training
+        if isinstance(module, BatchNorm) and module.training
     ]
     if not kinds:
         return

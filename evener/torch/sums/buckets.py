@@ -16,6 +16,7 @@ from torch.nn.modules import module as modules
 
 from ...errors import RequestError
 from ..hooks import ProcessHooks
+from ..private import add_each, copy_each, gradient_hooks
 
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
 FUSED = {
@@ -130,7 +131,7 @@ class Bucket:
                 "Leave sparse=True out.",
             )
         if weight == 1.0:
-            torch._foreach_copy_(views, gradients)
+            copy_each(views, gradients)
             return
         factor = torch.tensor(weight, dtype=torch.float64)  # a number would take longer each time
         for view, gradient in zip(views, gradients, strict=True):
@@ -243,12 +244,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
     """Warn of hooks on gradients beside our `own`: they get a rank's gradient, which isn't the
     whole batch's yet.
     """
-    hooks = [
-        found
-        for each in parameters
-        for found in (each._backward_hooks, each._post_accumulate_grad_hooks)
-    ]
-    if any(set(found) - own for found in hooks if found):
+    if any(set(gradient_hooks(each)) - own for each in parameters):
         warnings.warn(
             "A parameter has a hook on its gradient, which gets that of this rank's rows "
             "alone: masks and factors are"
@@ -454,7 +450,7 @@ class Held:
             parameter.grad = old
         if added:
             with torch.no_grad():
-                torch._foreach_add_(*map(list, zip(*added, strict=True)))
+                add_each(*map(list, zip(*added, strict=True)))
 
     def close(self) -> None:
         """Finish a complete pass."""

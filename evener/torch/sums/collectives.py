@@ -7,7 +7,7 @@ that are not of evener itself are counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, cast
 from zlib import crc32
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ...errors import RequestError
 from ...shares.whole_rows import bounds, gradient_weight
+from ..private import broadcast_each, count_collectives
 
 _own = 0  # collectives that evener has begun
 
@@ -70,17 +71,7 @@ def count_exchanges() -> dict[str, int]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
-    every = {
-        group._get_backend(device): (group, device)
-        for group in groups
-        for device in group._device_types
-    }
-    counts = {}
-    for backend, (group, device) in every.items():
-        with suppress(RuntimeError):  # of one that doesn't count
-            counts[f"{group.group_name} {device}"] = backend._get_sequence_number_for_group()
-    return counts
+    return count_collectives()
 
 
 def gather_rows(
@@ -147,7 +138,7 @@ def spread(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
     """Copy the first rank's values to every rank of the group."""
     for device in {each.device for each in tensors}:
         own = [each.detach() for each in tensors if each.device == device]
-        dist._broadcast_coalesced(dist.group.WORLD if group is None else group, own, 250 << 20, 0)
+        broadcast_each(own, group, 250 << 20)
 
 
 def _check_same(rows: torch.Tensor) -> None:

@@ -35,9 +35,15 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import RequestError
+from ..private import (
+    BatchNorm,
+    backward_number,
+    call_after_backward,
+    ignored_names,
+    uncounted_changes,
+)
 from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
@@ -48,7 +54,7 @@ EVERY = 4  # sums of which one compares some of the ranks' weights
 
 
 def _find_normalizers(module: Any) -> list[Any]:
-    return [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    return [each for each in module.modules() if isinstance(each, BatchNorm)]
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
@@ -81,7 +87,7 @@ class Exchange:
         broadcast_buffers: bool = True,
         alone: bool = False,
     ) -> None:
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = ignored_names(module)
         taking_part = _list_taking_part(module.named_parameters(), ignored)
         self.parameters = [each for each in taking_part if each.requires_grad]
         self.normalizers = _find_normalizers(module)  # they mix rows
@@ -188,7 +194,7 @@ class Exchange:
         reference = weakref.ref(self)
 
         def begin(_: Any) -> None:
-            exchange, task = reference(), torch._C._current_graph_task_id()
+            exchange, task = reference(), backward_number()
             if exchange is None or exchange.resting:
                 return
             if exchange._hidden_task == -1:
@@ -215,7 +221,7 @@ class Exchange:
 
     def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
-        task = torch._C._current_graph_task_id()
+        task = backward_number()
         begins = _open.get(self) != task
         self.begun(batch, batch if begins else self._batch)
         self._batch = batch
@@ -233,7 +239,7 @@ class Exchange:
             self._armed, self._sync, self._unsent, self._came = True, False, True, set()
             self._arrived.clear()
             self._listen()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
+            call_after_backward(lambda: _end(task))
         self._sync |= sync
 
     def _note_arrived(self) -> None:
@@ -346,9 +352,7 @@ class Exchange:
                     self._learn_order(self._order)
                 if self._spreads:
                     buffers = self._common.all()
-                    with torch.autograd._unsafe_preserve_version_counter(
-                        tuple(buffers)
-                    ):  # as DDP: for kept graphs
+                    with uncounted_changes(tuple(buffers)):  # as DDP: for kept graphs
                         spread(buffers, self.group)
         self.done()
 
@@ -464,7 +468,7 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 
 def _forget_failed_passes() -> None:
     """Close the exchanges of backward passes that have ended with an error."""
-    if torch._C._current_graph_task_id() != -1:
+    if backward_number() != -1:
         return
     for each in _open:
         each._armed = False

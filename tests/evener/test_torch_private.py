@@ -1,0 +1,128 @@
+"""Each name of PyTorch that evener uses and PyTorch doesn't promise is there, and does what it is
+used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.torch import private
+
+COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_backward_pass_has_a_number_and_an_end() -> None:
+    seen: list[int] = []
+    ends: list[str] = []
+    weight = torch.ones(2, requires_grad=True)
+
+    def note(_: torch.Tensor) -> None:
+        seen.append(private.backward_number())
+        private.call_after_backward(lambda: ends.append("over"))
+
+    product = weight * 2
+    product.register_hook(note)
+    weight.register_post_accumulate_grad_hook(lambda _: ends.append("gradient"))
+    product.sum().backward()
+    assert seen[0] >= 0
+    assert private.backward_number() == -1
+    assert ends == ["gradient", "over"]
+
+
+def test_many_tensors_are_copied_and_added_in_one_call() -> None:
+    into, given = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    private.copy_each(into, given)
+    private.add_each(into, given)
+    assert [each.tolist() for each in into] == [[2, 2], [4, 4, 4]]
+
+
+def test_changes_can_go_uncounted() -> None:
+    buffer = torch.zeros(2)
+    before = buffer._version
+    with private.uncounted_changes((buffer,)):
+        buffer.add_(1)
+    assert (buffer.tolist(), buffer._version) == ([1, 1], before)
+
+
+@COMPILES
+def test_modules_and_hooks_are_found() -> None:
+    model = nn.Linear(2, 2)
+    assert all(
+        issubclass(kind, private.BatchNorm)
+        for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    )
+    assert private.unwrap_compiled(torch.compile(model)) is model
+    assert private.unwrap_compiled(model) is model
+    hook = model.register_forward_pre_hook(print)
+    assert private.forward_pre_hooks(model) == [print]
+    hook.remove()
+    own = model.weight.register_hook(print)
+    late = model.weight.register_post_accumulate_grad_hook(print)
+    assert set(private.gradient_hooks(model.weight)) == {own.id, late.id}
+    assert private.gradient_hooks(model.bias) == []
+
+
+@COMPILES
+def test_a_function_is_left_uncompiled() -> None:
+    def look(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        return look(rows) + 1
+
+    private.leave_uncompiled(look)
+    whole = torch.compile(compute, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        whole(torch.ones(1))
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_says_what_it_does() -> None:
+    seen: list[bool] = []
+
+    class Seen(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            seen.append(private.is_in_ddp_forward())
+            made: torch.Tensor = super().forward(rows)
+            return made
+
+    inner = Seen(2, 2)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["bias"])
+    assert private.ignored_names(inner) == {"bias"}
+    ddp = DistributedDataParallel(inner)
+    ddp(torch.ones(1, 2))
+    assert seen == [True]
+    assert not private.is_in_ddp_forward()
+    assert not private.joins_unevenly(ddp)
+    assert not private.needs_own_sums(ddp)
+    ddp.register_comm_hook(None, allreduce_hook)
+    assert private.needs_own_sums(ddp)
+    with ddp.join(enable=False):
+        assert not private.joins_unevenly(ddp)
+
+
+@pytest.mark.usefixtures("group")
+def test_groups_are_asked() -> None:
+    private.default_store().set("key", "value")
+    assert private.default_store().get("key") == b"value"
+    assert private.count_collectives() == {}, "one process alone exchanges nothing"
+    tensors = [torch.ones(2), torch.zeros(3)]
+    private.broadcast_each(tensors, None, 1 << 20)
+    assert [each.tolist() for each in tensors] == [[1, 1], [0, 0, 0]]
+    assert callable(private.abort_group)
+    assert dist.destroy_process_group.__code__ in private.LEAVING
