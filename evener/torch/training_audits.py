@@ -104,7 +104,8 @@ class TrainingAudits:
         self._batch: Any = None  # that was counted last
         self._due = False
         self._changed = False  # a loss is made of other operations than those before
-        self._measures = False  # ranks' gradients differ, by rounding or by more
+        self._doubted: list[Sketch] = []  # of ranks, which differ by rounding or by more
+        self._measures_until = 0  # the last step that is audited to measure rounding
         self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
         self._parted: Any = None  # the batch whose parts were taken last
         self._number = next(_NUMBERS)  # the same on every rank
@@ -133,6 +134,11 @@ class TrainingAudits:
         """True if the batch at hand is audited as something has changed before it."""
         return self._due and not is_audited(self.judge.step)
 
+    @property
+    def _measures(self) -> bool:
+        """True if an audit is to say what rounding makes of the gradient."""
+        return not self.judge.over and self.judge.step <= self._measures_until
+
     def report(self, fault: str) -> None:
         """Tell the other ranks what was found of a loop's batch by other means: why shares have to
         go even, or nothing.
@@ -144,8 +150,8 @@ class TrainingAudits:
         if batch is not self._batch or batch is None:
             self._batch = batch
             self._hear()
-            due = self.judge.begin(self._trained()) or self._changed or self._measures
-            self._due = due and not self.judge.over
+            due = self.judge.begin(self._trained()) or self._changed
+            self._due = due or self._measures
             self._changed = False
         return self._due
 
@@ -526,7 +532,6 @@ class TrainingAudits:
         `survives`: where both ways agree, a pass that runs out of memory may be computed again in
         smaller ones.
         """
-        self._measures = False
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
         if not (found.certain and found.closed):
@@ -622,10 +627,15 @@ class TrainingAudits:
         sketches = [each.sketch for each in every if each.sketch is not None]
         noises = [each.noises for each in every if each.sketch and each.noises is not None]
         difference = compare_ranks(sketches, noises)
-        if difference is None:
+        if sketches and len(noises) == len(sketches):
+            difference = compare_ranks(self._doubted, noises) or difference
+            self._doubted = []
+        elif difference is not None:
+            self._doubted = sketches
+            # on every rank, with the batch that is at hand, or those that a loop takes ahead
+            self._measures_until = self.judge.step + 1 + AHEAD
             return None
-        if len(noises) < len(sketches):
-            self._measures = True  # with the batch that is at hand, on every rank
+        if difference is None:
             return None
         message = describe(difference, "state", (), step)
         return RankVerdict(message, self.remedies["state"], difference.relative)

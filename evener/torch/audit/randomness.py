@@ -225,6 +225,8 @@ def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
     """The arguments of an operation that are a rate of dropout, by place and name: those of fused
     attention and recurrent layers, of the backward pass too.
     """
+    if function.overloadpacket.__name__ == _CUDNN:
+        return ()
     names = [each.name for each in function._schema.arguments]
     return tuple((place, name) for place, name in enumerate(names) if name in _RATES)
 
