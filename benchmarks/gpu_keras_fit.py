@@ -1,0 +1,270 @@
+"""Does Keras' `fit` reach its plan? `python -m benchmarks.gpu_keras_fit [--gpus 0,1] [--small]`.
+
+A small ResNet trains by plain Keras on one GPU, by towers and by multiworker on two: a probe of
+the plan's steps, then `fit` over epochs of whole batches and a tail. Steady steps are whole batches
+from the 21st of an epoch on; what else an epoch takes is its begin and its tail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+from tests.support.keras_start import free_peers
+
+FIRST_STEADY = 20  # steps of an epoch that are its begin
+PROBED_STEPS, WARM_STEPS = 40, 15
+SECONDS = 170.0  # for everything
+
+
+class Sizes(NamedTuple):
+    """What is trained."""
+
+    rows: int
+    batch: int
+    side: int  # of the images
+    widths: tuple[int, ...]  # of the blocks, two each
+    epochs: int
+
+
+FULL = Sizes(50_000, 1024, 32, (64, 128, 256), 4)
+SMALL = Sizes(816, 32, 8, (4, 8, 16), 3)
+
+
+def main() -> int:
+    """Start the processes, and print a line for each way; 1 if one of them failed."""
+    options = parse()
+    if options.role:
+        run_role(options)
+        return 0
+    began = time.monotonic()
+    failed = 0
+    for role in ("one", "multiworker"):
+        left = SECONDS - (time.monotonic() - began)
+        failed += not start_role(role, options, left)
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
+    return int(failed > 0)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", default="0,1", help="two numbers")
+    parser.add_argument("--small", action="store_true", help="on slices of the CPU, to try it")
+    parser.add_argument("--epochs", type=int, default=0)
+    parser.add_argument("--role", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--peers", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def start_role(role: str, options: argparse.Namespace, seconds: float) -> bool:
+    """Run the processes of a role, whose first one prints; False if one failed."""
+    ranks = 2 if role == "multiworker" else 1
+    peers = ",".join(free_peers(ranks)) if ranks > 1 else ""
+    children = []
+    for rank in range(ranks):
+        words = ["--role", role, "--rank", str(rank), "--peers", peers, "--gpus", options.gpus]
+        words += ["--small"] * options.small + ["--epochs", str(options.epochs)]
+        own = options.gpus.split(",")[rank] if ranks > 1 else options.gpus
+        seen = "-1" if options.small else own
+        variables = {
+            **os.environ,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": seen,
+            "NCCL_NVLS_ENABLE": "0",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        command = [sys.executable, "-m", "benchmarks.gpu_keras_fit", *words]
+        children.append(subprocess.Popen(command, env=variables))
+    deadline = time.monotonic() + seconds
+    codes = []
+    for child in children:
+        try:
+            codes.append(child.wait(max(1.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            codes.append(child.wait())
+            print(f"{role}: over its time", flush=True)
+    return not any(codes)
+
+
+def run_role(options: argparse.Namespace) -> None:
+    """Measure in this process."""
+    sizes = SMALL if options.small else FULL
+    if options.epochs:
+        sizes = sizes._replace(epochs=options.epochs)
+    kind = "CPU" if options.small else "GPU"
+    began = time.monotonic()
+    data = make_data(sizes)
+    if options.role == "multiworker":
+        peers = tuple(options.peers.split(","))
+        probed = probe((f"{kind}:0",), sizes, data, options.rank, peers)
+        fitted = fit("multiworker", peers, sizes, data)
+        if options.rank == 0:
+            say("multiworker", probed, fitted, sizes)
+    else:
+        two = (f"{kind}:0", f"{kind}:1")
+        probed = probe(two, sizes, data)
+        say("towers", probed, fit("towers", two, sizes, data), sizes)
+        probed = probe(two[:1], sizes, data)
+        say("plain Keras on one", probed, fit("", two[:1], sizes, data), sizes)
+    if options.rank == 0:
+        print(f"  ({options.role}: {time.monotonic() - began:.0f} s)", flush=True)
+
+
+def make_data(sizes: Sizes) -> tuple[Any, Any]:
+    """Images and one-hot labels; the content is noise."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    shape = sizes.rows, sizes.side, sizes.side, 3
+    x = random.integers(0, 256, shape, np.uint8).astype(np.float32) / 255
+    y = np.eye(10, dtype=np.float32)[random.integers(0, 10, sizes.rows)]
+    return x, y
+
+
+def build(sizes: Sizes) -> Any:
+    """A ResNet of two blocks for each width, with normalization and dropout."""
+    import keras
+    from keras import layers
+
+    flow = entry = keras.Input((sizes.side, sizes.side, 3))
+    flow = layers.Conv2D(sizes.widths[0], 3, padding="same")(flow)
+    for width in sizes.widths:
+        for stride in (1 if width == sizes.widths[0] else 2, 1):
+            flow = _block(flow, width, stride)
+    flow = layers.Dense(10)(layers.GlobalAveragePooling2D()(flow))
+    model = keras.Model(entry, flow, name="small_resnet")
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    optimizer = keras.optimizers.Adam(1e-3)
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+    return model
+
+
+def _block(flow: Any, width: int, stride: int) -> Any:
+    from keras import layers
+
+    inner = layers.ReLU()(layers.BatchNormalization()(flow))
+    inner = layers.Conv2D(width, 3, stride, padding="same")(inner)
+    inner = layers.ReLU()(layers.BatchNormalization()(inner))
+    inner = layers.Conv2D(width, 3, padding="same")(layers.Dropout(0.1)(inner))
+    if stride != 1 or flow.shape[-1] != width:
+        flow = layers.Conv2D(width, 1, stride)(flow)
+    return layers.Add()([flow, inner])
+
+
+def probe(
+    devices: tuple[str, ...], sizes: Sizes, data: Any, rank: int = 0, peers: tuple[str, ...] = ()
+) -> float:
+    """Samples/s of the steps that a plan is made of, by the workload of a probe."""
+    from evener.workloads.keras_backend.workload import KerasRecipe, KerasWorkload
+    from evener.workloads.protocol import Place
+
+    place = Place(devices, (None,) * len(devices), rank=rank, peers=peers)
+    few = slice(0, 64)
+
+    def recipe() -> KerasRecipe:
+        return KerasRecipe(
+            build(sizes), lambda n: (data[0][few][:n], data[1][few][:n]), lambda: data
+        )
+
+    workload = KerasWorkload(place, recipe)
+    parts = max(len(devices), len(peers))
+    workload.prepare([sizes.batch // parts] * parts)
+    for _ in range(WARM_STEPS):
+        workload.step()
+    workload.synchronize()
+    began = time.perf_counter()
+    for _ in range(PROBED_STEPS):
+        workload.step()
+    workload.synchronize()
+    return PROBED_STEPS * sizes.batch / (time.perf_counter() - began)
+
+
+class Epoch(NamedTuple):
+    """Seconds of an epoch's parts."""
+
+    whole: float
+    begin: float  # until step FIRST_STEADY
+    steady: float  # of one step from there on
+    tail: float  # the short batch
+    host: float  # of a steady step, computed by the thread that calls it
+
+
+def fit(engine: str, devices: tuple[str, ...], sizes: Sizes, data: Any) -> list[Epoch]:
+    """The epochs of `fit`; by plain Keras without an engine."""
+    import keras
+    import tensorflow as tf
+
+    from evener.keras import Split
+
+    epochs: list[Epoch] = []
+    steps = sizes.rows // sizes.batch
+
+    class Clock(keras.callbacks.Callback):  # type: ignore[misc]
+        """Notes when epochs and steps end; asks for a loss only where a figure begins or ends."""
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.times = [time.perf_counter()]
+            self.computed = [time.thread_time()]
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch + 1 in (FIRST_STEADY, steps, steps + 1):
+                float(logs["loss"])  # waits for the devices
+                self.times.append(time.perf_counter())
+                self.computed.append(time.thread_time())
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            began, warm, last, tail = self.times
+            _, first, second, _ = self.computed
+            steady = (last - warm) / (steps - FIRST_STEADY)
+            host = (second - first) / (steps - FIRST_STEADY)
+            whole = time.perf_counter() - began
+            epochs.append(Epoch(whole, warm - began, steady, tail - last, host))
+
+    if engine:
+        split = Split(devices=devices, global_batch=sizes.batch, engine=engine)
+        model = split.build(lambda: build(sizes))
+    else:
+        with tf.device(devices[0]):
+            model = build(sizes)
+    model.fit(*data, batch_size=sizes.batch, epochs=sizes.epochs, verbose=0, callbacks=[Clock()])
+    return epochs
+
+
+def say(name: str, probed: float, epochs: list[Epoch], sizes: Sizes) -> None:
+    """Print the figures of one way."""
+    first, *later = epochs
+    count = len(later)
+    steady = sum(each.steady for each in later) / count
+    begin = sum(each.begin for each in later) / count - FIRST_STEADY * steady
+    tail = sum(each.tail for each in later) / count
+    rows = sizes.rows % sizes.batch
+    whole = sum(each.whole for each in later) / count
+    host = sum(each.host for each in later) / count
+    rate = sizes.batch / steady
+    print(
+        f"{name}: probe {probed:,.0f} samples/s; fit's steady steps {rate:,.0f}"
+        f" ({rate / probed:.3f} of the probe's), {1e3 * steady:.2f} ms each,"
+        f" {1e3 * host:.2f} ms of them computed by the host's thread;"
+        f" whole epochs {sizes.rows / whole:,.0f} ({sizes.rows / whole / probed:.3f});"
+        f" an epoch's begin costs {1e3 * begin:.0f} ms,"
+        f" its tail of {rows} rows {1e3 * tail:.0f} ms;"
+        f" first epoch {first.whole:.1f} s, with a begin of {first.begin:.1f} s"
+        f" and a tail of {first.tail:.2f} s",
+        flush=True,
+    )
+    print(
+        json.dumps({"way": name, "probe": probed, "epochs": [each._asdict() for each in epochs]}),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
