@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,10 @@ from ..errors import RequestError
 from ..shares.divisions import Cut
 from ..training.audit import (
     EARLY,
+    FLOORS,
+    LOSS,
     REPEATS,
+    SAFETY,
     Action,
     Audits,
     GradientDifference,
@@ -36,8 +39,8 @@ from ..training.audit import (
     find_unequal,
     floor,
 )
-from .audit_step import StepResult, StepVariable, TracedStep
-from .compatibility import NO_PASSES, TOWERS, warn
+from .audit_step import StepResult, StepVariable, TracedStep, computes_in_half
+from .compatibility import NO_PASSES, TOWERS, overrides, plain_variables, warn
 from .data import DealtArrays
 from .decisions import both_sides, find_apart
 from .engine import Engine
@@ -53,8 +56,12 @@ LATE = 1_000_000  # a step in which all that grows by steps has grown
 ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # of the numbers in a repeat
 FINEST_ROUNDING = 2e-7  # models of float64 often compute something in float32
 FIGURES_DIFFER = 1e-5  # of a logged figure
+# Of the largest output: other kernels add in another order.
+OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 5e-2}
+STATES_DIFFER = 1e-3  # of the change of a state; convolutions in float32 were seen to round so far
 HOST = "CPU:0"
 
+ALONE = "Train it on one device."
 IN_MODEL = LikelyCause(
     "The loss is computed on the whole batch: so it is the model that looks at the other rows of a"
     " part, counts calls, or leaves something for the loss where only the last part's is found, as"
@@ -69,11 +76,15 @@ IN_PARTS = LikelyCause(
 )
 
 
+Steps = tuple[TracedStep, TracedStep]  # Keras' own on one device, and the engine's
+
+
 class Finding(msgspec.Struct):
     """What an audit has found: a difference, and what is said of it."""
 
     difference: GradientDifference
     said: str
+    remedy: str = ""  # another one than that of most differences
 
 
 class StepAudit:
@@ -90,11 +101,15 @@ class StepAudit:
         self._most = MOST if pass_rows is None else min(MOST, max(FEW, pass_rows // 2))
         self.audits = Audits(strict=strict)
         self.warnings: list[str] = []  # differences after which the training went on
-        self._traced: dict[Any, tuple[TracedStep, TracedStep] | None] = {}
+        self._traced: dict[Any, Steps | None] = {}
         self._specs: dict[Any, Any] = {}
         self._compiled = 0
         self._varied: set[Any] = set()  # signatures whose hidden differences were looked for
         self._told: set[str] = set()
+        self._moment = ""  # of the audit, at the begin of a sentence
+        self._fails = False  # the step can't be run on the rows of this audit
+        self._spec: Any = None  # of the last iterator, and its text
+        self._spec_text = ""
 
     def begin_anew(self) -> None:
         """The model was compiled again, or its step is made again."""
@@ -110,7 +125,7 @@ class StepAudit:
             first = None
             if not isinstance(batches, tf.data.Iterator):
                 first, batches = peek(batches, steps)
-            signature = self._compiled, repr(_kind_of_batch(batches, first))
+            signature = self._compiled, self._describe_batches(batches, first)
             due = [self.audits.begin(signature) for _ in range(steps)]
             if any(due):
                 if first is None:
@@ -121,30 +136,75 @@ class StepAudit:
 
         return run_audited
 
+    def _describe_batches(self, batches: Any, first: Any) -> str:
+        """The types and shapes of batches, without their number of rows where a batch tells."""
+        if not isinstance(batches, tf.data.Iterator):
+            leaves = tf.nest.flatten(first)
+            return repr([(np.shape(leaf)[1:], str(getattr(leaf, "dtype", ""))) for leaf in leaves])
+        spec = batches.element_spec
+        if spec is not self._spec:
+            self._spec = spec
+            self._spec_text = repr(spec)
+        return self._spec_text
+
     def look(self, batch: Tensors, signature: Any = None) -> None:
         """Audit a batch; RequestError for a difference, or a warning."""
+        self._moment = f"In step {self.audits.step}"
         with _plain_float32():
             rows = self._take_rows(batch)
             steps = None if rows is None else self._trace(rows, signature)
-            finding = None if steps is None else self._compare(steps, rows, signature)
+            finding = None
+            if steps is not None:
+                finding = self._find_failure(steps[0], rows, batch, signature)
+                if self._all(finding is None and not self._fails):
+                    finding = self._compare(steps, rows, signature)
         finding = self._share(finding)
         action = self.audits.decide(None if finding is None else finding.difference)
         if finding is None or action not in (Action.REFUSE, Action.WARN):
             return
         if action == Action.REFUSE:
-            raise RequestError(finding.said, self._remedy())
+            raise RequestError(finding.said, finding.remedy or self._remedy())
         self.warnings.append(finding.said)
-        warn(f"{finding.said} The training goes on; strict=True would end it. {self._remedy()}")
+        remedy = finding.remedy or self._remedy()
+        warn(f"{finding.said} The training goes on; strict=True would end it. {remedy}")
+
+    def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Keras' function of some test steps, with an audit before the first one."""
+        is_first = True
+
+        def run_audited(batches: Any) -> Any:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                first, batches = peek(batches, self._model.steps_per_execution)
+                if first is not None and not isinstance(first, DealtArrays):
+                    self._look_at_test(first)
+            return run(batches)
+
+        return run_audited
+
+    def _look_at_test(self, batch: Tensors) -> None:
+        """Evaluate a few rows in both ways; RequestError where their losses or states differ."""
+        self._moment = "In an evaluation"
+        with _plain_float32():
+            rows = self._take_rows(batch)
+            steps = None if rows is None else self._trace_tests(rows)
+            finding = None
+            if steps is not None:
+                finding = self._find_failure(steps[0], rows, batch, "test")
+                if self._all(finding is None and not self._fails):
+                    finding = self._compare_tests(steps, rows)
+        finding = self._share(finding)
+        if finding is not None:
+            raise RequestError(finding.said, finding.remedy or self._remedy())
 
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
         """A few rows of the whole batch, (x, y, weight), in every process."""
-        data = batch.data if isinstance(batch, OwnRows) else batch
-        triple = keras.utils.unpack_x_y_sample_weight(data)
         with tf.device(HOST):
-            triple = tf.nest.map_structure(_to_tensor, triple)
-            whole = int(batch.rows) if isinstance(batch, OwnRows) else int(count_rows(triple))
+            triple = _read_triple(batch)
+            whole = self._count_batch(batch)
             devices = len(self._engine.cut.weights)
             most = self._most if self.audits.step <= EARLY else FEW
             rows = min(whole, max(most, 2 * devices))
@@ -174,7 +234,32 @@ class StepAudit:
         )
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(whole_leaves), own)
 
-    def _trace(self, rows: Tensors, signature: Any) -> tuple[TracedStep, TracedStep] | None:
+    def _trace_tests(self, rows: Tensors) -> Steps | None:
+        """Keras' own test step, and the engine's, as graphs; None where they can't be audited."""
+        model, spec = self._model, tf.nest.map_structure(open_rows, rows)
+        try:
+            with tf.device(self._engine.device):
+                own = functools.partial(type(model).test_step, model)
+                plain = TracedStep(model, own, spec, plain=True)
+            steps = plain, TracedStep(model, model.test_step, spec)
+        except RequestError:
+            raise
+        except Exception as error:  # whatever the user's program raises
+            self._say_untraced("test step", error)
+            return None
+        return self._without_draws(steps)
+
+    def _say_untraced(self, name: str, error: Exception) -> None:
+        self._say_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
+
+    def _without_draws(self, steps: Steps | None) -> Steps | None:
+        """The steps, if random numbers can be made the same for a row wherever it is computed."""
+        if steps is not None and any(step.draws for step in steps):
+            self._say_once("it draws random numbers that aren't Keras'; use keras.random")
+            return None
+        return steps
+
+    def _trace(self, rows: Tensors, signature: Any) -> Steps | None:
         """Keras' own step, and the engine's, as graphs; None where they can't be audited."""
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
@@ -186,21 +271,16 @@ class StepAudit:
                 self._traced[signature] = self._trace_both(rows, spec)
             except RequestError:
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever the user's program raises
                 self._traced[signature] = None
-                place = find_users_line(error)
-                self._say_once(f"the step can't be traced{place}: {first_line(error)}")
-        steps = self._traced[signature]
-        if steps is not None and any(step.draws for step in steps):
-            self._say_once("it draws random numbers that aren't Keras'; use keras.random")
-            return None
-        return steps
+                self._say_untraced("step", error)
+        return self._without_draws(self._traced[signature])
 
-    def _trace_both(self, rows: Tensors, spec: Any) -> tuple[TracedStep, TracedStep]:
+    def _trace_both(self, rows: Tensors, spec: Any) -> Steps:
         model = self._model
         with tf.device(self._engine.device):
             own = functools.partial(type(model).train_step, model)
-            plain = TracedStep(model, own, spec, shifted=True)
+            plain = TracedStep(model, own, spec, shifted=True, plain=True)
         with self._in_small_passes(int(count_rows(rows))):
             return plain, TracedStep(model, model.train_step, spec)
 
@@ -217,9 +297,99 @@ class StepAudit:
 
     # ---------------------------------------------------------------- comparing
 
-    def _compare(
-        self, steps: tuple[TracedStep, TracedStep], rows: Tensors, signature: Any
+    def _find_failure(
+        self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> Finding | None:
+        """The finding that rows can't be computed without the others of their batch, or have other
+        outputs then.
+
+        Where the whole batch can't be computed either, the training's own step will say why.
+        """
+        self._fails = False
+        count = int(count_rows(rows))
+        error = self._try(plain, rows)
+        if isinstance(error, Exception):
+            whole = self._count_batch(batch)
+            if count < whole and self._needs_all_rows(plain, batch, error):
+                return self._find_incomplete(f"{count} of a batch's {whole} rows", error)
+            self._fails = True
+            self._say_once(f"the step can't be run: {first_line(error)}")
+            return None
+        if signature in self._varied or self._mixes_rows(signature):
+            return None
+        for few in self._list_own_passes(rows):
+            error = self._try(plain, few)
+            if isinstance(error, Exception):
+                return self._find_incomplete(f"{count_rows(few)} of {count} rows", error)
+        return self._compare_outputs(plain, rows)
+
+    def _mixes_rows(self, signature: Any) -> bool:
+        """True if a step of the user's own may do so, which every engine gives the whole batch."""
+        return overrides(self._model, "test_step" if signature == "test" else "train_step")
+
+    def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
+        """The finding that outputs of rows depend on the rows beside them: by two unequal parts,
+        which needn't be those of the shares, and by each row alone, if it can be computed so.
+        """
+        few = min(int(count_rows(rows)), FEW)
+        first = max(1, 3 * few // 8)
+        whole = plain.run(cut_rows(rows, 0, few), self._list_seeds()).outputs
+        if few < 2 or not all(len(each) == few for each in whole):
+            return None
+        for start, stop in ((0, first), (first, few), *pairwise(range(few + 1))):
+            part = self._try(plain, cut_rows(rows, start, stop))
+            if isinstance(part, Exception):
+                if stop - start > 1:
+                    return self._find_incomplete(f"{stop - start} of {few} rows", part)
+                continue
+            for one, other in zip(whole, part.outputs, strict=True):
+                if len(other) == stop - start and not self._are_close(one[start:stop], other, one):
+                    said = "a row's output of the model depends on the other rows of its batch."
+                    return Finding(_unknown_difference(), f"{self._moment}, {said}", ALONE)
+        return None
+
+    def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
+        """True if sums of outputs are the same but for rounding."""
+        kind = computes_in_half(self._model) or keras.config.floatx()
+        largest = np.nanmax(np.abs(whole), initial=1e-30)
+        near = OUTPUTS_DIFFER.get(kind, OUTPUTS_DIFFER["float32"]) * largest
+        return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
+
+    def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
+        """True if the whole batch can be computed, which some of its rows can't for this error."""
+        if self._group is not None:  # no process has all rows
+            return isinstance(error, tf.errors.InvalidArgumentError)
+        return not isinstance(self._try(plain, _read_triple(batch)), Exception)
+
+    def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
+        """Of these rows, those of each pass, or device, of this process."""
+        cut, total = self._engine.cut, int(count_rows(rows))
+        edges = [int(edge) for edge in cut.bounds(total)]
+        for device, (start, stop) in enumerate(pairwise(edges)):
+            is_own = self._group is None or device == self._group.rank
+            passes = 2 if cut.in_passes and stop - start > 1 else 1  # as `_in_small_passes` has it
+            middle = stop if passes == 1 else start + (stop - start) // 2
+            for first, last in ((start, middle), (middle, stop)):
+                if is_own and last > first:
+                    yield cut_rows(rows, first, last)
+
+    def _count_batch(self, batch: Tensors) -> int:
+        """The rows of a batch, in all processes."""
+        return int(batch.rows if isinstance(batch, OwnRows) else count_rows(_read_triple(batch)))
+
+    def _find_incomplete(self, what: str, error: Exception) -> Finding:
+        """The finding that a step can't compute some rows of a batch without the others."""
+        said = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
+        return Finding(_unknown_difference(), f"{said.rstrip('.')}.", ALONE)
+
+    def _try(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
+        """The result of a step on these rows, or its error."""
+        try:
+            return step.run(rows, self._list_seeds())
+        except Exception as error:  # whatever the user's program raises
+            return error
+
+    def _compare(self, steps: Steps, rows: Tensors, signature: Any) -> Finding | None:
         """What differs between the steps on these rows."""
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps[0])
@@ -236,34 +406,101 @@ class StepAudit:
 
     def _compare_gradients(
         self,
-        steps: tuple[TracedStep, TracedStep],
+        steps: Steps,
         rows: Tensors,
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
         """A difference of gradients, figures or states, with these values of variables."""
         plain, shared = steps
+        values = {**self._list_seeds(), **values}
         reference = None
-        try:
+        # values and labels that the program can't compute with say nothing of its own
+        with suppress(Exception):
             reference = plain.run(rows, values)
-        except Exception as error:  # values that the program can't compute with
-            if not moved:
-                self._say_once(f"the step can't be run: {first_line(error)}")
         if not self._all(reference is not None) or reference is None:
             return None
-        trained = shared.run(rows, values)
+        trained = self._run_shared(shared, rows, values)
         if not _is_finite(reference.gradients):
             return None
-        difference = compare(reference.gradients, trained.gradients)
+        difference = self._compare_results(reference, trained, moved)
         if difference is not None:
-            repeats = [each.gradients for each in self._repeat(plain, rows, values)]
-            difference = compare(reference.gradients, trained.gradients, repeats)
+            repeats = self._repeat(plain, rows, values)
+            difference = self._compare_results(reference, trained, moved, repeats)
         if difference is not None:
             return self._find(difference, rows, moved)
         if moved:
             return None
         self._compare_figures(reference, trained)
         return self._compare_states(plain, rows, reference, trained)
+
+    def _compare_tests(self, steps: Steps, rows: Tensors) -> Finding | None:
+        """A difference of the losses or states of an evaluation of these rows."""
+        plain, shared = steps
+        seeds = self._list_seeds()
+        reference = plain.run(rows, seeds)
+        trained = self._run_shared(shared, rows, seeds)
+        difference = self._compare_results(reference, trained, "")
+        if difference is not None:
+            repeats = self._repeat(plain, rows, seeds)
+            difference = self._compare_results(reference, trained, "", repeats)
+        if difference is None:
+            self._compare_figures(reference, trained)
+            return self._compare_states(plain, rows, reference, trained)
+        one, other = difference.losses
+        said = (
+            f"{self._cause(False).why}. {self._moment}, the loss of {count_rows(rows)} rows is"
+            f" {one:.6g} at once, and {other:.6g} from parts of {self._name_parts(rows)}."
+        )
+        return Finding(difference, said)
+
+    def _run_shared(
+        self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
+    ) -> StepResult:
+        """The result of the engine's step; RequestError where parts can't be put together."""
+        try:
+            return shared.run(rows, values)
+        except tf.errors.InvalidArgumentError as error:
+            raise RequestError(
+                f"{self._moment}, what the model computes of {self._name_parts(rows)} rows can't be"
+                f" put together: {first_line(error).rstrip('.')}.",
+                ALONE,
+            ) from error
+
+    def _cause(self, training: bool) -> LikelyCause:
+        """The likeliest cause of a difference."""
+        return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
+
+    def _compare_results(
+        self,
+        reference: StepResult,
+        trained: StepResult,
+        moved: str,
+        repeats: Sequence[StepResult] = (),
+    ) -> GradientDifference | None:
+        """A difference of gradients, or of losses, which gradients of 0 may hide."""
+        sketches = [each.gradients for each in repeats]
+        found = compare(reference.gradients, trained.gradients, sketches)
+        one, other = reference.gradients.loss, trained.gradients.loss
+        size = max(abs(one), abs(other))
+        if found is not None or moved or not math.isfinite(size) or size == 0.0:
+            return found
+        relative = abs(one - other) / size
+        noise = max((abs(each.loss - one) / size for each in sketches), default=0.0)
+        allowed = max(floor(computes_in_half(self._model) or "float32"), SAFETY * noise)
+        if relative <= allowed:
+            return None
+        return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
+
+    def _list_seeds(self) -> dict[int, Any]:
+        """Values of the states that Keras draws from: the same in all processes, which may have
+        drawn unequally often, and others in each step.
+        """
+        seeds = [each for each in self._model.non_trainable_variables if is_seed(each)]
+        return {
+            id(each.value.handle): tf.constant([self.audits.step, number], each.dtype)
+            for number, each in enumerate(seeds)
+        }
 
     def _repeat(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
@@ -296,45 +533,52 @@ class StepAudit:
         for name, one in reference.figures.items():
             other = trained.figures.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
-            if differs and name not in self._told:
+            if differs and name != "loss" and name not in self._told:
                 self._told.add(name)
                 warn(
                     f"The figure {name!r} of the same rows is {one:.6g} on one device and"
-                    f" {other:.6g} by shares; the gradients are the same. Give a metric the rows,"
-                    f" not their mean."
+                    f" {other:.6g} by shares; what is learned is the same. Give a metric the"
+                    f" rows, not their mean."
                 )
 
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """A state that the step leaves otherwise, and that changes what is learned from it."""
+        """A state of the model that the step leaves otherwise, or another one, as of the loss,
+        that changes what is learned from it.
+        """
+        own = {id(each.value.handle) for each in self._model.non_trainable_variables}
+        own |= {id(each.handle) for each in plain_variables(self._model)}
         for variable in self._list_states(plain):
             if variable.key not in reference.states and variable.key not in trained.states:
                 continue
-            one = reference.states.get(variable.key, variable.read())
-            other = trained.states.get(variable.key, variable.read())
+            before = variable.read()
+            one = reference.states.get(variable.key, before)
+            other = trained.states.get(variable.key, before)
+            if not _states_differ(before, one, other):
+                continue
+            is_own = variable.key in own
+            if not is_own and not self._teaches(plain, rows, variable.key, (one, other)):
+                continue
+            sizes = _norm(one), _norm(other)
             relative = _distance(one, other)
-            if relative <= _state_floor(one):
-                continue
-            results = [plain.run(rows, {variable.key: value}) for value in (one, other)]
-            if compare(results[0].gradients, results[1].gradients) is None:
-                continue
-            sizes = float(_norm(one)), float(_norm(other))
-            difference = GradientDifference(
-                variable.name, relative, _state_floor(one), *sizes, (math.nan, math.nan)
-            )
+            difference = GradientDifference(variable.name, relative, 0.0, *sizes, (0.0, 0.0))
+            effect = "" if is_own else ", and what is learned depends on it"
             said = (
-                f"In step {self.audits.step}, the variable {variable.name} is another one after all"
-                f" rows at once than after parts of {self._name_parts(rows)} of them, as shares"
-                f" compute it (norms {sizes[0]:.6g} and {sizes[1]:.6g}), and what is learned"
-                f" depends on it."
+                f"{self._moment}, the variable {variable.name} is another one after all rows at"
+                f" once than after parts of {self._name_parts(rows)} of them, as shares compute it"
+                f" (norms {sizes[0]:.6g} and {sizes[1]:.6g}){effect}."
             )
-            return Finding(difference, said)
+            return Finding(difference, said, f"Leave that out. {ALONE}")
         return None
 
-    def _compare_decisions(
-        self, steps: tuple[TracedStep, TracedStep], rows: Tensors
-    ) -> Finding | None:
+    @staticmethod
+    def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
+        """True if what is learned from the rows depends on which of two values a variable has."""
+        one, other = (plain.run(rows, {key: value}).gradients for value in values)
+        return compare(one, other) is not None
+
+    def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
         """A decision that parts of the rows may take otherwise than all of them, and that changes
         what is learned.
         """
@@ -357,7 +601,7 @@ class StepAudit:
             difference = compare(one.gradients, other.gradients)
             if difference is not None:
                 said = (
-                    f"In step {self.audits.step}, {place} decides by a figure that is another one"
+                    f"{self._moment}, {place} decides by a figure that is another one"
                     f" for parts of {self._name_parts(rows)} of the rows than for all at once, so"
                     f" parts may decide otherwise, now or later: the gradient of {difference.name}"
                     f" then differs by {difference.relative:.2g} of its size."
@@ -410,7 +654,7 @@ class StepAudit:
         name, low, high = found[0].partition(" ")[2], *found[1:]
         difference = GradientDifference(name, 1.0, 1e-4, low, high, (math.nan, math.nan))
         said = (
-            f"In step {self.audits.step}, the variable {name} isn't the same in all processes"
+            f"{self._moment}, the variable {name} isn't the same in all processes"
             f" (norms {low:.6g} and {high:.6g}): each has made it of its own rows."
         )
         return Finding(difference, said)
@@ -473,12 +717,13 @@ class StepAudit:
         first = int(tf.argmax(found))
         text = b""
         if finding is not None:
-            text = msgspec.json.encode(Finding(_with_finite(finding.difference), finding.said))
+            finite = _with_finite(finding.difference)
+            text = msgspec.json.encode(Finding(finite, finding.said, finding.remedy))
         return msgspec.json.decode(self._group.share_text(text, first), type=Finding)
 
     def _find(self, difference: GradientDifference, rows: Tensors, moved: str) -> Finding:
         cut = self._engine.cut
-        cause = IN_PARTS if self._engine.judges_parts(True) else IN_MODEL
+        cause = self._cause(True)
         parts = cut.sizes(int(count_rows(rows)))
         said = describe(difference, cause, [size for size in parts if size], self.audits.step)
         if moved:
@@ -504,14 +749,6 @@ def _is_finite(gradients: Sketch) -> bool:
     return all(math.isfinite(gradients.size(name)) for name in gradients.sums)
 
 
-def _kind_of_batch(batches: Any, first: Any) -> Any:
-    """The types and shapes of a batch, without its number of rows."""
-    if isinstance(batches, tf.data.Iterator):
-        return batches.element_spec
-    leaves = tf.nest.flatten(first)
-    return [(tuple(np.shape(leaf))[1:], str(getattr(leaf, "dtype", ""))) for leaf in leaves]
-
-
 def find_users_line(error: BaseException) -> str:
     """The last line of the user's own code in an error's traceback, as ` (train.py, line 3)`."""
     own = str(Path(__file__).parents[1])
@@ -530,6 +767,12 @@ def _plain_float32() -> Iterator[None]:
         yield
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+def _read_triple(batch: Tensors) -> Tensors:
+    """(x, y, weight) of a batch, or of the rows that this process has of it, as tensors."""
+    data = batch.data if isinstance(batch, OwnRows) else batch
+    return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _to_tensor(each: Any) -> Any:
@@ -559,18 +802,30 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """The distance of two values as a part of their size; 0 for what isn't numbers."""
+    """The distance of two values as a part of their size."""
+    size = max(_norm(one), _norm(other))
+    return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
+
+
+def _states_differ(before: Any, one: Any, other: Any) -> bool:
+    """True if two values that a state has after a step differ by more than rounding: of what it
+    has changed by, or of its own size. What isn't numbers doesn't.
+    """
     if one.shape != other.shape or not _is_number(one):
-        return 0.0
+        return False
     if not one.dtype.is_floating:
-        return float(bool(tf.reduce_any(one != other)))
-    first, second = (tf.cast(each, tf.float64) for each in (one, other))
+        return bool(tf.reduce_any(one != other))
+    start, first, second = map(_as_float64, (before, one, other))
+    change = max(_norm(first - start), _norm(second - start))
     size = max(_norm(first), _norm(second))
-    return _norm(first - second) / size if size else 0.0
+    rounding = ROUNDING.get(one.dtype.name, FINEST_ROUNDING)
+    if one.dtype == tf.float64:
+        rounding = FLOORS["float64"]
+    return _norm(first - second) > STATES_DIFFER * change + SAFETY * rounding * size
 
 
-def _state_floor(value: Any) -> float:
-    return floor(value.dtype.name) if value.dtype.is_floating else 0.0
+def _as_float64(value: Any) -> Any:
+    return tf.cast(value, tf.float64)
 
 
 def _summary(value: Any) -> Any:
@@ -583,6 +838,11 @@ def _summary(value: Any) -> Any:
     of_columns = tf.linspace(tf.constant(1.0, tf.float64), 0.2, columns)
     weighed = tf.reduce_sum(tf.linalg.matvec(sizes, of_columns) * of_rows)
     return tf.stack([tf.reduce_sum(sizes), weighed])
+
+
+def _unknown_difference() -> GradientDifference:
+    """A difference that can't be given in figures."""
+    return GradientDifference("", math.inf, 0.0, math.nan, math.nan, (math.nan, math.nan))
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:

@@ -6,11 +6,15 @@ optimizer would get them, and all variables that the graph touches are put back 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import keras
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from ..training.audit import PROJECTIONS, Sketch
@@ -35,6 +39,7 @@ class StepResult(NamedTuple):
     figures: dict[str, float]
     states: Values
     margins: Margins  # of its decisions
+    outputs: list[Any]  # of the model, each summed up by rows
 
 
 class StepVariable(NamedTuple):
@@ -58,14 +63,21 @@ class TracedStep:
     """The graph of a step that takes batches of this kind, (x, y, weight), of any number of rows.
 
     `variables` are those that it reads or assigns, by key, `assigned` the keys of those that it may
-    assign. With `shifted`, its decisions can be brought to either side. `draws` is True if it draws
-    numbers that can't be made the same for a row wherever it is computed.
+    assign. With `shifted`, its decisions can be brought to either side; a `plain` step computes one
+    loss, and has the outputs by which. `draws` is True if it draws numbers that can't be made the
+    same for a row wherever it is computed.
     """
 
     def __init__(
-        self, model: Any, step: Callable[[Tensors], Any], spec: Tensors, shifted: bool = False
+        self,
+        model: Any,
+        step: Callable[[Tensors], Any],
+        spec: Tensors,
+        shifted: bool = False,
+        plain: bool = False,
     ) -> None:
         self._model = model
+        self._plain = plain
         self._shifts = Shifts() if shifted else None
         self._places: list[str] = []  # of decisions
         self._step = step
@@ -97,7 +109,8 @@ class TracedStep:
         try:
             for key, value in given.items():
                 self.variables[key].assign(value)
-            sums, figures, margins = self._graph(data, tf.constant(SEED))
+            with _not_rewritten():
+                sums, figures, margins, outputs = self._graph(data, tf.constant(SEED))
             states = {key: self.variables[key].read() for key in self.assigned}
         finally:
             for variable, value in before:
@@ -109,24 +122,43 @@ class TracedStep:
         by_place: Margins = {}
         for place, margin in zip(self._places, margins, strict=True):
             by_place.setdefault(place, []).append(margin.numpy())
-        return StepResult(sketch, numbers, states, by_place)
+        return StepResult(sketch, numbers, states, by_place, [each.numpy() for each in outputs])
 
-    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any]:
-        """The gradients' random sums, a row for each name in `_kinds`, what the step logs, and the
-        margins of its decisions, in `_places`.
+    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any]:
+        """The gradients' random sums, a row for each name in `_kinds`, what the step logs, the
+        margins of its decisions, in `_places`, and the sums of the model's outputs.
         """
         found: list[tuple[Any, Any]] = []
-        with replaced(self._model.optimizer, "apply_gradients", found.extend):
+        outputs: list[Any] = []
+        applies = replaced(self._model.optimizer, "apply_gradients", found.extend)
+        with applies, self._noting(outputs):
             self._model.reset_metrics()
-            figures = self._step(data)
-        names, half = _name_weights(self._model), _computes_in_half(self._model)
-        sums = [tf.zeros([0, PROJECTIONS], tf.float64)]
+            figures = self._step(keras.utils.pack_x_y_sample_weight(*data))
+        names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
-        for place, (gradient, variable) in enumerate(found):
-            if gradient is not None:
-                self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
-                sums.append(_sum_up(gradient, seed + tf.constant([0, 2 * place]))[None])
-        return tf.concat(sums, 0), figures, self._read_margins()
+        reached = [(each, variable) for each, variable in found if each is not None]
+        for _, variable in reached:
+            self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
+        gradients = [each for each, _ in reached]
+        sums = _sum_up(gradients, [variable.shape for _, variable in reached], seed)
+        return sums, figures, self._read_margins(), [_sum_rows(each, seed) for each in outputs]
+
+    @contextmanager
+    def _noting(self, outputs: list[Any]) -> Iterator[None]:
+        """Keep the outputs by which a plain step computes its loss."""
+        if not self._plain:
+            yield
+            return
+        compute = self._model._compute_loss
+
+        def compute_loss(*given: Any, **words: Any) -> Any:
+            outputs[:] = [
+                each for each in keras.tree.flatten(words.get("y_pred")) if _has_rows(each)
+            ]
+            return compute(*given, **words)
+
+        with replaced(self._model, "_compute_loss", compute_loss):
+            yield
 
     def _read_margins(self) -> list[Any]:
         """The margins of the decisions of the graph that is being traced."""
@@ -139,28 +171,77 @@ class TracedStep:
         return margins
 
 
-def _sum_up(gradient: Any, seed: Any) -> Any:
-    """PROJECTIONS sums of the gradient's numbers, each with random signs.
+def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
+    """PROJECTIONS sums of each gradient's numbers with random signs, a row for each gradient.
 
-    A number's sign is that of its row times that of its column, so few are drawn, and the sums are
-    products of matrices: the mean of a sum's square is the square of the gradient's norm, as for
-    signs of their own.
+    A number's sign is that of its row times that of its column: the sums are products of matrices,
+    and the mean of a sum's square is the square of the gradient's norm, as for signs of their own.
+    All gradients take theirs from the same rows and columns of signs, so that few are drawn.
     """
+    pairs = zip(gradients, shapes, strict=True)
+    matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
+    if not matrices:
+        return tf.zeros([0, PROJECTIONS], tf.float64)
+    order = sorted(range(len(matrices)), key=lambda place: matrices[place].shape[0] > 1)
+    vectors = [each for each in matrices if each.shape[0] <= 1]
+    others = [each for each in matrices if each.shape[0] > 1]
+    most_rows = max((each.shape[0] for each in others), default=0)
+    most_columns = max((each.shape[1] for each in others), default=0)
+    of_rows = _draw_signs(most_rows, seed)
+    of_columns = _draw_signs(most_columns, seed + tf.constant([0, 1]))
+    sums = [_sum_vectors(vectors, seed + tf.constant([0, 2]))] if vectors else []
+    for matrix in others:
+        rows, columns = matrix.shape
+        along = tf.matmul(matrix, of_columns[matrix.dtype][:columns])
+        signed = along * of_rows[matrix.dtype][:rows]
+        sums.append(tf.cast(tf.reduce_sum(signed, 0, keepdims=True), tf.float64))
+    return tf.gather(tf.concat(sums, 0), np.argsort(order))
+
+
+def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
+    """The sums of matrices of one row, in few operations, as there are many such as biases."""
+    sizes = [each.shape[1] for each in vectors]
+    joined = tf.concat([tf.cast(each, tf.float64) for each in vectors], 1)
+    signs = _draw_signs(sum(sizes), seed)[tf.float64]
+    numbers = np.repeat(np.arange(len(sizes)), sizes)
+    signed = joined[0][:, None] * signs
+    return tf.math.unsorted_segment_sum(signed, numbers, len(sizes))
+
+
+def _as_matrix(gradient: Any, shape: Any) -> Any:
+    """The gradient's numbers, with its last axis as columns."""
     dense = tf.convert_to_tensor(gradient)
+    columns = shape[-1] if len(shape) else 1
+    rows = math.prod(shape[:-1])
     if dense.dtype.is_complex:
         dense = tf.stack([tf.math.real(dense), tf.math.imag(dense)])
-    dense = tf.cast(dense, tf.float64 if dense.dtype == tf.float64 else tf.float32)
-    columns = dense.shape[-1] if dense.shape.rank else 1
-    matrix = tf.reshape(dense, [-1, columns])
-    of_rows = _draw_signs(tf.shape(matrix)[0], seed, matrix.dtype)
-    of_columns = _draw_signs(columns, seed + tf.constant([0, 1]), matrix.dtype)
-    return tf.cast(tf.reduce_sum(tf.matmul(matrix, of_columns) * of_rows, 0), tf.float64)
+        rows *= 2
+    kind = tf.float64 if dense.dtype == tf.float64 else tf.float32
+    return tf.reshape(tf.cast(dense, kind), [rows, columns])
 
 
-def _draw_signs(count: Any, seed: Any, kind: Any) -> Any:
-    """A matrix of 1 and -1 with PROJECTIONS columns."""
-    drawn = tf.random.stateless_uniform([count, PROJECTIONS], seed, None, None, tf.int32)
-    return tf.where(drawn >= 0, tf.ones([], kind), -tf.ones([], kind))
+def _has_rows(output: Any) -> bool:
+    known = isinstance(output, tf.Tensor) and output.shape.rank
+    return bool(known and (output.dtype.is_floating or output.dtype.is_complex))
+
+
+def _sum_rows(output: Any, seed: Any) -> Any:
+    """PROJECTIONS sums of the numbers of each row."""
+    if output.dtype.is_complex:
+        output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
+    flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
+    columns = tf.shape(flat)[-1] if flat.shape.rank > 1 else 1
+    matrices = tf.reshape(flat, [tf.shape(flat)[0], -1, columns])
+    drawn = tf.random.stateless_uniform([columns, PROJECTIONS], seed, 0, 2, tf.int32)
+    along = tf.linalg.matmul(matrices, tf.cast(2 * drawn - 1, flat.dtype))
+    weights = tf.linspace(tf.ones([], flat.dtype), 2.0, tf.shape(matrices)[1])
+    return tf.cast(tf.reduce_sum(along * weights[:, None], 1), tf.float64)
+
+
+def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
+    """A matrix of 1 and -1 with PROJECTIONS columns, in each type."""
+    drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
+    return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
 
 def _read_figures(figures: Any) -> dict[str, float]:
@@ -180,7 +261,7 @@ def _name_weights(model: Any) -> dict[int, str]:
     return names
 
 
-def _computes_in_half(model: Any) -> str:
+def computes_in_half(model: Any) -> str:
     """The 16-bit type in which a layer computes; "" if none does."""
     kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
     return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
@@ -229,6 +310,22 @@ def _list_operations(graph: Any) -> Iterator[str]:
 def _is_draw(operation: str) -> bool:
     known = operation.startswith("Stateless") or "Dataset" in operation
     return not known and any(word in operation for word in DRAWING)
+
+
+@contextmanager
+def _not_rewritten() -> Iterator[None]:
+    """Graphs that this thread calls are run as they were traced: to rewrite one takes longer than
+    the few runs that an audit makes of it.
+    """
+    now = context.context()
+    before = now.function_call_options
+    config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    now.function_call_options = context.FunctionCallOptions(before.executor_type, config)
+    try:
+        yield
+    finally:
+        now.function_call_options = before
 
 
 @contextmanager

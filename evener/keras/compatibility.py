@@ -105,16 +105,6 @@ def check_towers(model: Any) -> None:
 def check_workers(model: Any) -> None:
     """Refuse what a process per device can't do: it computes the loss of its own rows only."""
     check_step(model)
-    if model.steps_per_execution != 1:
-        raise RequestError(
-            f"engine='multiworker' can't run steps_per_execution={model.steps_per_execution}: "
-            f"TensorFlow fails there.",
-            "Compile with steps_per_execution=1, or use engine='towers'.",
-        )
-    if model.run_eagerly:
-        raise RequestError(
-            "engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False."
-        )
     _warn_local_statistics(model)
 
 
@@ -125,7 +115,8 @@ def check_passes(model: Any, rows: int) -> None:
     check_compiled(model)
     if model.run_eagerly:
         raise RequestError(
-            "Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}"
+            "Passes are a loop of one graph, and can't run eagerly.",
+            f"Compile with run_eagerly=False. {NO_PASSES}",
         )
     for layer in list_normalizations(model, synchronized=True):
         raise RequestError(
@@ -255,7 +246,6 @@ COUNTS = (
     "weights",
 )  # units beside rows that a loss may be a mean over, counted in each step
 OTHER = ""  # none of them
-_ALONE = "Leave that out, or train on one device."
 
 
 class PartKinds(msgspec.Struct, frozen=True):
@@ -272,7 +262,6 @@ class PartKinds(msgspec.Struct, frozen=True):
     states: dict[int, str] = {}
     attributes: dict[str, str] = {}
     seen: str = ""  # a sentence on the loss, where it is OTHER
-    fault: str = ""  # why no engine can put parts together
 
     def added_kind(self, place: int) -> str:
         """The way in which an added loss adds up."""
@@ -296,23 +285,3 @@ def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
             f"{over[found.loss]}, not over rows.",
             NO_PASSES,
         )
-
-
-def refuse_everywhere(found: PartKinds, model: Any) -> None:
-    """Refuse what no engine computes as one device does."""
-    if found.fault:
-        raise RequestError(found.fault, "Train it on one device.")
-    if OTHER in found.added:
-        raise RequestError(
-            f"A layer of {model.name} adds a loss that is neither a mean nor a sum over rows.",
-            "Compute it in the model's loss, with engine='towers', or train on one device.",
-        )
-    for place, kind in found.states.items():
-        if kind == OTHER:
-            path = model.non_trainable_variables[place].path
-            raise RequestError(
-                f"A call of the model assigns {path}, and what the parts of a batch make of "
-                f"it isn't what the whole "
-                "makes of it.",
-                _ALONE,
-            )

@@ -60,6 +60,9 @@ class Engine(Protocol):
     def around_training(self, run: Steps) -> Steps:
         """Keras' function that trains some steps, with what the engine does around them."""
 
+    def around_tests(self, run: Steps) -> Steps:
+        """Keras' function that evaluates some batches, with what the engine does around them."""
+
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Methods of the model besides its steps that are another one's by this engine."""
 
@@ -106,6 +109,10 @@ class OneProcess:
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:
+        """Keras' function as it is."""
+        return run
+
+    def around_tests(self, run: Steps) -> Steps:
         """Keras' function as it is."""
         return run
 

@@ -154,6 +154,10 @@ class FitHooks:
             self.audit.begin_anew()
             function = self.audit.before_steps(function)
         tests = name == "test_function" and not overrides(self.model, "test_step")
+        if tests:
+            function = engine.around_tests(function)
+        if tests and self.audit is not None:
+            function = self.audit.before_tests(function)
         if engine.splits and (training or tests):
             return measure_first(engine, training, function)
         return function
@@ -261,9 +265,13 @@ class FitHooks:
             size,
             [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")],
         )
-        endless = chosen["steps_per_epoch"] is None or self.group is None
-        steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
-        self.samples = arrays.rows if steps == arrays.steps else None
+        steps = chosen["steps_per_epoch"]
+        # several steps in one execution end with the data of an epoch, so there must be an end
+        ends = self.model.steps_per_execution > 1
+        endless = self.group is None or (steps is None and not ends)
+        if not ends:
+            chosen["steps_per_epoch"] = steps or arrays.steps
+        self.samples = arrays.rows if steps in (None, arrays.steps) else None
         chosen["x"] = self.engine.batches(arrays, endless)
         self._prepare_validation(chosen, size)
 

@@ -76,6 +76,8 @@ class Group:
         Give first what is ready first: of many bytes, most are summed while the last ones are still
         computed, and nothing waits for the last `apart`.
         """
+        if tf.executing_eagerly():
+            return self.sum_now(tensors)
         given = tensors
         tensors = sums = [
             tf.cast(tensor, WIDER.get(tensor.dtype, tensor.dtype)) for tensor in given

@@ -203,15 +203,18 @@ def _read(
     return LossFigures(whole, tuple(parts), by_name, rounding), totals[0]
 
 
+# Lines of an error that say where it was raised, not what it is.
+PLACES = re.compile(
+    r"^(Exception encounter|Graph execution error|Detected at node|<stack|File )|root error"
+)
+
+
 def first_line(error: Exception) -> str:
     """The message of an error of Keras or TensorFlow, without the place."""
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
-    lines = [
-        line.strip()
-        for line in plain.splitlines()
-        if line.strip() and not line.startswith("Exception encounter")
-    ]
-    return lines[0] if lines else type(error).__name__
+    lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]
+    said = [line for line in lines if line and not PLACES.search(line)]
+    return said[0] if said else type(error).__name__
 
 
 def _is_computed(model: Any, batch: Sequence[Any], losses: Sequence[Any], training: bool) -> bool:

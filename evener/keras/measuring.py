@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice, pairwise
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import keras
 import msgspec
 import numpy as np
 import tensorflow as tf
 
+from ..errors import RequestError
 from .attributes import CallTensors
 from .compatibility import (
     OTHER,
@@ -27,50 +28,56 @@ from .compatibility import (
     SUM,
     PartKinds,
     list_normalizations,
-    refuse_everywhere,
     refuse_partial,
-    warn,
 )
 from .data import DealtArrays
 from .engine import Engine
 from .keras_step import OwnRows, Tensors, cut_rows
-from .loss_kinds import CLOSE, first_line, judge_loss, kind_of
+from .loss_kinds import CLOSE, judge_loss, kind_of
 from .model_call import CallResult, ModelCall
 from .passes import is_seed
 
 MOST_ROWS = 8
-OUTPUTS_DIFFER = {
-    "float64": 1e-9,
-    "float32": 1e-3,
-}  # relative to the largest; other kernels add in another order
-HALF_DIFFERS = 5e-2
 
 
-def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
-    """Compare parts of the first rows, (x, y, weight), with all of them; `partial`: parts of a
-    batch have own losses.
+def measure(
+    model: Any, data: Tensors, training: bool, partial: bool, call: ModelCall | None, whole: int = 0
+) -> PartKinds:
+    """Compare parts of the first rows, (x, y, weight), with all of them, by a call of `make_call`.
 
-    What fails on the whole batch too says nothing here: the step will say it, and else there was a
-    warning.
+    `partial`: parts of a batch have own losses; the batch has `whole` rows, where that is known. Of
+    rows that the model can't compute alone nothing is known: an audit will say so.
     """
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-    batch = int(leaves[0].shape[0])
-    if not model.built:
-        build_model(model, data[0])
-    if any(int(leaf.shape[0]) != batch for leaf in leaves):
-        axes = ", ".join(str(int(leaf.shape[0])) for leaf in leaves)
-        return PartKinds(
-            fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows."
-        )
+    batch = int(keras.tree.flatten(data)[0].shape[0])
     if batch < 2:  # a second row, of other numbers
         data, batch = tf.nest.map_structure(_add_row, data), 2
     rows = min(batch, MOST_ROWS)
+    first = max(1, 3 * rows // 8)
+    every = [cut_rows(data[0], *edge) for edge in ((0, rows), (0, first), (first, rows))]
+    if call is None:
+        return PartKinds()
     try:
-        call = ModelCall(model, data[0], training)
-        result = call(cut_rows(data[0], 0, rows))
-    except Exception as error:
-        return _fault_of_rows(model, data[0], training, rows, whole, error)
-    return _compare(call, cut_rows(data, 0, rows), rows, result, training, partial, whole)
+        results = [call(each) for each in every]
+    except Exception:  # whatever the user's program raises
+        return PartKinds()
+    calls = PartCalls(call, every, results, (first, rows - first))
+    found = calls.judge(cut_rows(data, 0, rows), (0, first, rows), training, partial, whole)
+    unknown = OTHER in (*found.added, *found.states.values())
+    if unknown and training and calls.are_random():
+        return measure(model, data, False, partial, make_call(model, data[0], False), whole)
+    return found
+
+
+def make_call(model: Any, x: Tensors, training: bool) -> ModelCall | None:
+    """A call of the model on rows of the kind of x, with its weights made; None where it can't be
+    called so.
+    """
+    if not model.built:
+        build_model(model, x)
+    try:
+        return ModelCall(model, x, training)
+    except Exception:  # whatever the user's program raises
+        return None
 
 
 def build_model(model: Any, x: Tensors) -> None:
@@ -87,76 +94,55 @@ def _add_row(row: Any) -> Any:
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
-def _fault_of_rows(
-    model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception
-) -> PartKinds:
-    """The fault of a model that can't compute some rows alone."""
-    own = int(keras.tree.flatten(x)[0].shape[0])
-    try:
-        if rows >= own:
-            raise error
-        ModelCall(model, x, training)(x)
-    except Exception as fault:
-        if own < batch and isinstance(
-            fault, tf.errors.InvalidArgumentError
-        ):  # as the shapes of a part don't fit
-            return PartKinds(
-                fault=(
-                    f"{own} of a batch's {batch} rows can't be computed alone: {first_line(fault)}"
-                )
-            )
-        warn(f"{model.name} couldn't be checked before its first step: {first_line(fault)}")
-        return PartKinds()
-    return PartKinds(fault=_say_alone(rows, own, error))
+class PartCalls(NamedTuple):
+    """Calls of a model on some rows, the first with all of them, the others with parts of these
+    sizes.
+    """
 
+    call: ModelCall
+    every: list[Tensors]  # x of each
+    results: list[CallResult]
+    sizes: tuple[int, ...]
 
-def _say_alone(rows: int, batch: int, error: Exception) -> str:
-    return f"The model computes {batch} rows, but not {rows} of them alone: {first_line(error)}"
+    def judge(
+        self, data: Tensors, edges: Sequence[int], training: bool, partial: bool, batch: int
+    ) -> PartKinds:
+        """The way in which the parts' losses, states and attributes make the whole's."""
+        model = self.call.model
+        loss, seen = ROWS, ""
+        added = _judge_added(self.call, self.every, self.results, self.sizes)
+        states = self._find_states()
+        if partial:
+            now = CallTensors(model)
+            leave = [functools.partial(self.call.leave, each) for each in self.results]
+            try:
+                loss, seen = judge_loss(model, data, self.results[0], leave, edges, training, batch)
+            finally:
+                now.restore()
+        whole, *parts = self.results
+        attributes = _judge_attributes(whole, parts, self.sizes)
+        return PartKinds(loss, tuple(added), states, attributes, seen)
 
+    def are_random(self) -> bool:
+        """True if the same rows have other outputs when they are called again."""
+        first, again = self.results[0].outputs, self.call(self.every[0]).outputs
+        pairs = zip(keras.tree.flatten(first), keras.tree.flatten(again), strict=True)
+        return not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
 
-def _compare(
-    call: ModelCall,
-    data: Tensors,
-    rows: int,
-    whole: CallResult,
-    training: bool,
-    partial: bool,
-    batch: int,
-) -> PartKinds:
-    """Compare two parts of these rows with the whole."""
-    model = call.model
-    x, edges = data[0], (0, max(1, 3 * rows // 8), rows)
-    sizes = (edges[1], rows - edges[1])
-    cut = [cut_rows(x, start, stop) for start, stop in pairwise(edges)]
-    try:
-        parts = [call(each) for each in cut]
-    except Exception as error:
-        return PartKinds(fault=_say_alone(sizes[0], rows, error))
-    fault = _find_fault(whole.outputs, [part.outputs for part in parts], rows, sizes)
-    if fault and training and _is_random(call, x, whole):
-        return measure(model, data, False, partial, batch)
-    fault = fault or _find_assigned(whole, parts)
-    if fault:
-        return PartKinds(fault=fault)
-    added = _judge_added(call, (x, *cut), (whole, *parts), sizes)
-    states = _judge_states(model, {}, whole, parts, sizes)
-    if whole.states:  # a sum that decays looks like a sum while it is 0
-        again = [call(each, whole.states) for each in (x, *cut)]
-        later = _judge_states(model, whole.states, again[0], again[1:], sizes)
-        states = {
-            place: kind if later.get(place, kind) == kind else OTHER
+    def _find_states(self) -> dict[int, str]:
+        """The kinds of states, by calls from their values now, and from those after this call: a
+        sum that decays looks like a sum while it is 0.
+        """
+        whole, *parts = self.results
+        states = _judge_states(self.call.model, {}, whole, parts, self.sizes)
+        if not whole.states:
+            return states
+        again, *later = [self.call(each, whole.states) for each in self.every]
+        found = _judge_states(self.call.model, whole.states, again, later, self.sizes)
+        return {
+            place: kind if found.get(place, kind) == kind else OTHER
             for place, kind in states.items()
         }
-    loss, seen = ROWS, ""
-    if partial:
-        now = CallTensors(model)
-        leave = [functools.partial(call.leave, each) for each in (whole, *parts)]
-        try:
-            loss, seen = judge_loss(model, data, whole, leave, edges, training, batch)
-        finally:
-            now.restore()
-    attributes = _judge_attributes(whole, parts, sizes)
-    return PartKinds(loss, tuple(added), states, attributes, seen)
 
 
 def _judge_added(
@@ -230,70 +216,6 @@ def _judge_attributes(
     return found
 
 
-def _find_fault(whole: Tensors, parts: list[Tensors], rows: int, sizes: tuple[int, ...]) -> str:
-    """The reason why outputs can't be put together from those of parts; "" if they can."""
-    for one, *each in zip(keras.tree.flatten(whole), *map(keras.tree.flatten, parts), strict=True):
-        if one.shape.rank == 0:
-            return (
-                "An output of the model is a single number, so it can't be put together from the "
-                "devices' rows."
-            )
-        lengths = [int(tensor.shape[0]) for tensor in (one, *each)]
-        if lengths != [rows, *sizes]:
-            return (
-                f"An output of the model has a first axis of {lengths[0]} for {rows} rows: it "
-                f"isn't the rows."
-            )
-        joined = [tensor.shape[1:] for tensor in each]
-        if any(shape != one.shape[1:] for shape in joined):
-            shapes = (
-                f"{tuple(one.shape)} for {rows} rows, but {tuple(each[0].shape)} for {sizes[0]} "
-                f"of them"
-            )
-            return f"An output of the model has the shape {shapes}."
-        if not _is_close(one, tf.concat(each, 0)):
-            return "A row's output of the model depends on the other rows of its batch."
-    return ""
-
-
-def _find_assigned(whole: CallResult, parts: list[CallResult]) -> str:
-    """The reason why a call's `tf.Variable`s can't be put together from those of parts."""
-    for value, *own in zip(whole.variables, *(part.variables for part in parts), strict=True):
-        near = CLOSE.get(value.dtype.name, 1e-3) if value.dtype.kind == "f" else 0.0
-        if not all(np.allclose(value, each, rtol=near, atol=near) for each in own):
-            return (
-                "A call of the model assigns a tf.Variable by the rows that it is given. What parts"
-                " of a batch make of a weight, by add_weight, would be measured."
-            )
-    return ""
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    if not (one.dtype.is_floating or one.dtype.is_complex):
-        return True  # of labels a tie may change one
-    differ = OUTPUTS_DIFFER.get(one.dtype.real_dtype.name, HALF_DIFFERS)
-    first, second = (
-        np.asarray(each, np.complex128 if one.dtype.is_complex else np.float64)
-        for each in (one, other)
-    )
-    return bool(
-        np.allclose(
-            first,
-            second,
-            rtol=0,
-            atol=differ * np.nanmax(np.abs(first), initial=1e-30),
-            equal_nan=True,
-        )
-    )
-
-
-def _is_random(call: ModelCall, x: Tensors, whole: CallResult) -> bool:
-    """True if the same rows have other outputs when they are called again."""
-    again = call(x)
-    pairs = zip(keras.tree.flatten(whole.outputs), keras.tree.flatten(again.outputs), strict=True)
-    return not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
-
-
 def _judge_states(
     model: Any,
     starts: dict[int, Any],
@@ -362,9 +284,11 @@ def measure_first(
     return run_checked
 
 
-def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
-    """Make the variables of optimizer, losses and metrics from a row of (x, y, weight); errors are
-    left to the step.
+def build_variables(
+    model: Any, data: Tensors, call: ModelCall | None, training: bool = True
+) -> None:
+    """Make the variables of optimizer, losses and metrics from a row of (x, y, weight), by a call
+    of `make_call`; errors are left to the step.
 
     TensorFlow would trace a step twice that makes variables.
     """
@@ -374,8 +298,8 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
         x, y = cut_rows(data[:2], 0, 1)
         parts = model._compile_loss, model._compile_metrics
         missing = [part for part in parts if part is not None and not part.built]
-        if missing and y is not None:
-            outputs = ModelCall(model, x, training)(x).outputs
+        if missing and y is not None and call is not None:
+            outputs = call(x).outputs
             for part in missing:
                 part.build(y, outputs)
 
@@ -427,32 +351,45 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 
 
 def check_batch(engine: Engine, first: Tensors, training: bool = True) -> None:
-    """Measure a batch, tell the engine, and make variables; RequestError for what it can't do
-    exactly.
+    """Measure a batch, tell the engine, and make variables; RequestError for a loss that can't be
+    put together from those of parts.
     """
-    found, in_passes = _find(engine, first, training), training and engine.cut.in_passes
-    engine.kinds[training] = found
-    refuse_everywhere(found, engine.model)
-    if engine.judges_parts(training):
-        refuse_partial(found, engine.name, in_passes)
     with tf.device(engine.device):
-        build_variables(engine.model, _read_triple(first), training)
+        batch = _read_triple(first)
+        _check_rows(batch)
+        call = make_call(engine.model, batch[0], training)
+        whole = int(first.rows) if isinstance(first, OwnRows) else 0
+        partial = engine.judges_parts(training)
+
+        def find() -> PartKinds:
+            return measure(engine.model, batch, training, partial, call, whole)
+
+        found = engine.kinds[training] = _share(engine, find)
+        if partial:
+            refuse_partial(found, engine.name, training and engine.cut.in_passes)
+        build_variables(engine.model, batch, call, training)
 
 
-def _find(engine: Engine, first: Tensors, training: bool) -> PartKinds:
-    """The model's measured properties; in a group, the process with most rows measures for all."""
+def _check_rows(batch: Tensors) -> None:
+    """RequestError unless the first axis of all arrays is the batch's rows."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    counts = [int(leaf.shape[0]) for leaf in leaves]
+    if len(set(counts)) > 1:
+        axes = ", ".join(map(str, counts))
+        raise RequestError(
+            f"The first axes of a batch's arrays are {axes}: they have to be its rows.",
+            "Train it on one device.",
+        )
+
+
+def _share(engine: Engine, find: Callable[[], PartKinds]) -> PartKinds:
+    """What is found; in a group, the process with most rows finds it for all."""
     group, weights = engine.group, engine.cut.weights
     chosen = weights.index(max(weights))
-    text = b""
-    if group is None or group.rank == chosen:
-        with tf.device(engine.device):
-            batch = _read_triple(first)
-            whole = int(first.rows) if isinstance(first, OwnRows) else 0
-            found = measure(engine.model, batch, training, engine.judges_parts(training), whole)
-        text = msgspec.json.encode(found)
-    return msgspec.json.decode(
-        text if group is None else group.share_text(text, chosen), type=PartKinds
-    )
+    if group is None:
+        return find()
+    text = msgspec.json.encode(find()) if group.rank == chosen else b""
+    return msgspec.json.decode(group.share_text(text, chosen), type=PartKinds)
 
 
 def _read_triple(first: Tensors) -> Tensors:

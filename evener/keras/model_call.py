@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from .attributes import CallTensors, Leaves
-from .compatibility import plain_variables
 from .equal_draws import equal_rows
 from .keras_step import Tensors, call_model, open_rows, split_losses
 from .loss_kinds import traceless
@@ -29,7 +28,6 @@ class CallResult(NamedTuple):
     added: list[float]  # the same without regularizers
     states: dict[int, Any]  # new values by place
     attributes: Leaves  # tensors that were left in attributes
-    variables: list[Any]  # TensorFlow's own, as the call has left them
 
 
 class ModelCall:
@@ -70,14 +68,13 @@ class ModelCall:
             tf.convert_to_tensor(given.get(id(each), each), each.dtype) for each in self._varied
         ]
         with traceless(self.model):
-            outputs, masks, losses, after, attributes, variables = self._run(x, values)
-            variables = [np.asarray(each) for each in variables]
+            outputs, masks, losses, after, attributes = self._run(x, values)
         for leaf, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
             if mask is not None:
                 leaf._keras_mask = mask
         found = {place: np.asarray(value) for place, value in zip(self._places, after, strict=True)}
         added = [float(tf.reduce_sum(loss)) for loss in split_losses(self.model, losses)[0]]
-        return CallResult(outputs, losses, added, found, attributes, variables)
+        return CallResult(outputs, losses, added, found, attributes)
 
     def leave(self, result: CallResult) -> None:
         """Put into attributes what the call of this result has left there."""
@@ -105,6 +102,5 @@ class ModelCall:
         self._left = CallTensors(model)
         before.restore()
         masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
-        variables = [tf.identity(each) for each in plain_variables(model)]
         after = [tf.convert_to_tensor(states[place]) for place in changed]
-        return outputs, masks, losses, after, attributes, variables
+        return outputs, masks, losses, after, attributes

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import keras
@@ -200,7 +201,7 @@ class Workers:
 
         def train_and_look(iterator: Any) -> Any:
             try:
-                logs = step(iterator)
+                logs = self._run_one_by_one(step, iterator)
             except tf.errors.ResourceExhaustedError as error:
                 if self.limit is None or not is_out_of_memory(error):
                     raise
@@ -222,6 +223,25 @@ class Workers:
             return logs
 
         return train_and_look
+
+    def around_tests(self, run: Steps) -> Steps:
+        """Keras' function, batch by batch."""
+        return functools.partial(self._run_one_by_one, run)
+
+    def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
+        """The figures of the last of as many steps as Keras has in one execution.
+
+        Keras would put them into a loop of one graph, whose sums TensorFlow can't tell apart.
+        """
+        steps = self.model.steps_per_execution
+        if steps == 1:
+            return run(batches)
+        logs = None
+        for batch in islice(batches, steps):
+            logs = run([batch])
+        if logs is None:
+            raise StopIteration
+        return logs
 
     def _forget_data(self) -> None:
         self._other_inputs.assign(0)
@@ -413,8 +433,10 @@ class Workers:
         if isinstance(data, OwnRows):
             return data
         with tf.device("CPU:0"):
-            # of a shape that is known to be empty, Keras makes an empty loss instead of a number
-            rows = tf.compat.v1.placeholder_with_default(count_rows(data), [])
+            rows = count_rows(data)
+            if not tf.executing_eagerly():
+                # of a shape that is known to be empty, Keras makes an empty loss, not a number
+                rows = tf.compat.v1.placeholder_with_default(rows, [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
             return OwnRows(cut_rows(data, start, stop), stop - start, rows, data)
 

@@ -23,7 +23,7 @@ from keras import layers
 
 from evener.errors import EvenerError
 from evener.keras import Split, SplitWarning, make_logical_cpus
-from evener.keras.measuring import measure
+from evener.keras.measuring import make_call, measure
 from tests.support.keras_program_layers import (
     RANDOM_LAYERS,
     Counted,
@@ -148,7 +148,7 @@ def check_beside() -> dict[str, Any]:
     split = Split(make_plan(6, 2))
     make, (x, y, _) = loss_programs()["rmse"]
     rows = tf.constant(x, tf.float32), tf.constant(y, tf.float32), None
-    found: dict[str, Any] = {"unseeded": measure(make(), rows, training=True, partial=True).loss}
+    found: dict[str, Any] = {"unseeded": _measure_loss(make(), rows).loss}
     found |= {"before": _draw(None), "after": _draw(_measure)}
     image = keras.Input((8, 8, 3))
     body = layers.Dropout(0.5)(
@@ -160,7 +160,7 @@ def check_beside() -> dict[str, Any]:
     )
     model.compile("adam", "sparse_categorical_crossentropy")
     data = (tf.random.normal((24, 8, 8, 3)), tf.zeros([24], tf.int64), None)
-    found["common"] = msgspec.to_builtins(measure(model, data, training=True, partial=True))
+    found["common"] = msgspec.to_builtins(_measure_loss(model, data))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         watched = split.build(make)
@@ -194,9 +194,9 @@ def _draw(action: Any) -> list[Any]:
 
 
 def _measure(model: Any) -> None:
-    measure(
-        model,
-        (tf.random.stateless_normal((8, 6), (1, 2)), tf.ones([8, 1]), None),
-        training=True,
-        partial=True,
-    )
+    _measure_loss(model, (tf.random.stateless_normal((8, 6), (1, 2)), tf.ones([8, 1]), None))
+
+
+def _measure_loss(model: Any, data: Any) -> Any:
+    """What a training is measured to have in common with its parts, of which each has a loss."""
+    return measure(model, data, True, True, make_call(model, data[0], True))

@@ -481,7 +481,7 @@ def stateful() -> Any:
 ALWAYS_TRIED = ("own step", "uncompiled", "small batch", "stateful")
 TRIED = {
     "towers": (*ALWAYS_TRIED, "synchronized", "xla"),
-    "multiworker": (*ALWAYS_TRIED, "executions", "generator", "root", "eager"),
+    "multiworker": (*ALWAYS_TRIED, "generator", "root"),
 }
 
 
@@ -495,11 +495,9 @@ def refusals(split: Split) -> dict[str, str]:
         "uncompiled": fit_once(split, uncompiled),
         "small batch": fit_once(split, dense, batch_size=1),
         "root": fit_once(split, lambda: network(sgd(), loss=root)),
-        "executions": fit_once(split, lambda: network(sgd(), steps_per_execution=2)),
         "xla": fit_once(split, lambda: network(sgd(), jit_compile=True)),
         "synchronized": fit_once(split, lambda: network(sgd(), extra=[normal(synchronized=True)])),
         "stateful": fit_once(split, stateful),
-        "eager": fit_once(split, lambda: network(sgd(), run_eagerly=True)),
         "generator": lambda: split.build(dense).fit(iter(data), verbose=0),
     }
     return {name: said(tried[name]) for name in TRIED[split.engine]}

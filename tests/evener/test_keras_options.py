@@ -1,0 +1,64 @@
+"""Options of `compile` and `fit` do with an engine what the table in docs/training.md says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import skip_without
+from tests.support.keras_start import Answers
+
+skip_without("tensorflow")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+ENGINES = ("towers", "multiworker", "passes")
+
+
+def read_table() -> dict[str, dict[str, str]]:
+    """By option, the first word of each engine's cell."""
+    _, _, section = PAGE.read_text().partition("### Options of `compile` and `fit`")
+    table, _, _ = section.partition("\n### ")
+    row = r"^\| `(\w+)[^|]*\| (.+?) \| (.+?) \| (.+?) \|$"
+    rows = re.findall(row, table, re.MULTILINE)
+    return {
+        name: {
+            engine: re.split(r"\W", cell)[0] for engine, cell in zip(ENGINES, cells, strict=True)
+        }
+        for name, *cells in rows
+    }
+
+
+TABLE = read_table()
+
+
+@pytest.fixture(scope="module")
+def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
+    """What became of the options in an engine."""
+
+    def ask(engine: str) -> list[Any]:
+        roles = ("worker",) * 2 if engine == "multiworker" else ()
+        return keras_ranks("tests.support.keras_options.run_options", engine, roles=roles)
+
+    return Answers(ask)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_has_every_option_and_no_other(answers: Answers, engine: str) -> None:
+    assert answers(engine)[0].keys() == TABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [(engine, option) for engine in ENGINES for option in TABLE]
+)
+def test_an_option_does_what_the_page_says(answers: Answers, engine: str, option: str) -> None:
+    """Weights, losses and metrics within 1e-9 of plain Keras with the same option, or refused."""
+    said = TABLE[option][engine]
+    first, *others = [process[option] for process in answers(engine)]
+    assert first["verdict"] == said, first
+    for found in others:
+        assert (found["verdict"] == "refused") == (said == "refused")

@@ -1,0 +1,115 @@
+"""What becomes of each option of `compile` and `fit` by an engine, beside plain Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from evener.keras import Split, make_logical_cpus
+from tests.support.keras_program_losses import KINDS, VALUES, WEIGHTS, Made, X
+from tests.support.keras_programs import Program
+from tests.support.keras_proofs import make_plan
+from tests.support.keras_twice import trace_faster
+
+ROWS = 17  # two batches and a row
+HELD = (X[:ROWS], VALUES[:ROWS])
+
+
+def compiled(loss: Any = "mse", two_outputs: bool = False, **words: Any) -> Made:
+    """A model that is compiled with these words."""
+
+    def make() -> Any:
+        entry = keras.Input((6,))
+        found: Any = layers.Dense(1, name="first")(layers.Dense(5, activation="tanh")(entry))
+        if two_outputs:
+            found = {"first": found, "second": layers.Dense(1, name="second")(entry)}
+        model = keras.Model(entry, found)
+        model.compile(keras.optimizers.Adam(0.02), loss, **words)
+        return model
+
+    y: Any = {"first": VALUES, "second": -VALUES} if two_outputs else VALUES
+    return make, (X, y, {})
+
+
+def fitted(loss: Any = "mse", metrics: Any = None, **words: Any) -> Made:
+    """A model that is fitted with these words."""
+    make, (x, y, _) = compiled(loss, metrics=metrics)
+    return make, (x, y, words)
+
+
+class StopsEarly(keras.callbacks.Callback):
+    """Ends the training after its third batch."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count anew."""
+        self.seen = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count it."""
+        self.seen += 1
+        self.model.stop_training = self.seen >= 3
+
+
+def options() -> dict[str, Callable[[], Made]]:
+    """Programs by the name of the option that they use."""
+    return {
+        "loss_weights": lambda: compiled(
+            {"first": "mse", "second": "mae"}, True, loss_weights={"first": 0.3, "second": 2.0}
+        ),
+        "weighted_metrics": lambda: _with_fit(
+            compiled(weighted_metrics=["mae"]), sample_weight=WEIGHTS
+        ),
+        "run_eagerly": lambda: compiled(run_eagerly=True),
+        "steps_per_execution": lambda: compiled(steps_per_execution=2),
+        "jit_compile": lambda: compiled(jit_compile=True),
+        "class_weight": lambda: _with_labels(class_weight={0: 0.5, 1: 3.0, 2: 1.0}),
+        "sample_weight": lambda: fitted(sample_weight=WEIGHTS),
+        "validation_split": lambda: fitted(validation_split=0.4),
+        "validation_data": lambda: fitted(validation_data=HELD, validation_batch_size=5),
+        "validation_steps": lambda: fitted(
+            validation_data=HELD, validation_batch_size=5, validation_steps=2
+        ),
+        "validation_freq": lambda: fitted(validation_data=HELD, validation_freq=2),
+        "steps_per_epoch": lambda: fitted(steps_per_epoch=2),
+        "initial_epoch": lambda: fitted(initial_epoch=1),
+        "shuffle": lambda: fitted(shuffle=True, batch_size=ROWS),
+        "callbacks": lambda: fitted(callbacks=[StopsEarly()]),
+    }
+
+
+def _with_fit(made: Made, **words: Any) -> Made:
+    make, (x, y, _) = made
+    return make, (x, y, words)
+
+
+def _with_labels(**words: Any) -> Made:
+    def make() -> Any:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3, activation="softmax")])
+        model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy")
+        return model
+
+    return make, (X, KINDS, words)
+
+
+def run_options(_rank: int, engine: str) -> dict[str, Any]:
+    """What became of each option: `exact`, `refused` or `differs`, with what was said."""
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    keras.config.set_floatx("float64")
+    if engine != "multiworker":
+        make_logical_cpus(2)
+    split = Split(make_plan(6, 2, micros=(2, 2) if engine == "passes" else None))
+    trace_faster()
+    found = {}
+    for name, make in options().items():
+        made = make()
+        answer = Program(name, made, ROWS, validated=False).run(split)
+        found[name] = {"said": answer.get("said", ""), "gap": answer.get("gap", 0.0)}
+        trained = answer["verdict"] == "trained"
+        exact = trained and np.nan_to_num(found[name]["gap"], nan=1.0) <= 1e-9
+        found[name]["verdict"] = "exact" if exact else answer["verdict"]
+    return found
