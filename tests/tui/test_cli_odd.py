@@ -102,7 +102,7 @@ def test_a_run_without_a_plan_does_not_claim_that_nothing_ran(
     name = _last_run(capsys)
     assert run(["runs", "show", name]) == 0
     shown = capsys.readouterr().out
-    assert "solo  SIM:0[64]" in shown
+    assert "alone  SIM:0[64]" in shown
     assert shown.endswith("this run has no plan\n")
     assert run(["export", name]) == 2
     printed = capsys.readouterr().err
