@@ -31,6 +31,7 @@ from evener.plan.file import load_plan
 from evener.printable import plain, printable
 from evener.tui.cli.main import run
 from tests.support.probe_children import at_birth
+from tests.support.waiting import wait_for
 
 HOME = Path(evener.__file__).parents[1]
 EVIL = (
@@ -246,10 +247,7 @@ def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[in
         f"framework=sys.argv[1]); time.sleep(0.05)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, EVIL])
-    until = time.monotonic() + 30
-    while not read_trainings():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(read_trainings, "its report")
     yield process.pid
     process.kill()
     process.wait()

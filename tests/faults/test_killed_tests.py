@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support.probe_children import still_runs
+from tests.support.waiting import wait_for
 
 REPO = Path(__file__).parents[2]
 TESTS = """
@@ -29,11 +30,7 @@ def test_that_starts_a_training_which_starts_another() -> None:
 
 def read_pid(path: Path) -> int:
     """The process id in a file, once it is there."""
-    deadline = time.monotonic() + 30
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, "the test began nothing"
-        time.sleep(0.02)
-    return int(path.read_text())
+    return int(wait_for(lambda: path.exists() and path.read_text(), "the test's child"))
 
 
 def test_what_a_killed_test_had_started_ends_with_it(tmp_path: Path) -> None:

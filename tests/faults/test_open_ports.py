@@ -28,6 +28,7 @@ from tests.support.listeners import Listener, ListenerLog, list_listeners, list_
 from tests.support.python_path import python_path
 from tests.support.quick_probes import QUICK_EVENER
 from tests.support.rank_server import RankServer
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "tests/support/meeting_program.py")
@@ -44,10 +45,7 @@ WAYS = {
 def stopped_at(folder: Path, stage: str) -> Iterator[list[int]]:
     """A context while the program waits at a stage: the processes of its ranks."""
     files = [folder / f"{stage}-{rank}" for rank in (0, 1)]
-    end = time.monotonic() + SECONDS
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < end, f"never came to {stage}"
-        time.sleep(0.01)
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files), stage, SECONDS)
     yield [int(file.read_text()) for file in files]
     (folder / f"{stage}-seen").touch()
 

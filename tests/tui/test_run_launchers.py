@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from tests.support.frameworks import LazyModule, skip_without
 from tests.support.launched_plan import UNEVEN
 from tests.support.listeners import ListenerLog
 from tests.support.rank_server import RankServer
+from tests.support.waiting import wait_for
 from tests.tui.test_run import PROGRAM, ROOT, difference, make_variables
 
 torch = LazyModule("torch")
@@ -160,13 +159,9 @@ def test_ctrl_c_ends_a_launcher_and_all_that_it_has_started(start: Start, tmp_pa
     launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", free_port())
     evener = start(*launcher, str(script))
     files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
-    end = time.monotonic() + SECONDS
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files), "ranks", SECONDS)
     evener.send_signal(signal.SIGINT)
     evener.communicate(SECONDS)
     assert evener.returncode == 130
-    while any(os.path.exists(f"/proc/{file.read_text()}") for file in files):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    processes = [Path("/proc", file.read_text()) for file in files]
+    wait_for(lambda: not any(each.exists() for each in processes), "the ranks' end", SECONDS)
