@@ -334,13 +334,7 @@ class Rebalancer:
         least = self._needed_gain(span, factors, self._planned, rest_s)
         if max(self._counts) == 1 and self._most_gain(factors, rest_s) < least:
             return None  # passes come and go by leaps
-        curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
-        extras, batch = list(map(mul, factors, self._list_extras())), sum(self.shares)
-        cut = [
-            self._passes and not (guess and limit == wall)
-            for guess, limit, wall in zip(self._guessed, self._limits, self._walls, strict=True)
-        ]
-        shares = solve_shares(curves, batch, self._limits, cut, self._quantum, extras)
+        shares = self._solve(factors)
         if shares is None or shares == self.shares:
             return None
         seconds = self._predict(shares)
@@ -351,6 +345,18 @@ class Rebalancer:
         if gain < self._needed_gain(span, factors, seconds, rest_s):
             return None
         return shares, factors, gain
+
+    def _solve(self, factors: Sequence[float]) -> tuple[int, ...] | None:
+        """The shares with which all ranks end together, if their curves are slower by these
+        factors; None if there are none.
+        """
+        curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
+        extras = list(map(mul, factors, self._list_extras()))
+        cut = [
+            self._passes and not (guess and limit == wall)
+            for guess, limit, wall in zip(self._guessed, self._limits, self._walls, strict=True)
+        ]
+        return solve_shares(curves, sum(self.shares), self._limits, cut, self._quantum, extras)
 
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float

@@ -10,8 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.balancer.store.links import list_links, note_link
 from evener.errors import RequestError
-from evener.tui.cli.monitor import monitor
+from evener.tui.cli.monitor import monitor, snapshot_document, snapshot_text
+from evener.tui.text.formatting import json_text
+from evener.tui.view.monitor import device_details
 
 SIM = "sim:gtx1080ti,gtx1080"
 
@@ -37,6 +40,21 @@ def test_json_is_one_object_with_units_in_its_keys() -> None:
     assert first["power_watts"]["state"] == "value"
     assert first["utilization_percent"]["value"] == 0.0
     assert msgspec.json.encode(reading)
+
+
+def test_a_link_that_was_measured_is_told_as_text_in_json_and_in_details(script: Any) -> None:
+    snapshot = script.snapshot()
+    devices = [sample.device for sample in snapshot.devices]
+    assert "link GPU" not in snapshot_text(snapshot, 120, colour=False)
+    note_link(devices, snapshot.driver, "PCIe, no P2P", 6.1e9)
+    line = "GPU:0 – GPU:1  PCIe, no P2P, 6.1 GB/s"
+    assert f"link {line}" in snapshot_text(snapshot, 120, colour=False)
+    (link,) = json.loads(json_text(snapshot_document(snapshot)))["links"]
+    assert link["bytes_per_second"] == 6.1e9
+    links = list_links(devices, snapshot.driver)
+    details = device_details(snapshot.devices[0], 120, links)
+    assert any(line in each.text for each in details)
+    assert not any(line in each.text for each in device_details(snapshot.devices[0], 120))
 
 
 def test_too_short_an_interval_is_refused_with_its_reason() -> None:

@@ -25,7 +25,7 @@ from evener.printable import plain, say
 
 from ..text.formatting import json_text
 from ..text.parsing import parse_duration
-from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
+from ..view.cells import Line, Mark, Span, Tone, cut, text_lines, to_ascii
 from ..view.devices import DEVICES, PanelRow, device_rows
 from ..view.monitor import PROCESS_COLUMNS, PROCESSES, host_line, nothing_there, process_rows
 from ..view.table import Order, sort_rows, whole_table
@@ -230,7 +230,7 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
 def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
     """The links between the devices, as they were measured before."""
     for link in _list_links(snapshot):
-        yield from text_lines(f"link {plain(link.describe())}", width, 1, "dim")
+        yield Line((Span(cut(f" link {plain(link.describe())}", width), "dim"),))
 
 
 def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
