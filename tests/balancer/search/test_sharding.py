@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.search.sharding import Need, share_state
-from evener.balancer.types import ModelState, Problem
+from evener.balancer.search.sharding import Need, Sharding, share_state
+from evener.balancer.types import (
+    MEASURED_PART,
+    Layout,
+    ModelState,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Timed,
+)
 from evener.devices.simulated import load_machine
 from evener.plan.file import load_plan
 from evener.tui.cli.main import run
@@ -176,3 +185,62 @@ def test_a_plan_in_shards_comes_again_from_its_journal(
     assert msgspec.structs.replace(load_plan("again.toml"), created="") == msgspec.structs.replace(
         first, created=""
     )
+
+
+def part_ran(position: int, rows: int, used: float, turn: int) -> Timed:
+    """A device that was measured alone on its rows, with a 64th of the state."""
+    shares = tuple(rows * (i == position) for i in range(2))
+    memory = tuple(int(used * GIB) if i == position else None for i in range(2))
+    layout = Layout("part", shares)
+    return Timed(Probe(layout, "part", 0.2, turn), 0.1, 0.1, 0.1, 9, memory, (None, None), 0.1, 1.0)
+
+
+def ran_out(state: tuple[float, ...], position: int) -> OutOfMemory:
+    """A whole step of 10 + 6 rows in which a device ran out of memory."""
+    layout = Layout("shard", (10, 6), state=state)
+    return OutOfMemory(Probe(layout, "shard", 0.2), (position,), "", 1.0)
+
+
+# of two H200s under 24 and 8 GiB: a Llama of 1.1 billion parameters
+MEASURED = (
+    part_ran(0, 4, 5.36, 0),
+    part_ran(1, 4, 5.36, 0),
+    part_ran(0, 6, 6.46, 1),
+    part_ran(1, 6, 6.46, 1),
+    part_ran(0, 10, 9.0, 2),
+)
+LLAMA = Problem(
+    2,
+    (24 * GIB, 8 * GIB),
+    state=ModelState(round(16.4 * GIB), GIB),
+    shards=True,
+    max_global_batch=64,
+)
+
+
+def test_a_device_that_ran_out_of_memory_gets_a_smaller_part_and_the_other_a_larger_one() -> None:
+    first = Sharding(LLAMA, MEASURED).parts
+    assert first is not None
+    second = Sharding(LLAMA, [*MEASURED, ran_out(first, 1)]).parts
+    assert second is not None
+    assert second[1] < first[1]
+    both = Sharding(LLAMA, [*MEASURED, ran_out(first, 0), ran_out(first, 0)]).parts
+    assert both is not None
+    assert both[0] < first[0]
+
+
+@given(st.integers(0, 2), st.integers(0, 2))
+def test_rows_that_ran_beside_a_small_part_do_not_surely_fit_beside_a_larger_one(
+    large: int, small: int
+) -> None:
+    seen: list[Observation] = [*MEASURED]
+    for position, count in ((0, large), (1, small)):
+        for _ in range(count):
+            seen.append(ran_out(Sharding(LLAMA, seen).parts or (), position))
+    sharding = Sharding(LLAMA, seen)
+    parts = sharding.parts
+    assert parts
+    _, surely = sharding.curves(Layout("shard", (1, 60), state=parts))[0]
+    held = (parts[0] - MEASURED_PART) * 16.4 * GIB
+    if held + 9.0 * GIB > 24 * GIB:  # ten rows took 9 GiB
+        assert surely < 10
