@@ -227,6 +227,9 @@ def _describe_limits(summary: TrainingSummary) -> str:
         f"({percent(each.share)})"
         for each in summary.limits[:MOST_NAMED]
     ]
+    rest = 1 - sum(each.share for each in summary.limits)
+    if len(summary.limits) <= MOST_NAMED and rest > 0:
+        named.append(f"the rest, {percent(rest)}, is own work and small parts")
     return f"limited by: {'; '.join(named)}"
 
 

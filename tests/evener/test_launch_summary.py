@@ -80,6 +80,7 @@ def test_a_training_is_told_in_six_lines() -> None:
     speed, limits, remedy, shares, memory = describe_summary(summary)
     assert "1 120 samples/s, 56 % of the plan's 2 000" in speed
     assert "input, 30 ms of a step (30 %)" in limits
+    assert "the rest, 60 %" in limits, "of 30 % input and 10 % exchange"
     assert "num_workers" in remedy
     assert "+43 %" in remedy
     assert "64 = 2 × 32 on GPU:0" in shares
