@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from ..live.reporter import DeviceTimes
 from ..shares.divisions import Cut
 from .compatibility import PartKinds, check_compiled
 from .data import ArrayBatches
@@ -81,6 +82,9 @@ class Engine(Protocol):
     def share_weights(self) -> None:
         """Give all processes the same weights and optimizer."""
 
+    def device_times(self) -> Sequence[DeviceTimes]:
+        """The times of each device in the last steps; none where they can't be told apart."""
+
 
 class OneProcess:
     """What engines of one process have in common: Keras' data, files and callbacks are as ever."""
@@ -137,6 +141,10 @@ class OneProcess:
 
     def share_weights(self) -> None:
         """Do nothing."""
+
+    def device_times(self) -> Sequence[DeviceTimes]:
+        """None: the devices of one graph wait for each other within it."""
+        return ()
 
 
 class Solo(OneProcess):

@@ -38,6 +38,7 @@ from .group import check_same_arrays
 from .keras_step import from_frame, warn_of_own_loop
 from .measuring import measure_first
 from .own_train_step import OwnTrainStep
+from .step_times import StepTimes
 
 ARRAYS = ("x", "y", "sample_weight")
 
@@ -68,6 +69,7 @@ class FitHooks:
         self._evaluated = (
             max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
         )
+        self.times = StepTimes()
         self.audit: StepAudit | None = None
         if engine.splits and split.audited:
             self.audit = StepAudit(engine, split.strict, self._pass_rows)
@@ -77,6 +79,7 @@ class FitHooks:
         model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, self._step_of(name))
+        model.train_step = self._noted(model.train_step)
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make, name))
         for name, method in engine.methods().items():
@@ -84,6 +87,8 @@ class FitHooks:
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
         if engine.splits and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
+        for name in ("save", "save_weights"):
+            setattr(model, name, self._timed("files", getattr(model, name)))
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _step_of(self, name: str) -> Any:
@@ -94,6 +99,27 @@ class FitHooks:
         if name == "train_step":
             return OwnTrainStep(self.model, step)
         return functools.partial(self._own_step, name)
+
+    def _noted(self, step: Any) -> Any:
+        """The training step, which notes when its rows are there; XLA has no clock."""
+
+        @functools.wraps(step)
+        def note_and_train(data: Any) -> Any:
+            if not self.model.jit_compile:
+                self.times.note_rows(data)
+            return step(data)
+
+        return note_and_train
+
+    def _timed(self, name: str, method: Any) -> Any:
+        """A method whose time between two steps is known by this name."""
+
+        @functools.wraps(method)
+        def call(*given: Any, **words: Any) -> Any:
+            with self.times.apart(name):
+                return method(*given, **words)
+
+        return call
 
     def _as_own(self, name: str) -> Any:
         """The hook of this name with the signature and documentation of the method that it
@@ -150,6 +176,7 @@ class FitHooks:
         training = name == "train_function"
         if training:
             function = engine.around_training(function)
+            function = self.times.around_steps(function, lambda: self.model.steps_per_execution)
         if training and self.audit is not None:
             self.audit.begin_anew()
             function = self.audit.before_steps(function)
@@ -159,8 +186,8 @@ class FitHooks:
         if tests and self.audit is not None:
             function = self.audit.before_tests(function)
         if engine.splits and (training or tests):
-            return measure_first(engine, training, function)
-        return function
+            function = measure_first(engine, training, function)
+        return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""
@@ -169,6 +196,7 @@ class FitHooks:
         chosen = call.arguments
         self.engine.build(chosen["x"])
         self.batch, self.samples, self._starts = None, None, True
+        self.times.begin()
         if are_arrays(chosen["x"]):
             self._fit_arrays(chosen)
         else:
@@ -197,7 +225,8 @@ class FitHooks:
                     "batch_size": None,
                     "steps": chosen["steps"] or steps,
                 }
-        return type(self.model).evaluate(*call.args, **call.kwargs)
+        with self.times.apart("validation"):
+            return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def compile_config(self) -> Any:
         """The model's own compile config; clone_model asks for it too, and makes a model that isn't

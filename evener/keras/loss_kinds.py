@@ -227,7 +227,9 @@ def _is_computed(model: Any, batch: Sequence[Any], losses: Sequence[Any], traini
 
 
 def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
-    """Rows with their masks."""
+    """Rows with their masks; ValueError for a single number, which has no rows."""
+    if any(tf.is_tensor(each) and each.shape.rank == 0 for each in keras.tree.flatten(data)):
+        raise ValueError("An output of the model is a single number, which no rows have a part of.")
     cut = cut_rows(data, start, stop)
     for one, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
         if (mask := getattr(one, "_keras_mask", None)) is not None:

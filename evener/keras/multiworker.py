@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from ..errors import DeviceError, RequestError
+from ..live.reporter import DeviceTimes, sum_up
 from ..shares.divisions import Cut
 from ..training.passes import PassLimit
 from ..training.retreat import Retreat, say
@@ -186,6 +187,17 @@ class Workers:
         model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *model.optimizer.variables]
         self.group.share_weights([each.value for each in variables])
+
+    def device_times(self) -> Sequence[DeviceTimes]:
+        """The own work of each process, and what it waits for the others' sums."""
+        steps, rank = self.times.read(), self.group.rank
+        found = []
+        for other in range(self.group.size):
+            own = [step.own_work_s[other] for step in steps]
+            ends = [step.own_work_s[rank] + step.met_s for step in steps]
+            waiting = [max(0.0, end - work) for end, work in zip(ends, own, strict=True)]
+            found.append(sum_up(own, waiting))
+        return found if steps else ()
 
     def predict_step(self, data: Tensors) -> Tensors:
         """The outputs of a whole batch, in each process."""
@@ -392,7 +404,7 @@ class Workers:
         last = tf.concat([work, labels, inputs], 0)  # whose sum need not wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
         work, labels, inputs = tf.split(last, 3)
-        self.times.note(own.rows, work)
+        self.times.note(own.rows, work, self.times.now(sums or [last]) - ready)
         if digest is not None:
             self._note_data(digest, labels, inputs)
         left = iter(sums)

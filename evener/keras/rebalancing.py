@@ -72,6 +72,7 @@ class GroupStep(NamedTuple):
     number: int
     rows: int  # of the whole batch
     own_work_s: tuple[float, ...]  # of each process, until its last gradient
+    met_s: float  # from there until this process had all sums
 
 
 class WorkTimes:
@@ -82,7 +83,7 @@ class WorkTimes:
         self._size = size
         with tf.device(HOST):
             self._count = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-            self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 1 + size], tf.float64), trainable=False)
+            self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
         """Seconds since the epoch when these tensors were computed, in the graph."""
@@ -97,10 +98,11 @@ class WorkTimes:
         """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
-    def note(self, rows: Any, own_works: Any) -> None:
+    def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
         """Keep a step of these rows; `own_works` is the summed vector."""
         with tf.device(HOST):
-            row = tf.concat([[tf.cast(rows, tf.float64)], tf.cast(own_works, tf.float64)], 0)
+            figures = tf.stack([tf.cast(rows, tf.float64), met_s])
+            row = tf.concat([figures, tf.cast(own_works, tf.float64)], 0)
             place = self._count.read_value() % KEPT_STEPS
             self._kept.scatter_update(tf.IndexedSlices(row, place))
             self._count.assign_add(1)
@@ -111,8 +113,8 @@ class WorkTimes:
         kept = self._kept.numpy().tolist()
         steps = []
         for number in range(max(0, count - KEPT_STEPS), count):
-            rows, *own = kept[number % KEPT_STEPS]
-            steps.append(GroupStep(number, int(rows), tuple(own)))
+            rows, met_s, *own = kept[number % KEPT_STEPS]
+            steps.append(GroupStep(number, int(rows), tuple(own), met_s))
         return steps
 
 

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import msgspec
 
 from ..errors import RequestError
 from ..live.figures import figures
 from ..live.files import Details
 from ..live.reporter import DeviceTimes, Reporter, middle, spread
 from ..live.step_clock import KEPT_STEPS
+from ..training.step_sums import StepSums
 from .split import Split
 from .tf_devices import driver_name
 
@@ -40,7 +42,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._rows, self._log = rows, log
         self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # seconds of each
         self._ended = 0.0
-        self._reporter = Reporter(self._describe)
+        self._reporter = Reporter(self._describe, sums=self._whole)
         self._counted = 0  # rows of this epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -90,7 +92,24 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
             step_spread=spread(self._steps),
             plan_samples_per_second=self._promised(),
         )
-        return details, ()
+        hooks = getattr(self.model.fit, "hooks", None)
+        if hooks is None:
+            return details, ()
+        sums, parts = hooks.times.sums, hooks.times.medians()
+        measured = msgspec.structs.replace(
+            details,
+            input_s=parts.input_s,
+            between_s=parts.between_s,
+            recent=sums.recent(),
+            errors=sums.errors(),
+            whole=sums.whole,
+        )
+        return measured, hooks.engine.device_times() if self._devices() else ()
+
+    def _whole(self) -> StepSums:
+        """The parts of all steps so far."""
+        hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
+        return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
         """Samples/s of the plan; 0 without one, and for another global batch than it is for."""

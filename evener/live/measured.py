@@ -8,10 +8,10 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """A device's last steps; one step of medians where a process reports no sums, or not those of
-    each device.
+    """A device's last steps; one step of medians where a process reports no sums, or where its
+    devices have own work of their own.
     """
-    if record.recent.steps and len(record.devices) <= 1:
+    if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
     if not (record.step_s or live.own_work_s):
         return StepSums()
@@ -45,4 +45,5 @@ def measure_rank(
         most=live.most,
         behind=record.behind,
         starved=starved,
+        framework=record.framework,
     )

@@ -39,6 +39,15 @@ REMEDIES = {
     LimitKind.VALIDATION: "Validate half as often, or on half of the rows.",
 }
 
+# in trainings of Keras, where they aren't the same
+IN_KERAS = {
+    LimitKind.INPUT: (
+        "Make rows in parallel and ahead: dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE)"
+        ".prefetch(2)."
+    ),
+    LimitKind.OPTIMIZER: "Update half as often, by a batch twice as large.",
+}
+
 
 class MeasuredRank(NamedTuple):
     """A rank's steps; 0 for what isn't known."""
@@ -56,6 +65,7 @@ class MeasuredRank(NamedTuple):
     most: int = 0  # rows of a pass that its memory holds
     behind: float = -1.0  # part of the steps in which the GPU was behind its host; -1: unknown
     starved: float = 0.0  # part of the time in which its threads waited for cores
+    framework: str = ""  # "torch" or "tensorflow"
 
 
 class TrainingFigures(NamedTuple):
@@ -124,6 +134,8 @@ class _Finder:
             return
         error_s = float(getattr(self._ranks[place].errors, name))
         remedy = REMEDIES.get(kind, "")
+        if self._ranks[0].framework == "tensorflow":
+            remedy = IN_KERAS.get(kind, remedy)
         if min(means) >= seconds / 2:
             yield StepPart(
                 kind=kind, seconds=seconds, error_s=error_s, spared=spared, remedy=remedy

@@ -21,6 +21,7 @@ from evener.errors import RequestError
 from evener.keras.keras_step import OwnRows, count_rows, join_rows
 from evener.keras.rebalancing import ChangingCut
 from evener.keras.split import Split
+from evener.keras.step_times import StepTimes
 from evener.keras.towers import Towers
 
 from ..protocol import Place
@@ -58,7 +59,7 @@ class KerasSteps:
         else:
             self.engine = "towers" if several else "solo"
         # by devices, and whether in passes
-        self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any]] = {}
+        self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any, StepTimes]] = {}
         self.split = self._make_split(self._devices, [1] * len(self._devices), ())
 
     def _make_split(
@@ -96,8 +97,8 @@ class KerasSteps:
                 if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
                 type(model).make_train_function(model, force=True)
-            self._made[devices, passes] = split, model.train_function
-        self.split, model.train_function = self._made[devices, passes]
+            self._made[devices, passes] = split, model.train_function, model.fit.hooks.times
+        self.split, model.train_function, self.times = self._made[devices, passes]
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
         """Step on these shares from now on, in passes with `micro`; RequestError for shares of

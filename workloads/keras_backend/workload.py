@@ -23,9 +23,10 @@ from evener.keras.compatibility import all_layers, model_digest
 from evener.keras.data import ArrayBatches, array_rows, as_it_is
 from evener.keras.measuring import build_variables, make_call
 from evener.keras.split import Split
+from evener.keras.step_times import StepTimes
 from evener.keras.tf_devices import make_logical_cpus
 
-from ..protocol import MemoryMeter, Place, Workload
+from ..protocol import MemoryMeter, PhaseSeconds, Place, Workload
 from .steps import KerasSteps, TrainStep
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
@@ -171,6 +172,7 @@ class KerasWorkload(Workload):
         self._position = 0
         self._logs: Any = None
         self._loss = 0.0
+        self._inputs: dict[StepTimes, float] = {}  # seconds of waiting at the last reading
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Begin to make batches for these shares; RequestError if this process would have none of
@@ -213,6 +215,15 @@ class KerasWorkload(Workload):
             tf.test.experimental.sync_devices()  # in a group it would ask the others, out of reach
         if self._logs is not None:
             self._loss = float(self._logs["loss"])
+
+    def read_phases(self) -> PhaseSeconds:
+        """Waiting for rows, where steps can tell."""
+        times = self.steps.times
+        now, before = times.read_input_s(), self._inputs.get(times, 0.0)
+        if now is None or self.place.input == "device":
+            return PhaseSeconds()
+        self._inputs[times] = now
+        return PhaseSeconds(input_seconds=now - before)
 
     def loss_is_finite(self) -> bool:
         """Keras' mean loss since the start: not finite once one was not."""

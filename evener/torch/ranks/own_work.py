@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
-from operator import add
 from threading import get_ident
 from typing import Any, Final, Literal, NamedTuple
 
@@ -46,6 +44,7 @@ from ...plan.check import describe
 from ...system.thread_writes import ThreadWrites
 from ...training.launched import launched_run
 from ...training.retreat import Retreat, say
+from ...training.running_sums import RunningSums
 from ...training.step_sums import StepSums
 from ..hooks import ProcessHooks
 from ..private import default_store
@@ -57,9 +56,6 @@ KEPT_STEPS = 25  # that medians are taken over
 KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
 TIMED_AT_ONCE = 16  # steps, as one at a time would find none of the code in the CPU's cache
 WARM_STEPS = 3  # of a training, which no sum counts: kernels are chosen, memory is allocated
-RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums are over
-BIN_SECONDS = 1.0  # in which they move on
-FEWEST_BINS, ERRORS = 4, 2.4  # that show an error, and its multiple that is half of an interval
 SAMPLED = (
     4  # of so many steps, one is asked for what all threads compute, as that takes microseconds
 )
@@ -532,60 +528,6 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
     """Input, own work, the meeting, and what lies between steps; sums are as in StepSums."""
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
-
-
-class RunningSums:
-    """Sums over all steps, and over the last ones: enough of them, and seconds enough."""
-
-    def __init__(self) -> None:
-        self._now = [0.0] * len(StepSums.__struct_fields__)
-        self._ends = deque([StepSums()])  # what went before each of the last bins
-        self._bin_s = 0.0  # of the newest bin
-
-    @property
-    def whole(self) -> StepSums:
-        """The sums over all steps."""
-        return StepSums(int(self._now[0]), *self._now[1:])
-
-    def add(self, step: Sequence[float], seconds: float) -> None:
-        """Add a step, in the order of StepSums, or what is part of the next one."""
-        self._now = list(map(add, self._now, step))
-        self._bin_s += seconds
-        if step[0] and self._bin_s >= BIN_SECONDS:
-            self._bin_s = 0.0
-            whole = self.whole
-            self._ends.append(whole)
-            while len(self._ends) > 2 and self._is_enough(whole.minus(self._ends[1])):
-                self._ends.popleft()
-
-    def recent(self) -> StepSums:
-        """The sums over the last steps."""
-        return self.whole.minus(self._ends[0])
-
-    def errors(self) -> StepSums:
-        """Half of the 95 % interval of each recent mean per step, by how the bins of it differ; as
-        large as the mean where there are too few.
-        """
-        bins = [after.minus(before) for before, after in pairwise(self._ends)]
-        bins = [each for each in bins if each.steps]
-        names = StepSums.__struct_fields__[1:]
-        if len(bins) < FEWEST_BINS:
-            recent = self.recent()
-            return StepSums(recent.steps, *map(recent.mean, names))
-        found = (_deviation([each.mean(name) for each in bins]) for name in names)
-        return StepSums(len(bins), *(ERRORS * each / math.sqrt(len(bins)) for each in found))
-
-    @staticmethod
-    def _is_enough(sums: StepSums) -> bool:
-        return sums.steps >= RECENT_STEPS and sums.seconds >= RECENT_SECONDS
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """The standard deviation; `statistics.stdev` computes in fractions, and takes 20 times as
-    long.
-    """
-    middle = sum(values) / len(values)
-    return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))
 
 
 def _idle_seconds() -> float:

@@ -1,0 +1,134 @@
+"""The parts of a fit's steps, by the clock of the thread that calls Keras' train function.
+
+A step's graph notes when its rows are there; until then the step waits for input. What lies between
+two calls is callbacks, with validations and files apart; what evener itself looks at there belongs
+to no step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from msgspec.structs import astuple
+
+from ..training.running_sums import RunningSums
+from ..training.step_sums import StepSums
+
+KEPT_STEPS = 50  # that medians are taken over
+WARM_STEPS = 3  # of a training, which no sum counts: graphs are made, kernels are chosen
+HOST = "CPU:0"
+
+Steps = Callable[[Any], Any]  # Keras' function of some steps, given an iterator of batches
+
+
+class FitStep(NamedTuple):
+    """Seconds of a step's parts."""
+
+    input_s: float
+    work_s: float  # from there until the call returns
+    between_s: float  # before the step
+
+    @property
+    def whole_s(self) -> float:
+        """The whole step."""
+        return self.input_s + self.work_s + self.between_s
+
+
+class StepTimes:
+    """Times the steps of a model's fits."""
+
+    def __init__(self) -> None:
+        self.sums = RunningSums()
+        self.kept: deque[FitStep] = deque(maxlen=KEPT_STEPS)
+        with tf.device(HOST):
+            # when the rows of the last step were there, in seconds since the epoch
+            self._ready = tf.Variable(tf.zeros([], tf.float64), trainable=False)
+        self._notes = False  # a step's graph notes when its rows are there
+        self._left_out = WARM_STEPS  # steps that aren't counted
+        self._called_s = self._ended_s = 0.0  # the last step, by the same clock
+        self._apart: dict[str, float] = {}  # seconds since the last step's end, by what went on
+
+    def note_rows(self, data: Any) -> None:
+        """Note, in the graph of a step, that its rows are there."""
+        self._notes = True
+        every = tf.nest.flatten(data, expand_composites=True)
+        leaves = [leaf for leaf in every if leaf is not None]
+        with tf.device(HOST), tf.control_dependencies(leaves[:1]):
+            self._ready.assign(tf.timestamp())
+
+    def begin(self) -> None:
+        """A training begins, or graphs are made anew: what went before is no part of a step."""
+        self._left_out = WARM_STEPS
+        self._ended_s = 0.0
+
+    def around_call(self, run: Steps) -> Steps:
+        """Keras' function with what evener does before its steps, from where a step begins."""
+
+        def run_called(batches: Any) -> Any:
+            self._called_s = time.time()
+            return run(batches)
+
+        return run_called
+
+    def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
+        """Keras' function of so many steps alone, timed."""
+
+        def run_timed(batches: Any) -> Any:
+            began_s = time.time()
+            logs = run(batches)
+            self._note(began_s, time.time(), steps())
+            return logs
+
+        return run_timed
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """What goes on here between two steps counts as `validation` or `files`."""
+        began_s = time.time()
+        try:
+            yield
+        finally:
+            self._apart[name] = self._apart.get(name, 0.0) + time.time() - began_s
+
+    def _note(self, began_s: float, ended_s: float, steps: int) -> None:
+        before_s, self._ended_s = self._ended_s, ended_s
+        apart, self._apart = self._apart, {}
+        if not before_s:
+            return
+        if self._left_out:
+            self._left_out -= 1
+            return
+        ready_s = float(self._ready.numpy()) if steps == 1 else 0.0
+        input_s = min(max(0.0, ready_s - began_s), ended_s - began_s)
+        work_s = ended_s - began_s - input_s
+        validation_s, files_s = apart.get("validation", 0.0), apart.get("files", 0.0)
+        between_s = max(0.0, self._called_s - before_s - validation_s - files_s)
+        self.kept.append(FitStep(input_s / steps, work_s / steps, between_s / steps))
+        step = StepSums(
+            steps=steps,
+            input_s=input_s,
+            undivided_s=work_s,
+            files_s=files_s,
+            validation_s=validation_s,
+            between_s=between_s,
+        )
+        whole_s = input_s + work_s + between_s + validation_s + files_s
+        self.sums.add(astuple(step), whole_s)
+
+    def read_input_s(self) -> float | None:
+        """The seconds that all counted steps have waited for their rows; None if they can't tell,
+        as of a graph of passes.
+        """
+        return self.sums.whole.input_s if self._notes else None
+
+    def medians(self) -> FitStep:
+        """The medians of the last steps' parts; zeros without one."""
+        if not self.kept:
+            return FitStep(0.0, 0.0, 0.0)
+        return FitStep(*(median(each) for each in zip(*self.kept, strict=True)))
