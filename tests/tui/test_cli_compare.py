@@ -217,7 +217,7 @@ def test_an_interrupt_leaves_no_child() -> None:
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if "  pack " in line:
+        if "  packed " in line:
             break
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
