@@ -103,14 +103,25 @@ class LossFinder:
         self._few = few
         self._meets = meets
         self._world = trainer._shares.world
+        self._passes = trainer._shares.passes
         self._bench: Bench = ways.bench()
         self._repeats: list[Sketch] = []  # of the reference, once they are needed
+        self._nearest = ROWS  # what makes the least difference
 
     def find(self) -> TrainerLoss | None:
-        """What the loss is a mean over; None where these rows don't say, or ranks meet in it."""
+        """What the loss is a mean over; None where these rows don't say, or ranks meet in it.
+
+        RequestError where ranks would meet in it in different numbers of passes.
+        """
         try:
             return self._find()
         except MeetingError:
+            if len(set(self._passes)) > 1:
+                raise RequestError(
+                    "The loss meets other ranks, by torch.distributed or in a layer, and ranks have"
+                    " different numbers of passes.",
+                    "Make a plan without passes (evener balance --micro off).",
+                ) from None
             return None
 
     def _find(self) -> TrainerLoss | None:
@@ -125,15 +136,16 @@ class LossFinder:
             fitting = self._find_fitting(names, multiplied, reference)
         if fitting:
             return TrainerLoss(fitting[0], multiplied, len(fitting) == 1)
-        self._refuse([TrainerLoss(name, multiplied) for name in names])
+        self._refuse(TrainerLoss(self._nearest, multiplied))
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
         """The factor by which the trainer multiplies its loss where several processes train."""
         if self._world == 1 and self._meets is None:
             return 1
+        calls = 0 if self._meets is None else self._meets.calls
         own = self._bench.sketch(self._ways.at_once(self._few, world=self._world))
-        if self._meets is not None:
+        if self._meets is not None and self._meets.calls > calls:
             with self._meets.alone(SHIFT):
                 shifted = self._bench.sketch(self._ways.at_once(self._few, world=self._world))
             if not self._agree(own, shifted):
@@ -166,11 +178,15 @@ class LossFinder:
         """Those of the names by whose weights the parts' gradients are that of all rows."""
         few = self._few
         fitting = []
+        far = {}
         for name in names:
             loss = TrainerLoss(name, multiplied)
             trained = self._bench.sketch(self._ways.by_shares(few.parts, few.sizes, loss))
             if self._agree(reference, trained):
                 fitting.append(name)
+            found = compare(reference, trained)
+            far[name] = 0.0 if found is None else found.relative
+        self._nearest = min(names, key=far.__getitem__)
         return fitting
 
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
@@ -190,19 +206,14 @@ class LossFinder:
             reference, other, self._repeats
         )
 
-    def _refuse(self, losses: list[TrainerLoss]) -> None:
-        """RequestError with the least difference, unless an audit finds none for one of these."""
+    def _refuse(self, loss: TrainerLoss) -> None:
+        """RequestError, unless an audit finds no difference, or a reason for it."""
+        found = self._audit(loss)
+        if found is None:
+            return
         remedies = {name: each.remedy for name, each in CAUSES.items()} | REMEDIES
-        faults = []
-        for loss in losses:
-            found = self._audit(loss)
-            if found is None:
-                return
-            difference, cause = found
-            text = describe(difference, cause, self._few.sizes)
-            faults.append((difference.relative, text, remedies[cause]))
-        _, text, remedy = min(faults)
-        raise RequestError(text, remedy)
+        difference, cause = found
+        raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
         """The difference, in gradients or else in losses, and its cause."""
