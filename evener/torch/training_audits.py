@@ -6,6 +6,7 @@ gradients, which are left as they are.
 
 from __future__ import annotations
 
+import copy
 import sys
 import traceback
 import warnings
@@ -731,7 +732,7 @@ def _make_way(
         total = sum(counts) or 1.0
         for part, own_count in zip(parts, counts, strict=True):
             part.weight = own_count / total
-    return [Piece(partial(loss, part), part.weight) for part in parts if part.weight]
+    return [Piece(partial(_compute, loss, part), part.weight) for part in parts if part.weight]
 
 
 def _unweighted(way: Way) -> Way:
@@ -752,3 +753,12 @@ def _place(error: BaseException) -> str:
         and "evener" not in each.filename
     ]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def _compute(loss: OfPart, part: Part) -> Any:
+    """The loss of a part, which is computed more than once: the program may take things out of its
+    batch.
+    """
+    own = copy.copy(part)
+    own.batch = each_tensor(lambda tensor: tensor, part.batch)
+    return loss(own)
