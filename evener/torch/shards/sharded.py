@@ -344,29 +344,34 @@ class Sharded:
 
     def _settle(self) -> None:
         """Give parameters their gradients, but for those that no rank used."""
-        trained = [flat for unit in [self.root, *self.units] for flat in unit.trained]
-        fired = [slot.fired for flat in trained for slot in flat.slots]
+        flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
+        fired = [slot.fired for flat in flats for slot in flat.slots]
         whole = self.whole
         if whole is not None and self.waits:
             whole.keep()
-            if not fired:
-                return
         elif whole is not None:
             whole.add_up()
             fired += [slot.fired for slot in whole.slots]
-        if not self.place.alone:
-            flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
-            with own_collectives():
-                self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
-            self._spread_buffers()
-        if not all(fired) and not self.place.alone:
-            self._flags[0].wait()
-            fired = flags.tolist()
-        used = iter(fired)
-        for flat in trained:
-            flat.settle([bool(next(used)) for _ in flat.slots])
+        if not fired:
+            return
+        used = iter(self._find_used(fired))
+        for flat in flats:
+            flat.settle([next(used) for _ in flat.slots])
         if whole is not None and not self.waits:
-            whole.settle([bool(each) for each in used])
+            whole.settle(list(used))
+
+    def _find_used(self, fired: list[bool]) -> list[bool]:
+        """True for each parameter that any rank used; the first rank's buffers go to every rank."""
+        if self.place.alone:
+            return fired
+        flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
+        with own_collectives():
+            self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
+        self._spread_buffers()
+        if all(fired):
+            return fired
+        self._flags[0].wait()
+        return [bool(each) for each in flags.tolist()]
 
     def _spread_buffers(self) -> None:
         """Copy the first rank's buffers to every rank; the model may have other ones than
