@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from ..errors import RequestError
 from .attributes import CallTensors
+from .audit_step import kept_attributes
 from .compatibility import (
     OTHER,
     ROWS,
@@ -362,7 +363,8 @@ def check_batch(engine: Engine, first: Tensors, training: bool = True) -> None:
         partial = engine.judges_parts(training)
 
         def find() -> PartKinds:
-            return measure(engine.model, batch, training, partial, call, whole)
+            with kept_attributes(engine.model):  # the other processes call nothing meanwhile
+                return measure(engine.model, batch, training, partial, call, whole)
 
         found = engine.kinds[training] = _share(engine, find)
         if partial:
