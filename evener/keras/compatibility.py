@@ -105,6 +105,12 @@ def check_towers(model: Any) -> None:
 def check_workers(model: Any) -> None:
     """Refuse what a process per device can't do: it computes the loss of its own rows only."""
     check_step(model)
+    if model.run_eagerly:
+        raise RequestError(
+            "engine='multiworker' can't run eagerly: where Python decides by a process's own rows,"
+            " the others would wait for sums that never come.",
+            "Compile with run_eagerly=False, or use engine='towers'.",
+        )
     _warn_local_statistics(model)
 
 
