@@ -199,9 +199,7 @@ class EvenerApp(BaseApp):
         from .screens.welcome import WelcomeDialog
 
         if not isinstance(self.screen, ModalScreen):
-            reports = self.snapshot.reports if self.snapshot is not None else ()
-            count = len({report.training or str(report.pid) for report in reports})
-            self.push_screen(WelcomeDialog(count), self._begin_with)
+            self.push_screen(WelcomeDialog(), self._begin_with)
 
     def _begin_with(self, door: str | None) -> None:
         """Go through a door of the first start."""

@@ -66,12 +66,18 @@ def test_a_line_that_starts_something_else_is_refused() -> None:
             read_command(line)
 
 
-async def test_the_doors_lead_on(app_of: Any) -> None:
-    """Balance and the Monitor by their keys, the demo by the arrows; Escape leaves it for later."""
+async def test_the_doors_lead_on(app_of: Any, script: Any) -> None:
+    """Balance and the Monitor by their keys, the demo by the arrows; Escape leaves it for later.
+    The card says what runs on the devices by now.
+    """
     app = app_of(first_start=True)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: isinstance(app.screen, WelcomeDialog), "the card")
+        await until(pilot, lambda: "2 processes use the devices" in text(app, "#doors"), "them")
         assert "evener run -- python train.py" in text(app, "#doors")
+        assert "Nothing trains" not in text(app, "#doors")
+        app.publisher.push(msgspec.structs.replace(script.snapshot(), processes=()))
+        await until(pilot, lambda: "Nothing trains here yet" in text(app, "#doors"), "their end")
         await pilot.press("escape")
         assert app.current_mode == "monitor"
         app.action_welcome()

@@ -45,12 +45,22 @@ from evener.balancer.types import (
 )
 from evener.tui.text.summaries import event_line, layout_words, versus
 from evener.tui.view import balance_lines
-from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
+from evener.tui.view.balance_lines import (
+    rival_lines,
+    search_lines,
+    share_lines,
+    warning_lines,
+    write_fastest,
+)
 from evener.tui.view.cells import span_cells
 from tests.support.tables import lane_lines
 
 RECORDED = Path(__file__).parents[1] / "recorded"
-GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
+GAINS = (
+    "plan +18.1 %",
+    "plan +58.0 %",
+    "94 % of it",
+)  # of the scripted plan over what else was measured
 
 
 def _after(events: Any, count: int | None = None) -> SessionState:
@@ -320,6 +330,26 @@ def test_no_figure_of_a_rival_is_cut(events: Any, width: int) -> None:
     assert all(gain in row for row, gain in zip(others, GAINS, strict=True))
 
 
+def test_a_faster_measurement_than_the_best_is_explained(events: Any) -> None:
+    """One of a larger batch, one of the best itself, and none."""
+    state = _after(events, -1)
+    measured = state.best
+    assert measured is not None
+    assert write_fastest(state) == ""
+
+    def best_of(shares: tuple[int, ...], part: float) -> SessionState:
+        speed = measured.throughput.value * part
+        slower = msgspec.structs.replace(measured.throughput, value=speed)
+        best = msgspec.structs.replace(measured, layout=layout_of(shares), throughput=slower)
+        return msgspec.structs.replace(state, best=best)
+
+    larger = write_fastest(best_of((700, 500), 1 / 1.02))
+    assert larger == "2 127 at 820+568: a larger batch for 2.0 % more"
+    assert larger in _text(rival_lines(best_of((700, 500), 1 / 1.02), 58, 5))
+    assert "in its fastest turn" in write_fastest(best_of((820, 568), 1 / 1.02))
+    assert write_fastest(best_of((820, 568), 1.01)) == ""
+
+
 def test_a_wide_interval_leaves_a_blank_before_the_bar(events: Any) -> None:
     """An interval of 10 % and more has no decimal."""
     state = _after(events, len(events))
@@ -403,7 +433,7 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     assert versus(plan, rough) == "unclear"
 
 
-@pytest.mark.parametrize("width", [*range(48, 70), 80])
+@pytest.mark.parametrize("width", [*range(51, 70), 80])
 def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     """A gain of three figures is wider than most: 1734 samples must not become 173."""
     figure = Interval(2314.0, 2294.0, 2334.0)
@@ -411,7 +441,7 @@ def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     fastest = Interval(5613.0, 5591.0, 5635.0)
     best = RivalRate("plan", "best so far", fastest, (1472, 1193, 617, 590))
     row = balance_lines._rival_line(rival, best, width, ()).text.rstrip()
-    assert "+142.6 %" in row
+    assert "best +142.6 %" in row
     assert row.endswith((rival.where, "…"))
 
 

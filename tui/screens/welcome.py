@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -10,13 +11,14 @@ from typing import ClassVar, NamedTuple
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
+from evener.devices.types import Snapshot
 from evener.workloads.user_code import find_models
 
 from ..view.cells import Line, Mark, Span, line, text_lines
 from ..widgets.lines import Lines
 from .dialogs import Dialog
 
-DOOR_ROWS = 4  # the title, two rows of text, a blank one
+TEXT_ROWS = 2  # of a door at most
 
 
 class Door(NamedTuple):
@@ -41,23 +43,27 @@ class Doors(Lines):
         super().__init__(id="doors")
         self.doors: tuple[Door, ...] = ()
         self.cursor = 0
+        self._first_rows: list[int] = []  # of each door
 
     def offer(self, doors: tuple[Door, ...]) -> None:
         """Show these doors."""
         self.doors = doors
-        self.styles.height = DOOR_ROWS * len(doors)
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw each door with its key."""
+        """Draw each door with its key, and a blank row between two of them."""
         lines: list[Line] = []
+        self._first_rows = []
         for place, door in enumerate(self.doors):
+            if lines:
+                lines.append(line())
+            self._first_rows.append(len(lines))
             here = place == self.cursor
             mark = Mark.CURSOR if here else " "
             head = (Span(f"{mark} ", "strong"), Span(f"{door.key}  ", "key"))
             lines.append(line(*head, Span(door.title, "strong"), cursor=here))
-            rows = list(text_lines(door.text, self.size.width, DOOR_ROWS - 2, "dim", 5))
-            lines += [*rows, *[line()] * (DOOR_ROWS - 1 - len(rows))]
+            lines += text_lines(door.text, self.size.width, TEXT_ROWS, "dim", 5)
+        self.styles.height = len(lines)
         self.show(lines)
 
     def action_move(self, steps: int) -> None:
@@ -71,8 +77,8 @@ class Doors(Lines):
 
     def click_row(self, row: int, clicks: int) -> None:
         """Open the door that was clicked."""
-        place = row // DOOR_ROWS
-        if place < len(self.doors):
+        place = bisect_right(self._first_rows, row) - 1
+        if 0 <= place < len(self.doors):
             self.screen.dismiss(self.doors[place].key)
 
 
@@ -83,9 +89,9 @@ class WelcomeDialog(Dialog[str]):
         Binding(key, f"dismiss('{key}')", show=False) for key in ("b", "w", "d")
     ]
 
-    def __init__(self, trainings: int) -> None:
+    def __init__(self) -> None:
         super().__init__("Welcome to evener")
-        self._trainings = trainings
+        self._models: tuple[str, ...] = ()  # of this folder
 
     def content(self) -> Iterable[Widget]:
         """The question, and the doors."""
@@ -93,25 +99,25 @@ class WelcomeDialog(Dialog[str]):
         yield Doors()
 
     def on_mount(self) -> None:
-        """Offer the doors, and name the model of this folder once it is found."""
-        text = "Where would you like to begin?  b, w, d or arrows and Enter; Esc: later."
+        """Offer the doors, again at each new snapshot, and name the model of this folder once it is
+        found.
+        """
+        text = "Where would you like to begin?  b, w, d or arrows and Enter."
         question = self.query_one("#question", Lines)
         question.show([*text_lines(text, self.text_width, 2, "text", 0), line()])
         question.styles.height = 2
-        self._offer(())
+        self.watch(self.app, "snapshot", self._offer)
         self.query_one(Doors).focus()
         self.run_worker(self._find_models())
 
     async def _find_models(self) -> None:
-        self._offer(await asyncio.to_thread(find_models, Path.cwd()))
+        self._models = await asyncio.to_thread(find_models, Path.cwd())
+        self._offer()
 
-    def _offer(self, models: tuple[str, ...]) -> None:
-        own = f"Found here: {models[0]}. " if models else "Your function, or a built-in network. "
-        watch = "Nothing trains here yet. Start one: evener run -- python train.py"
-        if self._trainings == 1:
-            watch = "A training runs here now."
-        elif self._trainings:
-            watch = f"{self._trainings} trainings run here now."
+    def _offer(self) -> None:
+        own = "Your function, or a built-in network. "
+        if self._models:
+            own = f"Found here: {self._models[0]}. "
         self.query_one(Doors).offer(
             (
                 Door(
@@ -119,9 +125,27 @@ class WelcomeDialog(Dialog[str]):
                     "Balance my model",
                     f"{own}A dry run takes ten seconds, a search two minutes.",
                 ),
-                Door("w", "Watch what trains now", watch),
+                Door("w", "Watch what trains now", write_activity(self.evener.snapshot)),
                 Door(
                     "d", "Show me", "A search and a training on two simulated cards, in a minute."
                 ),
             )
         )
+
+
+def write_activity(snapshot: Snapshot | None) -> str:
+    """What runs on the devices, and how a training comes to report its steps if none does."""
+    reports = snapshot.reports if snapshot is not None else ()
+    trainings = {report.training or str(report.pid) for report in reports}
+    if len(trainings) == 1:
+        return "A training runs here now."
+    if trainings:
+        return f"{len(trainings)} trainings run here now."
+    processes = {process.pid for process in snapshot.processes} if snapshot is not None else ()
+    if not processes:
+        return "Nothing trains here yet. Start one: evener run -- python train.py"
+    use = "process uses" if len(processes) == 1 else "processes use"
+    return (
+        f"{len(processes)} {use} the devices now. To follow the steps of your training, "
+        "start it with: evener run -- python train.py"
+    )

@@ -167,6 +167,9 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     top = max(each.figure.high for each in found)
     longest = max(len(each.name) for each in found)
     name_cells = max(USUAL_NAME, min(longest, USUAL_NAME + width - _ROOMY_CELLS))
+    if width < _WHOLE_CELLS:
+        widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
+        name_cells = max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
     inline = width - _RIVAL_CELLS - name_cells
     lines: list[Line] = []
     for place, each in enumerate(found):
@@ -176,14 +179,38 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
         lines.append(_rival_line(each, found[0], width, drawn, name_cells))
         if not drawn and height >= 2 * len(found):
             lines.append(Line((Span(" "), *bar(share, width - 2, tone))))
+    note = write_fastest(state)
+    if note and len(lines) < height:
+        lines += text_lines(note, width, 1, "dim")
     return tuple(lines)
 
 
+def write_fastest(state: SessionState) -> str:
+    """Why the best so far isn't the fastest measurement, which a chart and the log name; empty
+    where it is.
+    """
+    if state.finished is not None or state.best is None or not has_split(state):
+        return ""
+    whole = [each for each in timed(state) if not each.probe.layout.length]
+    fastest = max(whole, key=lambda each: each.samples_per_second)
+    best, layout = state.best, fastest.probe.layout
+    gain = fastest.samples_per_second / best.throughput.value - 1
+    if rate(fastest.samples_per_second) == rate(best.throughput.value) or gain <= 0:
+        return ""
+    figure = rate(fastest.samples_per_second)
+    if layout == best.layout:
+        return f"{figure} in its fastest turn: above is the mean of {best.turns}"
+    where = f"{figure} at {'+'.join(str(share) for share in layout.shares if share)}"
+    if layout.global_batch > best.layout.global_batch:
+        return f"{where}: a larger batch for {percent(gain, 1)} more"
+    return f"{where}: in one measurement, {percent(gain, 1)} more"
+
+
 USUAL_NAME = 18  # cells of a rival's name
-_RIVAL_CELLS = 50  # a row without its name and its bar
+_RIVAL_CELLS = 54  # a row without its name and its bar
 _ROOMY_CELLS = 80  # from which on longer names are shown whole
-_WHOLE_CELLS = 47  # a narrower row has an interval or a gain, and nothing else
-_BRIEF_CELLS = 21  # such a row without its name
+_WHOLE_CELLS = 51  # a narrower row has an interval or a gain, and nothing else
+_BRIEF_CELLS = 10  # such a row without its name and its gain
 
 
 def _rival_line(
@@ -196,29 +223,37 @@ def _rival_line(
     first = each is best
     half = relative_error(each.figure.value, each.figure.low, each.figure.high)
     error = f"±{percent(half, 1 if half < 0.1 else 0)}"
-    gain = "" if first else versus(best, each)
-    room = max(1, min(name_cells, width - _BRIEF_CELLS))
+    gain = "" if first else write_gain_of(best, each)
     spans: tuple[Span, ...] = (
-        Span(f" {cut(each.name, room):<{room}}", "strong" if first else "text"),
-        Span(f"{rate(each.figure.value):>9}", "speed"),
+        Span(f" {cut(each.name, name_cells):<{name_cells}}", "strong" if first else "text"),
+        Span(f"{rate(each.figure.value):>8}", "speed"),
     )
     if width < _WHOLE_CELLS:
         last = Span(f" {error}", "dim") if first else Span(f" {gain}", versus_tone(gain))
         return Line(pad((*spans, last), width))
     spans = (
         *spans,
-        Span(f" {error:<7}", "dim"),
+        Span(f" {error:<{7 if drawn else 6}}", "dim"),
         *drawn,
-        Span(f" {gain:<7} ", versus_tone(gain)),
+        Span(f" {gain:<12} ", versus_tone(gain)),
     )
     left = width - span_cells(spans)
     where = f"at {each.where}" if each.where else ""
     return Line(pad((*spans, Span(cut(where, max(1, min(25, left))), "dim")), width))
 
 
+def write_gain_of(best: RivalRate, each: RivalRate) -> str:
+    """The gain of the best over another layout, with whose gain it is: plan +20.4 %."""
+    gain = versus(best, each)
+    if not gain.startswith(("+", "-")):
+        return gain
+    owner = "plan" if best.name == "the plan" else "best"
+    return f"{owner} {gain}"
+
+
 def versus_tone(text: str) -> Tone:
     """The tone of such a gain."""
-    return "good" if text.startswith("+") and not text.startswith("+0.0") else "dim"
+    return "good" if "+" in text and "+0.0" not in text else "dim"
 
 
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:

@@ -17,7 +17,7 @@ from evener.balancer.statistics import is_known
 from evener.printable import plain
 
 from ..text.summaries import rival_lines as rival_texts
-from ..text.summaries import share_table, versus, write_search
+from ..text.summaries import share_table, write_search
 from .balance_lines import (
     other_warnings,
     share_legend,
@@ -25,6 +25,7 @@ from .balance_lines import (
     verdict_head,
     versus_tone,
     warning_lines,
+    write_gain_of,
 )
 from .cells import Line, Mark, Span, cut, line, pad, span_cells, text_lines, whole_lines
 from .search_log import LOG, log_rows
@@ -101,14 +102,13 @@ def _gain_bar(
 ) -> Line:
     first = each is plan
     bar_cells = width - name_cells - GAIN_CELLS - 13
-    gain = "" if first else versus(plan, each)
-    words = f"plan {gain}" if gain[:1] in "+-" and gain else gain
+    gain = "" if first else write_gain_of(plan, each)
     spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
     if bar_cells >= LEAST_BAR:
         spans += _blocks(each.figure.value / top, bar_cells, first)
     number = rate(each.figure.value) if is_known(each.figure) else f"~{rate(each.figure.value)}"
     spans += (Span(f"{number:>10}", "speed" if first else "text"),)
-    spans += (Span(f"  {words:<{GAIN_CELLS - 2}}", versus_tone(gain)),)
+    spans += (Span(f"  {gain:<{GAIN_CELLS - 2}}", versus_tone(gain)),)
     return Line(pad(tuple(spans), width))
 
 

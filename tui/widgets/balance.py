@@ -17,7 +17,13 @@ from evener.devices.types import DeviceSample
 from evener.printable import plain
 
 from ..base_app import UsesApp
-from ..view.balance_lines import DETAILED_SHARES, rival_lines, share_lines, warning_lines
+from ..view.balance_lines import (
+    DETAILED_SHARES,
+    rival_lines,
+    share_lines,
+    warning_lines,
+    write_fastest,
+)
 from ..view.cells import Mark
 from ..view.curves import curve_chart
 from ..view.lanes import LANES, Lane, lane_rows
@@ -133,7 +139,7 @@ class BalanceView(UsesApp, Widget):
         yield LanePanel()
         with Horizontal(id="charts"):
             yield ChartPanel("Samples/s of each device alone", id="curves")
-            yield ChartPanel("Best so far", id="best")
+            yield ChartPanel("Fastest measurement so far", id="best")
         with Horizontal(id="facts"):
             yield Lines("Shares", id="shares", classes="panel")
             yield Lines("Throughput", id="rivals", classes="panel")
@@ -210,9 +216,10 @@ class BalanceView(UsesApp, Widget):
         """
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
+        compared = len(rivals(self.state)) + bool(write_fastest(self.state))
         if narrow:
-            return len(rivals(self.state)) + frame
-        return max(4, self._share_rows(width)) + frame
+            return compared + frame
+        return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
         """The bar, the global batch and the legend, and one more for a split that is being
