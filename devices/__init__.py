@@ -1,5 +1,5 @@
-"""The devices of this machine: found, sampled, and given to children.
+"""The devices of this machine: finding them, sampling them and assigning them to children.
 
-Read `types` for the terms and `discover` for what a request means, then the sources: `nvidia`,
-`cpu`, `simulated`.
+Start with `types` for the terms and `discover` for how requests are resolved, then read the
+sources: `nvidia`, `cpu` and `simulated`.
 """

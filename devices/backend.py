@@ -1,10 +1,10 @@
-"""The questions that evener asks of a kind of devices; NVIDIA's GPUs, CPU slices and simulated
-devices answer them.
+"""The interface of a kind of devices, implemented by NVIDIA GPUs, CPU slices and simulated devices.
 
-Here are also their answers: which listed devices a request means, by the rules of
-CUDA_VISIBLE_DEVICES that other makers' variables share, and one device's vitals, which can spoil a
-measurement (throttling, others' memory, a driver that goes silent). docs/architecture.md, "To add a
-maker of devices", says which file to write and which line to add.
+The module also holds what the implementations share: selecting devices by the rules of
+CUDA_VISIBLE_DEVICES, which other makers' variables follow too, and reading a device's
+vitals, which reveal what can spoil a measurement (throttling, memory used by others, a
+driver that stops answering). docs/architecture.md, "To add a maker of devices", says which
+file to write and which line to add.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDEX = re.compile(r"\d{1,6}", re.ASCII)
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """The devices of one kind that a driver lists, and notes on those that don't answer."""
+    """The devices of one kind that a driver lists, and notes on devices that don't answer."""
 
     devices: tuple[Device, ...]
     used_bytes: dict[str, int | None] = {}  # by id: the memory in use on it now
@@ -36,7 +36,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Discovery(msgspec.Struct, frozen=True):
-    """The devices of a request, and notes on them."""
+    """The devices that a request selects, and notes on them."""
 
     devices: tuple[Device, ...]
     notes: tuple[str, ...] = ()  # to be shown: what `auto` chose and why, a device that others use
@@ -47,8 +47,11 @@ class Discovery(msgspec.Struct, frozen=True):
 def choose_devices(
     listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hidden: str
 ) -> Discovery:
-    """The listed devices that the terms name; one without a pick means all visible ones; `hidden`
-    says why none is.
+    """Return the listed devices that the terms name; a term without a pick
+    selects all visible devices.
+
+    Raises DeviceError if none is visible; `hidden` is the setting that hides them. The result has a
+    note on each device of whose memory more than 5 % is used by others.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -72,8 +75,10 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """The device with this index, this id, or the only one whose id begins so; RequestError names
-    what is there.
+    """Return the device with this index or id, or the only device whose
+    id starts with the given text.
+
+    Raises RequestError, which lists the available devices, if there is none or more than one.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -89,11 +94,12 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 
 
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
-    """The devices that a variable's text leaves, in its order; None: it isn't set.
+    """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order;
+    all if `variable` is None (unset).
 
-    Entries are indices or beginnings of ids; all behind the first that names no device are ignored,
-    and a device named twice hides them all. Source: CUDA C++ programming guide, environment
-    variables.
+    Entries are indices or prefixes of ids. Entries after the first that matches no device
+    are ignored, and a device named twice hides all devices. Source: CUDA C++ programming
+    guide, environment variables.
     """
     if variable is None:
         return tuple(devices)
@@ -121,8 +127,9 @@ def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
 
 
 class Vitals(msgspec.Struct, frozen=True):
-    """One reading of a device; None for what it doesn't report. Seconds add up since the driver or
-    the watch began.
+    """One reading of a device's condition; a field is None if the device doesn't report it.
+
+    Seconds are cumulative since the driver was loaded or the watch began.
     """
 
     at_seconds: float = 0.0  # monotonic
@@ -140,20 +147,23 @@ class Vitals(msgspec.Struct, frozen=True):
 
 
 class VitalsReader(Protocol):
-    """A maker's own calls behind the vitals of one device; one thread at a time calls it."""
+    """Reads the vitals of one device through its maker's library. Only
+    one thread calls it at a time.
+    """
 
     def read(self, full: bool) -> Vitals:
-        """One reading, with memory and processes if it is full; what the driver does wrong is its
-        `trouble`.
+        """Return one reading; memory and processes are read only if `full`. A driver failure is
+        reported as the reading's `trouble`.
         """
 
     def close(self) -> None:
-        """Let go of the driver; it may be called twice."""
+        """Release the driver. May be called more than once."""
 
 
 class VitalsWatch:
-    """The watch over one device. A driver that was never there is no trouble: nothing is reported
-    then.
+    """Reads one device's vitals on threads of its own, so that a driver that hangs blocks nobody.
+
+    A driver that has never answered isn't reported as trouble; its vitals stay empty.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
@@ -165,15 +175,15 @@ class VitalsWatch:
         self._closed = False
 
     def ask(self, full: bool = False) -> bool:
-        """Ask the driver once more; False if it has not answered the question before."""
+        """Start another reading; return False if the driver hasn't answered the previous one."""
         if self.pending or self._closed:
             return False
         self._start(self._answer, full)
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """The driver's last answer, or the one before it if that takes longer than `until`, in
-        monotonic seconds.
+        """Return the driver's latest answer, waiting for a pending one until the time
+        `until`, in monotonic seconds.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -181,20 +191,20 @@ class VitalsWatch:
 
     @property
     def pending(self) -> bool:
-        """True while the driver has not answered."""
+        """True while the driver hasn't answered the latest request."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
-        """The time that the driver has had for its answer; a thread that waits for a busy CPU is
-        not silence.
+        """Seconds since the driver was called for the pending answer, or 0; the time that a thread
+        waits for a busy CPU doesn't count.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """End the watch; a thread that the driver holds ends when it lets go. It may be called
-        twice.
+        """End the watch. A thread blocked in the driver ends when the driver returns.
+        May be called more than once.
         """
         if not self._closed:
             self._closed = True
@@ -225,8 +235,8 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """A child's start on its devices; the child applies `address_space_bytes` itself, by
-    `cap_address_space`.
+    """The settings with which a child process starts on its devices. The child applies
+    `address_space_bytes` itself, with `cap_address_space`.
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
@@ -237,10 +247,11 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """One kind of devices; a maker's class inherits it and overrides what its devices have.
+    """Base class of a kind of devices; a maker's class overrides the
+    methods that its devices support.
 
-    A process has one object of each class, made by `devices/registry.py`: importing its module
-    starts no driver.
+    A process has one instance of each class, created by `devices/registry.py`. Importing a
+    backend's module must not start a driver.
     """
 
     # the word in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
@@ -270,16 +281,17 @@ class Backend(Protocol):
     settle_seconds: float = 0.05  # from a source's first sample to one with rates
 
     def list_devices(self) -> Listing:
-        """Every device of this kind that this machine has; DeviceError if there is none or its
-        driver fails.
+        """Return every device of this kind on this machine; raises DeviceError if there
+        is none or the driver fails.
         """
         raise DeviceError(f"This machine can't list devices of the kind {self.kind}.")
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """The devices that the terms name, in their order, with notes; the environment `variables`
-        may hide some.
+        """Return the devices that the terms name, in their order, with notes. The
+        environment `variables` may hide some.
 
-        DeviceError: there are none, or all are hidden. RequestError: one that is named isn't there.
+        Raises DeviceError if there are none or all are hidden, and RequestError if
+        a named device doesn't exist.
         """
         listing = self.list_devices()
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
@@ -288,23 +300,27 @@ class Backend(Protocol):
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """The listed devices that the environment `variables` leave to a process, in the order that
-        they say.
+        """Return the listed devices that the environment `variables` make visible to a
+        process, in the variables' order.
         """
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """A plan's device as `--devices` names it: its id; DeviceError for one that can't train."""
+        """Return the text by which `--devices` names a plan's device: its id. Raises DeviceError
+        for a device that can't train.
+        """
         return device_id
 
     def open_source(self, found: Discovery) -> Source:
-        """A source that samples these devices for the monitor; DeviceError if the driver has gone
-        since.
+        """Return a source that samples these devices for the monitor; raises DeviceError if the
+        driver has gone since they were found.
         """
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """A child's start on these devices alone with "tensorflow", "torch" or "none"; DeviceError
-        if it can't be.
+        """Return the environment of a child that uses only these devices. `framework` is
+        "tensorflow", "torch" or "none".
+
+        Raises DeviceError if a limit of the devices can't be enforced.
         """
         for device in devices:
             if device.limit.percent:
@@ -316,34 +332,38 @@ class Backend(Protocol):
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
-        """The variables by which a process sees the devices with these ids, in this order, and no
-        other.
+        """Return the variables with which a process sees exactly the devices
+        with these ids, in this order.
         """
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def name_in(self, framework: str, number: int) -> str:
-        """The name of a child's device with this number in its framework: "cuda:0", "GPU:0"."""
+        """Return the framework's name for a child's device with this number,
+        such as "cuda:0" or "GPU:0".
+        """
         words = {"torch": self.torch_name, "tensorflow": self.tensorflow_name}
         return f"{words.get(framework) or self.kind.upper()}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
-        """A reader that a probe asks between its timed blocks; None: nothing is known of such
-        devices.
+        """Return a reader of a device's vitals for a probe to use between its timed blocks;
+        None if this kind has no vitals.
         """
         return None
 
     def name_path(self, first: Device, second: Device) -> str:
-        """The way data takes between two devices of this kind, in words; empty if unknown."""
+        """Return the name of the data path between two devices of this kind, such
+        as "NVLink"; empty if unknown.
+        """
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """The PCI address as sysfs writes it, like 0000:3b:00.0: its file is locked between users;
-        empty: none is.
+        """Return the PCI address in sysfs notation, such as 0000:3b:00.0, which names the device's
+        lock file; empty if there is none.
         """
         return ""
 
     def daemon_runs(self) -> bool:
-        """True if a daemon runs by which processes compute on one device at the same time, as by
-        NVIDIA's MPS.
+        """True if a daemon such as NVIDIA's MPS runs, with which several processes can compute on
+        one device at the same time.
         """
         return False

@@ -1,8 +1,7 @@
-"""Slices of the CPU as devices: disjoint sets of cores, each with an equal part of the memory that
-is free.
+"""CPU slices as devices: disjoint sets of cores, each with an equal part of the free memory.
 
-Cores, threads and memory confine a child; the monitor shows how busy the cores are, and the
-machine's heat and clock.
+A child is confined to its cores, threads and memory. The monitor shows the load of the cores, and
+the temperature and clock of the processor.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ MEMORY_STEP = 256 << 20  # sizes are rounded down to it, so that they repeat fro
 
 
 def slices(count: int | None = None) -> tuple[Device, ...]:
-    """The CPU cut into equal devices: two, or one on a machine with a single logical CPU, unless
-    `count` says.
+    """Return the CPU cut into `count` equal slices; by default two, or one if the
+    machine has a single logical CPU.
     """
     if count is not None and count < 1:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")
@@ -58,21 +57,23 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be had: the machine's, or what the container leaves if that is less."""
+    """Return the free memory: the machine's, or the container's
+    remaining memory if that is less.
+    """
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))
 
 
 def machine_memory_bytes() -> int:
-    """All memory of this machine, whether it is free or not."""
+    """Return the total memory of this machine."""
     total: int = psutil.virtual_memory().total
     return total
 
 
 @cache
 def product_name() -> str:
-    """The processor's product name, without trademark signs and the like."""
+    """Return the processor's product name, without trademark signs and filler words."""
     with suppress(OSError):
         found = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -91,7 +92,9 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class CpuSource:
-    """A Source over slices; memory is the machine's, which the slices share."""
+    """A source of samples for CPU slices. Memory is the whole
+    machine's, because slices share it.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class CpuSource:
         return self._devices
 
     def sample(self) -> Snapshot:
-        """All slices now."""
+        """Return a snapshot of all slices."""
         started = self._builder.begin()
         host = self._builder.meter.read()
         if started >= self._slow_due:
@@ -141,7 +144,9 @@ class CpuSource:
 
 
 def read_heat() -> tuple[Reading, Reading]:
-    """The hottest sensor of the processor and where it slows itself down, in °C."""
+    """Return the temperature of the processor's hottest sensor and the one
+    at which it throttles, in °C.
+    """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
         sensors = psutil.sensors_temperatures()
@@ -153,7 +158,7 @@ def read_heat() -> tuple[Reading, Reading]:
 
 
 def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
-    """The clock of the slice's first core and its highest, in MHz."""
+    """Return the current and the highest clock of the slice's first core, in MHz."""
     found: list[Reading] = []
     for name in ("scaling_cur_freq", "cpuinfo_max_freq"):
         reading = UNSUPPORTED
@@ -174,7 +179,9 @@ STEADY_MALLOC = {
 
 
 class CpuSlices(Backend):
-    """Disjoint sets of cores. A percentage is held by the child, which spins before each step."""
+    """Disjoint sets of cores. The child enforces a percentage limit itself
+    by spinning before each step.
+    """
 
     kind = "cpu"
     own_memory = False
@@ -182,7 +189,9 @@ class CpuSlices(Backend):
     tensorflow_name = "CPU"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """The slices that the terms name; RequestError if they cut the CPU in two ways."""
+        """Return the slices that the terms name; raises RequestError if the
+        terms cut the CPU differently.
+        """
         counts = {term.slices for term in terms}
         if len(counts) > 1:
             raise RequestError(
@@ -200,7 +209,7 @@ class CpuSlices(Backend):
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
-        """A plan's slice as `--devices` names it: cpu/2:0 for cpu-0-of-2."""
+        """Return the text by which `--devices` names a plan's slice: cpu/2:0 for cpu-0-of-2."""
         found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
         if not found:
             raise PlanError(
@@ -209,11 +218,11 @@ class CpuSlices(Backend):
         return f"cpu/{found[2]}:{found[1]}"
 
     def open_source(self, found: Discovery) -> Source:
-        """A source that reads /proc and /sys."""
+        """Return a source that reads /proc and /sys."""
         return CpuSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """The slices' cores, a thread for each physical core, and a cap on memory."""
+        """Return the slices' cores, one thread per physical core, and a memory limit."""
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))
         variables = {**QUIET, **STEADY_MALLOC}

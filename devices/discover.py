@@ -1,7 +1,7 @@
-"""The devices that `--devices` names, the source that samples them, and those that work for others
-just now.
+"""Find the devices that `--devices` names, open the source that samples them, and detect devices
+that other programs are using.
 
-Measurements beside others' work hold only while it goes on.
+Measurements taken beside other programs' work hold only while that work goes on.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def discover(
     environ: Mapping[str, str] | None = None,
     ray_address: str = "",
 ) -> Discovery:
-    """The devices that `spec` names, in its order.
+    """Return the devices that `spec` names, in its order.
 
-    `only_visible`: `auto` and `gpu` keep to CUDA_VISIBLE_DEVICES or its like, and a cluster's
-    devices to those that Ray reserves for this process; a GPU of this machine that is named is
-    taken whatever it says. RequestError: malformed, named twice, or not there. DeviceError: GPUs
-    were asked for and the driver fails, or the Ray cluster at `ray_address` (default: RAY_ADDRESS,
-    else this machine's) can't be used.
+    With `only_visible`, `auto` and `gpu` select only devices that CUDA_VISIBLE_DEVICES or another
+    maker's variable makes visible, and on a cluster only devices that Ray reserves for this
+    process; a local GPU that is named explicitly is used regardless. Raises RequestError if the
+    spec is malformed, names a device twice or names one that doesn't exist. Raises DeviceError if
+    GPUs were requested and the driver fails, or if the Ray cluster at `ray_address` (default:
+    RAY_ADDRESS, else this machine's cluster) can't be used.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}
@@ -55,8 +56,8 @@ def discover(
 
 
 def _check_limit(device: Device) -> None:
-    """RequestError for a limit of memory that the device doesn't have, as after a slip of the
-    unit.
+    """Raise RequestError if a memory limit exceeds the device's memory, for
+    example because of a wrong unit.
     """
     wanted = device.limit.memory_bytes
     there = _all_memory(device)
@@ -69,8 +70,10 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """The most memory that a device could ever have; None where that isn't known. Slices of the
-    CPU share the machine's, of which more may be free another time.
+    """Return the most memory that a device can ever have; None if unknown.
+
+    For a CPU slice this is the machine's memory, because slices share
+    it and more may be free later.
     """
     if not device.on_cpu:
         return device.memory_bytes
@@ -82,8 +85,8 @@ def _all_memory(device: Device) -> int | None:
 
 
 def open_source(discovery: Discovery) -> Source:
-    """A source that samples these devices; its owner closes it. DeviceError if the driver has gone
-    since.
+    """Return a source that samples these devices, for the caller to close; raises DeviceError if
+    the driver has gone since they were found.
     """
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
@@ -106,11 +109,11 @@ SETTLE_READS = 3
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A sentence for each device whose memory is held by others, and one for each that computes for
-    them now.
+    """Return two groups of messages: one for each device whose memory other programs hold, and one
+    for each that computes for them now.
 
-    Memory is held if all but 5 % of it is in use (at least 600 MiB, at most 2 GiB are left). Ask
-    before a session starts its own children.
+    A device's memory counts as held if less than 5 % of it is free (the threshold is at least 600
+    MiB and at most 2 GiB). Call this before a session starts its own children.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
@@ -126,7 +129,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """The sentence on a device that is busy; empty for one that is idle, or doesn't tell."""
+    """Return a message about a busy device; empty if it is idle or doesn't report its load."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -139,8 +142,8 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """The sentence on a device that is full; empty for one with room for its own limit, or that
-    doesn't tell.
+    """Return a message about a device without enough free memory; empty if there is room for its
+    own limit, or if it doesn't report its memory.
     """
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
@@ -160,6 +163,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """The first few processes on a device; empty if the driver names none."""
+    """Return the first few pids on a device, for a message; empty if the driver names none."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

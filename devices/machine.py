@@ -39,8 +39,8 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exposed cost of keeping k replicas in step, once a step; more if they are on several
-    hosts.
+    """The part of the cost of synchronizing k replicas that compute doesn't hide,
+    per step; higher across hosts.
     """
 
     base_ms: Amount = 0.0
@@ -49,8 +49,8 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Seconds of a step in which k devices with samples on h hosts exchange; one device waits
-        for nobody.
+        """Return the seconds per step that `devices` active devices on `hosts` hosts spend
+        synchronizing; 0 for one device.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -58,7 +58,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device of a machine file, key for key; ValueError for curves that are not in order."""
+    """One device table of a machine file, with the file's keys as fields. Raises ValueError if a
+    curve isn't in rising order.
+    """
 
     name: str
     memory_mib: Positive  # available to a training process
@@ -88,13 +90,13 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def slug(self) -> str:
-        """The name as part of an id: `GTX 1080 Ti` is `gtx1080ti`."""
+        """The name in the form used in ids: `GTX 1080 Ti` becomes `gtx1080ti`."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower().replace(" ", "")).strip("-")
 
     @property
     def fixed_ms(self) -> float:
-        """Milliseconds of a step without rows: the least at which a line through two neighbours of
-        the curve begins.
+        """Milliseconds of a step without rows: the lowest intercept among the lines through
+        neighbouring points of the curve.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -102,7 +104,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """Seconds of one step alone and unlimited, in passes of equal sizes; 0 for no samples."""
+        """Return the seconds of one step without limit or contention, in `passes` passes of
+        equal size; 0 for an empty batch.
+        """
         if batch <= 0:
             return 0.0
         rows, larger = divmod(batch, passes)
@@ -117,8 +121,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """The power of a device that computes for a part of the time; 8 % of the full load at
-        rest.
+        """Return the power of a device that computes for the fraction `busy` of the
+        time; 8 % of full load at idle.
         """
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (
@@ -127,7 +131,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def samples_per_second(self) -> float:
-        """The most that the device trains alone, at any point of its curve."""
+        """The highest samples/s that the device reaches alone, at any point of its curve."""
         fastest = 0.0
         for batch, _ in self.curve:
             seconds = self.seconds(batch)
@@ -135,8 +139,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Throughput of all trainings side by side over that of one: 1 where no curve is given, as
-        time is shared.
+        """Return the combined throughput of several training runs on one
+        device, relative to one run.
+
+        Without a `pack_gain` curve it is 1, because the runs share the device's time.
         """
         points = self.pack_gain
         if not points or processes <= 1:
@@ -147,7 +153,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return most if processes >= last else interpolate(points, processes)
 
     def memory_bytes(self, batch: int) -> int:
-        """Peak of a training process at `batch`; 0 for no samples."""
+        """Return the peak memory of a training process with this batch; 0 for an empty batch."""
         if batch <= 0:
             return 0
         bent = self.memory_curve
@@ -160,8 +166,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model's parts on several devices of a machine file, as one curve; it never runs out of
-    memory.
+    """A model whose parts lie on several devices of a machine file, described by one curve. A
+    placement never runs out of memory.
     """
 
     name: Annotated[str, Meta(min_length=1)]
@@ -172,13 +178,13 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         check_rising("curve", self.curve)
 
     def seconds(self, batch: int) -> float:
-        """Seconds of one step, without noise."""
+        """Return the seconds of one step, without noise."""
         return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
 class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of the model's memory that a sharded training divides over the devices, and what
-    that costs.
+    """The memory of the model's state that sharded training divides among the
+    devices, and the cost of sharding.
     """
 
     # parameters, gradients and the optimizer's state, within each device's own memory figures
@@ -264,27 +270,29 @@ class Machine(msgspec.Struct, frozen=True):
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:
-        """Cost of keeping these devices in step."""
+        """Return the seconds per step that these devices spend synchronizing."""
         return self.sync.seconds(
             len(active), len({self.devices[position].host for position in active})
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Relative standard deviation of one step: that of the noisiest device with samples."""
+        """Return the relative standard deviation of a step time: that of the
+        noisiest device with samples.
+        """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),
             default=0.0,
         )
 
     def memory_bytes(self, position: int, rows: int) -> int:
-        """Peak memory of one device that computes these rows at once."""
+        """Return the peak memory of one device that computes these rows in one pass."""
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float) -> int:
-        """Peak memory of one device that computes these rows at once with this part of the model's
-        state.
+        """Return the peak memory of one device that computes these rows in one pass and holds
+        this part of the model's state.
 
-        ValueError for a machine without shards.
+        Raises ValueError if the machine file describes no shards.
         """
         if self.shards is None:
             raise ValueError("the machine's model can't be sharded")
@@ -292,13 +300,13 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, self.memory_bytes(position, rows) + round(more * MIB))
 
     def usable_memory_bytes(self, position: int) -> int:
-        """Memory that a training process can have on the device, under the limit."""
+        """Return the memory that a training process can use on the device, within its limit."""
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Bytes of the usable memory that others hold at this time."""
+        """Return how many bytes of the usable memory others hold at this time."""
         taken = sum(
             each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
         )
@@ -306,7 +314,7 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
-        """The share of its speed that the device holds back at this time."""
+        """Return the fraction of its speed that the device loses to events at this time."""
         if not self.events:
             return 0.0
         return max(
@@ -315,12 +323,12 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def lost(self, position: int, at_seconds: float) -> bool:
-        """True if the device is gone at this time."""
+        """True if the device has failed by this time."""
         return any(each.lost and each.applies_to(position, at_seconds) for each in self.events)
 
 
 def check_rising(key: str, points: Points) -> None:
-    """ValueError unless each size stands once, in rising order."""
+    """Raise ValueError unless the sizes of the points rise strictly."""
     for (size0, _), (size1, _) in pairwise(points):
         if size1 <= size0:
             raise ValueError(
@@ -329,8 +337,8 @@ def check_rising(key: str, points: Points) -> None:
 
 
 def interpolate(points: Points, batch: float) -> float:
-    """The value at `batch`: linear between points; outside them by the two nearest, or level where
-    their line falls.
+    """Return the value at `batch`: linear between points, and outside them by the line through the
+    two nearest points, or constant if that line falls.
     """
     above = bisect_left(points, batch, key=lambda point: point[0])
     right = min(max(above, 1), len(points) - 1)

@@ -1,7 +1,7 @@
-"""The network between hosts, and addresses to listen at.
+"""The network between hosts: interfaces, reachability and addresses to listen on.
 
-The interface by which this host reaches another, whether ports can be reached, and whether a
-request was meant for this machine's loopback.
+It finds the interface through which this host reaches another, checks whether ports can be reached,
+and whether a request was addressed to this machine's loopback.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Place = tuple[str, int]  # a host's address, and a port
 
 
 def loopback_interface() -> dict[str, str]:
-    """The variables by which gloo and NCCL keep to this machine, whatever is set for other
-    trainings.
+    """Return the variables that restrict gloo and NCCL to this machine, whatever the environment
+    sets for other training runs.
     """
     return dict.fromkeys(VARIABLES, "lo")
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """The variables by which gloo and NCCL use the interface towards the other hosts, unless they
-    are set already.
+    """Return the variables that make gloo and NCCL use the interface towards the other hosts;
+    variables that are already set are left out.
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""
@@ -46,8 +46,8 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """The name of the interface whose address packets to `host` bear; empty if there is no way to
-    it.
+    """Return the name of the interface that packets to `host` leave
+    from; empty if there is no route.
     """
     own = find_source(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
@@ -58,7 +58,7 @@ def find_interface(host: str) -> str:
 
 
 def find_source(host: str) -> str:
-    """This machine's address that packets to `host` bear; empty if there is no way to it."""
+    """Return this machine's source address for packets to `host`; empty if there is no route."""
     for family, kind, protocol, _, address in resolve(host, port=9):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.connect(address)  # of UDP: chooses the way, sends nothing
@@ -67,10 +67,10 @@ def find_source(host: str) -> str:
 
 
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
-    """The address at which the other hosts reach this one, which they know as `host`.
+    """Return the address at which the other hosts, which know this host as `host`, can reach it.
 
-    A machine's own name often leads to its loopback (127.0.1.1 on Debian); then it is the address
-    that packets to the others bear.
+    A machine's own name often resolves to loopback (127.0.1.1 on Debian); the result is then the
+    source address of packets to the other hosts.
     """
     named = [str(address[0]) for *_, address in resolve(host)]
     others = [find_source(other) for other in hosts if other != host]
@@ -81,10 +81,10 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 
 
 class Listener:
-    """Runs on a host: listens at any port of its address and at that of a launch, if it is free,
-    until closed.
+    """Listens on a host, until closed, on a free port of its address and on the rendezvous port
+    of a launch if that is free.
 
-    The kernel answers who connects; nothing is read.
+    The kernel accepts connections; nothing is read from them.
     """
 
     def __init__(self, address: str) -> None:
@@ -96,7 +96,7 @@ class Listener:
             )
 
     def places(self) -> list[Place]:
-        """The address and ports on which the listener waits."""
+        """Return the address and ports on which the listener waits."""
         return [(self._address, door.getsockname()[1]) for door in self._doors]
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Listener:
 
 
 def find_unreachable(places: Sequence[Place]) -> list[tuple[Place, str]]:
-    """The places that this host can't connect to, each with the reason."""
+    """Return the places to which this host can't connect, each with the reason."""
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(_try_connecting, places))
     return [(place, fault) for place, fault in zip(places, faults, strict=True) if fault]
@@ -121,19 +121,21 @@ def _try_connecting(place: Place) -> str:
 
 
 class Address(NamedTuple):
-    """The host and port where a server listens."""
+    """The host and port on which a server listens."""
 
     host: str
     port: int
 
     @property
     def authority(self) -> str:
-        """The address as it stands in a URL."""
+        """The address as written in a URL."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str, option: str) -> Address:
-    """`127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`; RequestError for anything else."""
+    """Return the address in a text such as `127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`;
+    raises RequestError for anything else.
+    """
     try:
         parts = urlsplit(f"//{text}")
         host = parts.hostname
@@ -151,11 +153,10 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host, as a URL or the Host header has it, with or without a port, is this machine's
-    loopback.
+    """True if a host from a URL or Host header, with or without a port, is this machine's loopback.
 
-    A web page elsewhere can make a browser send a request here under a name of its own, but not
-    under these.
+    A web page elsewhere can make a browser send a request here under the page's own host name,
+    but not under a loopback name.
     """
     try:
         name = "" if "@" in host else urlsplit(f"//{host}").hostname or ""

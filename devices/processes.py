@@ -1,6 +1,7 @@
-"""The machine around the devices: its CPUs, its memory and its processes, read from the kernel.
+"""The host's CPUs, memory and processes, read from the kernel, and signals to processes.
 
-A signal goes to exactly the process that was confirmed: its pid and start time identify it.
+A process is identified by its pid and start time, so a signal reaches only the
+process that the user confirmed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FIRST_WAIT_SECONDS = 0.03  # a few of the kernel's ticks: the first line would s
 
 
 class HostMeter:
-    """The host line, and the busy shares of single CPUs that came with it."""
+    """Samples the host, and keeps the load of each CPU from the latest sample."""
 
     def __init__(self) -> None:
         self._name = clean_text(socket.gethostname())
@@ -40,7 +41,7 @@ class HostMeter:
         self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first line
 
     def read(self) -> HostSample:
-        """The host line of this moment."""
+        """Return the host's sample at this moment."""
         percents = psutil.cpu_percent(None if self.by_cpu else FIRST_WAIT_SECONDS, percpu=True)
         if len(percents) != len(self._cpus):
             self._cpus = tuple(_online_cpus(len(percents)))
@@ -57,14 +58,14 @@ class HostMeter:
 
 
 def _online_cpus(count: int) -> Iterable[int]:
-    """The numbers of the CPUs that psutil lists; some may be missing in between."""
+    """Return the numbers of the CPUs that psutil lists, which may have gaps."""
     with suppress(OSError, ValueError):
         return parse_cpu_list(ONLINE.read_text())
     return range(count)
 
 
 class ProcessReading(msgspec.Struct, frozen=True):
-    """A process's owner, command and present use; unknown facts are empty."""
+    """A process's owner, command, CPU and memory use; unknown facts are empty."""
 
     pid: int
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
@@ -76,7 +77,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _Look(NamedTuple):
-    """The last look at a process."""
+    """The previous reading of a process, with what is needed to compute its CPU use."""
 
     facts: ProcessReading
     started: bytes  # in clock ticks since boot: a reused pid is another process
@@ -85,16 +86,16 @@ class _Look(NamedTuple):
 
 
 class ProcessTable:
-    """Facts of processes, looked up once for each; what they use takes one small file, not psutil's
-    three.
+    """Facts about processes, looked up once per process. Resource use is read from one small
+    file instead of psutil's three.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Look] = {}
 
     def look(self, pid: int) -> ProcessReading:
-        """The process `pid` and its use; of other containers' or users' processes perhaps only the
-        pid is known.
+        """Return what is known about the process `pid`; only the pid may be known for processes
+        of other containers or users.
         """
         before = self._known.pop(pid, None)
         now = time.monotonic()
@@ -123,7 +124,7 @@ class ProcessTable:
         )
 
     def forget_others(self, pids: Iterable[int]) -> None:
-        """Forget all processes but these."""
+        """Forget all processes except those with these pids."""
         self._known = {pid: self._known[pid] for pid in pids if pid in self._known}
 
 
@@ -135,8 +136,8 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 
 
 def clean_text(text: str) -> str:
-    """Text without anything that could control a terminal or reverse its direction; at most 4096
-    characters.
+    """Return the text without characters that could control a terminal or reverse its direction,
+    cut to at most 4096 characters.
     """
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 
@@ -146,11 +147,11 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send SIG`name`; RequestError if the process ended, its pid is another's now, or it is out of
-    reach.
+    """Send SIG`name` to the process of this row.
 
-    A descriptor holds the process while its start time and owner are checked, so the pid can't be
-    reused meanwhile.
+    Raises RequestError if the process has ended, its pid now belongs to another process, or
+    it can't be signalled. A pidfd is held while the start time and owner are checked, so the
+    pid can't be reused meanwhile.
     """
     if row.host:
         raise RequestError(

@@ -1,7 +1,7 @@
-"""The kinds of devices that evener knows, and the environment of a child that trains on its devices
-and nothing else.
+"""The kinds of devices that evener supports, and the environment of a child that
+may use only its own devices.
 
-A new maker's line goes into BACKENDS.
+To add a maker, add a line to BACKENDS.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ BACKENDS = {
 
 
 def find_backend(kind: str) -> Backend:
-    """The backend of devices of this kind; RequestError if this evener has none, as of a newer
-    one's journal.
+    """Return the backend for this kind of devices.
+
+    Raises RequestError if this version of evener has none, for example
+    for a newer version's journal.
     """
     if kind not in BACKENDS:
         raise RequestError(
@@ -44,33 +46,33 @@ def find_backend(kind: str) -> Backend:
 
 
 def all_backends() -> tuple[Backend, ...]:
-    """Every backend, in the order of the table."""
+    """Return every backend, in the order of BACKENDS."""
     return tuple(_load(place) for place in BACKENDS.values())
 
 
 def name_maker(devices: Iterable[Device]) -> str:
-    """The maker of the first device that has one; empty if none has."""
+    """Return the maker of the first device that has one; empty if none has."""
     makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
     return next(filter(None, makers), "")
 
 
 def kind_of(name: str) -> str:
-    """The kind of the device that has this label or id, GPU:0 or sim-0-t4; an id may begin with a
-    word of its maker.
+    """Return the kind of the device with this label or id, such as GPU:0 or sim-0-t4: its
+    lower-case prefix. An id may start with its maker's word instead.
     """
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 
 
 def is_simulated(names: Iterable[str]) -> bool:
-    """True if one of these labels or ids is a simulated device's."""
+    """True if any of these labels or ids belongs to a simulated device."""
     return any(
         find_backend(kind).simulated for kind in set(map(kind_of, names)) if kind in BACKENDS
     )
 
 
 def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    """The devices of this machine that terms of one kind name, in order; the environment
-    `variables` may hide some.
+    """Return this machine's devices that the terms, all of one kind, name, in order. The
+    environment `variables` may hide some.
     """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
@@ -86,7 +88,9 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Slices of the CPU where no other devices are here, with a note that says why."""
+    """Return CPU slices for a machine without other devices, with a note
+    that says why they are used.
+    """
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
@@ -97,7 +101,9 @@ def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discov
 
 
 def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
-    """A source that samples devices of this machine; DeviceError if their driver has gone since."""
+    """Return a source that samples devices of this machine; raises DeviceError if their driver
+    has gone since they were found.
+    """
     return find_backend(devices[0].kind).open_source(Discovery(devices, notes))
 
 
@@ -109,9 +115,11 @@ def _load(place: str) -> Backend:
 
 
 def child_environment(devices: Sequence[Device], framework: str) -> ChildEnvironment:
-    """The environment of one child that trains on `devices` with "tensorflow", "torch" or "none".
+    """Return the environment of a child that trains on `devices` with
+    "tensorflow", "torch" or "none".
 
-    DeviceError if a device is held to a limit that nothing here could enforce.
+    Raises DeviceError if a device has a limit that can't be enforced, and ValueError if the
+    devices are of several kinds.
     """
     (kind, *more) = {device.kind for device in devices}
     if more:
@@ -125,11 +133,11 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """PYTHONPATH for a child that must import this same evener.
+    """Return the PYTHONPATH for a child that has to import this same evener.
 
-    Where `evener` was found through a folder on `sys.path`, that folder leads. An editable install
-    needs no folder: the checkout's would offer its other packages too, and a user's `workloads`
-    folder may have the name of one.
+    If `evener` was found through a folder on `sys.path`, that folder comes first. An editable
+    install needs no folder: the checkout's folder would also expose its other packages, which may
+    clash with a user's own, such as a folder `workloads`.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}

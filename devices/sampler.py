@@ -1,5 +1,5 @@
-"""Samples a source on its own thread, keeps the history, notifies a subscriber; a source that hangs
-blocks nobody.
+"""Samples a source on a thread of its own, keeps a history and notifies a subscriber; a
+source that hangs blocks neither.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class Sampler:
-    """One polling thread over a source. The subscriber is called on the sampler's threads, once at
-    a time.
+    """Polls a source on one thread, and calls the subscriber from its own threads,
+    never twice at the same time.
 
-    Ticks are whole intervals from the start; those that a slow source missed are skipped.
+    Ticks come at whole intervals from the start; ticks missed by a slow source are skipped.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
@@ -62,19 +62,20 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Samples/s, where they are known yet, and share of the probes that run now, by device id.
+        """Set the load of each device by id: the samples/s of the probe that runs on it, or None if
+        not yet known, and its share.
 
-        Simulated devices act on it; on real ones, probes report themselves.
+        Only simulated devices use these loads; on real devices the probes report themselves.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):
                 self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Take the first sample at once and go on every interval; `subscriber` gets every snapshot
-        from now on.
+        """Take the first sample at once and then one every interval; `subscriber`
+        receives every snapshot from now on.
 
-        A sampler that has started only gets another subscriber.
+        If the sampler has already started, this only replaces the subscriber.
         """
         self._subscriber = subscriber or self._subscriber
         if self._threads[0].ident is None:
@@ -83,8 +84,8 @@ class Sampler:
                 thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
-        """End sampling; the polling thread closes the source. False if the source still hangs after
-        the wait.
+        """Stop sampling; the polling thread closes the source. Return False if the
+        source still hangs after the wait.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds
@@ -97,7 +98,9 @@ class Sampler:
         return not self._threads[0].is_alive()
 
     def latest(self) -> Snapshot | None:
-        """The newest snapshot, marked stale when the source is overdue; None before the first."""
+        """Return the newest snapshot, marked stale if the source is
+        overdue; None before the first.
+        """
         with self._lock:
             last = self._last
             age = time.monotonic() - self._sampled_at
@@ -108,20 +111,20 @@ class Sampler:
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """One metric of one device in the newest ticks, oldest first; None where there was no
-        current value.
+        """Return one metric of one device over the newest ticks, oldest first; None for a
+        tick without a current value.
         """
         with self._lock:
             return self._history.values(key, metric, newest)
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """When the newest ticks were, in seconds since the epoch, oldest first."""
+        """Return the times of the newest ticks, in seconds since the epoch, oldest first."""
         with self._lock:
             return self._history.times(newest)
 
     @property
     def ticks(self) -> int:
-        """How many ticks there were since the start."""
+        """The number of ticks since the start."""
         with self._lock:
             return self._history.count
 
@@ -149,7 +152,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Send the subscriber a stale snapshot in each interval that the source is overdue."""
+        """Send the subscriber a stale snapshot in each interval in which the source is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -166,8 +169,8 @@ class Sampler:
 
 
 class History:
-    """The readings of the last ticks, a column of figures for each metric of a device. Not
-    thread-safe.
+    """The readings of the last ticks, stored as one column of values for each metric
+    of a device. Not thread-safe.
     """
 
     def __init__(self, ticks: int) -> None:
@@ -205,7 +208,7 @@ class History:
             column[before] = figure  # two reports of one training
 
     def _forget(self) -> None:
-        """Forget the older half, and metrics that nobody has reported since."""
+        """Drop the older half of the ticks, and metrics without a value since then."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]
@@ -216,8 +219,8 @@ class History:
     def values(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """The newest of the ticks kept, oldest first; of a metric that was never reported, None for
-        each.
+        """Return the newest values of a metric, oldest first; None for
+        each tick without a value.
         """
         kept = self._kept(newest)
         column = self._columns.get((key, metric))
@@ -228,7 +231,7 @@ class History:
         )
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """When these ticks were, in seconds since the epoch, oldest first."""
+        """Return the times of the newest ticks, in seconds since the epoch, oldest first."""
         kept = self._kept(newest)
         return tuple(self._times[len(self._times) - kept :])
 
@@ -239,7 +242,7 @@ class History:
 def stale(
     snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
 ) -> Snapshot:
-    """A snapshot whose every value is marked as too old to be current, with the reason."""
+    """Return the snapshot with every value marked as stale, and a note that gives the reason."""
     note = f"No reading for {age_seconds:.0f} s: {why}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
     return msgspec.structs.replace(
@@ -261,16 +264,16 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """The sampler for `--devices`, and the devices that a search may use; RequestError or
-    DeviceError.
+    """Return the sampler for `--devices`, and the devices that a search may use. Raises
+    RequestError or DeviceError as `discover` does.
     """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """The devices that a search uses: a monitor shows every GPU, and a variable may hide some from
-    frameworks.
+    """Return the devices that a search may use: the monitor shows every GPU, but a variable
+    may hide some from frameworks.
     """
     if not devices or devices[0].host:
         return devices

@@ -1,11 +1,11 @@
-"""Simulated devices: machines from a TOML file or the built-in catalogue, and their readings;
-nothing is measured.
+"""Simulated devices: machines read from a TOML file or the built-in catalogue, and their computed
+readings. Nothing is measured.
 
-Files are read strictly: every fault is a RequestError that names the file, the device and the key.
-Readings are derived from two figures of a load: busy, the share of time in which the device
-computes, and effort, its samples/s against the most that it can do. Busy drives what monitors call
-utilisation, effort the power; heat follows the power with a lag. So a small batch shows 95 %
-utilisation at half the power, as real cards do.
+Files are read strictly: every fault raises a RequestError that names the file, the device and the
+key. Readings are derived from two properties of a load: `busy`, the fraction of time in which the
+device computes, and `effort`, its samples/s relative to its maximum. `busy` determines what
+monitors call utilization and `effort` determines most of the power; the temperature follows the
+power with a lag. A small batch therefore shows 95 % utilization at half the power, as on real GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Table = TypeVar("Table", bound=msgspec.Struct)
 
 
 class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine file, key for key."""
+    """A machine file, with its keys as fields."""
 
     device: tuple[SimulatedDevice, ...] = ()
     sync: Sync = Sync()  # absent: it costs nothing
@@ -60,13 +60,15 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def load_machine(path: str | PathLike[str]) -> Machine:
-    """The machine that a TOML file describes; RequestError says what is wrong in it, and where."""
+    """Return the machine that a TOML file describes; raises RequestError that
+    says what is wrong and where.
+    """
     text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
     return parse_machine(text, str(path))
 
 
 def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
-    """The machine in a file's bytes; `source` names it in errors."""
+    """Return the machine described by a file's bytes; `source` names the file in errors."""
     data = _decode(text, source)
     file = _convert(data, MachineFile, source)
     if not file.device:
@@ -89,7 +91,9 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Placements and events fit the number of devices, and placements have names of their own."""
+    """Raise RequestError unless placements and events refer to existing devices
+    and placement names are unique.
+    """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
         where = f"{source}: placement {i}"
@@ -110,8 +114,10 @@ def _check_positions(file: MachineFile, source: str) -> None:
 
 
 def catalogue(names: Sequence[str]) -> Machine:
-    """A machine of catalogue devices; a mixed one synchronises at the cost of its most expensive
-    device.
+    """Return a machine of catalogue devices. Devices of different kinds synchronize at the
+    cost of the most expensive one.
+
+    Raises RequestError for an unknown name.
     """
     entries, default = _entries()
     for name in names:
@@ -174,7 +180,7 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain(message: str, table: Any, where: str) -> str:
-    """The fault in msgspec's words, with the table, the key and its value in front."""
+    """Return msgspec's message with the table, the key and its value in front."""
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -217,7 +223,7 @@ FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """The training on a simulated device, and the readings that follow from it."""
+    """The load of training on a simulated device, from which its readings are derived."""
 
     samples_per_second: float
     busy: float  # share of time that the device computes
@@ -227,8 +233,8 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """The mean of a device's loads from one reading to the next, so that work between two readings
-    is seen; times are the source's, in seconds.
+    """Averages a device's loads from one reading to the next, so that work between readings is
+    included. Times are in seconds, by the source's clock.
     """
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
@@ -237,12 +243,14 @@ class _LoadMeter:
         self._past: list[tuple[float, SimulatedLoad]] = []  # seconds of each load until now
 
     def change(self, load: SimulatedLoad, now: float) -> None:
-        """The device has this load from now on."""
+        """Set the device's load from `now` on."""
         self._note(now)
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """The mean since the last reading; of memory, which isn't given back at once, the most."""
+        """Return the mean load since the last reading, but the maximum for memory,
+        which isn't released at once.
+        """
         self._note(now)
         past = self._past
         self._past = []
@@ -335,7 +343,9 @@ class SimulatedSource:
         """Do nothing: this source holds nothing open."""
 
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """The load of a device: it is busy for steps per second times seconds per step."""
+        """Return the load of a device, which is busy for steps per
+        second times seconds per step.
+        """
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:
@@ -350,7 +360,9 @@ class SimulatedSource:
         )
 
     def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """One device now; one that trains alone exchanges nothing."""
+        """Return one device's sample; without `together`, it trains
+        alone and has no link traffic.
+        """
         device = self._devices[position]
         state = self._states[position]
         interval = self._builder.interval_seconds
@@ -399,14 +411,14 @@ def _noisy(share: float, jitter: float) -> float:
 
 
 class SimulatedDevices(Backend):
-    """Devices of the catalogue, or of a machine file."""
+    """Devices from the catalogue or from a machine file."""
 
     kind = "sim"
     own_memory = False
     simulated = True
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """The devices of the catalogue that the terms name, or all of a machine file."""
+        """Return the catalogue devices that the terms name, or all devices of a machine file."""
         files = [
             term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick
         ]
@@ -426,12 +438,12 @@ class SimulatedDevices(Backend):
         return Discovery(machine.described(), (), machine)
 
     def write_term(self, device_id: str) -> str:
-        """DeviceError, as nothing can be launched on a simulated device."""
+        """Raise DeviceError, because nothing can be launched on a simulated device."""
         raise DeviceError(
             f"The plan is for a simulated device, {device_id}.", "Make one for real devices."
         )
 
     def open_source(self, found: Discovery) -> Source:
-        """A source whose readings are computed from the machine's physics."""
+        """Return a source whose readings are computed from the machine's physics."""
         assert found.machine is not None
         return SimulatedSource(found.machine)

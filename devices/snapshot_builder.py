@@ -1,7 +1,8 @@
-"""The parts of a snapshot that every source needs: the host line, and the processes with their
-samples/s.
+"""The parts of a snapshot that every source needs: the host's sample, and the
+processes with their samples/s.
 
-Samples/s come from the trainings' own reports, assigned to this machine's devices.
+Samples/s come from the reports that training processes write, and are
+assigned to this machine's devices.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .types import (
 
 
 class OnDevice(msgspec.Struct, frozen=True):
-    """A process as a driver sees it on one device."""
+    """A process on one device, as the driver reports it."""
 
     pid: int
     memory_bytes: Reading = UNSUPPORTED
@@ -37,7 +38,7 @@ class OnDevice(msgspec.Struct, frozen=True):
 
 
 class SnapshotBuilder:
-    """Makes a source's samples a snapshot, tick by tick; not safe in two threads at once."""
+    """Builds a snapshot from a source's samples, tick by tick. Not thread-safe."""
 
     def __init__(
         self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic
@@ -64,8 +65,10 @@ class SnapshotBuilder:
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
-        """The tick's snapshot. `seen`: the driver's processes by device id; `host`: the machine, if
-        read already.
+        """Return the snapshot of this tick.
+
+        `seen` holds the driver's processes by device id; `host` is the
+        host's sample if already taken.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(each.pid for each in processes)
@@ -84,8 +87,8 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[OnDevice]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """The samples with samples/s, and a row for each process: seen by the driver, or reporting
-        itself.
+        """Return the samples with samples/s filled in, and a row for each process that the driver
+        reports or that reports itself.
         """
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
@@ -107,7 +110,9 @@ class SnapshotBuilder:
 
 
 def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice]:
-    """The processes on one device: seen by its driver, or known only by their own reports."""
+    """Return the processes on one device: those its driver reports, then those
+    known only by their own reports.
+    """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*seen, *(OnDevice(pid) for pid in reported if pid not in known)]
@@ -149,7 +154,9 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 
 
 class TrainingRates:
-    """The samples/s of each training on each device; reports are read at most twice a second."""
+    """The samples/s of each training run on each device. Reports are
+    read at most twice a second.
+    """
 
     def __init__(
         self,
@@ -166,11 +173,11 @@ class TrainingRates:
         self.reports: tuple[Training, ...] = ()
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
-        """Each training's part on each device. `pids`: the processes that the driver sees, by
-        device id.
+        """Return the samples/s of each training process on each device. `pids` holds the pids that
+        the driver reports, by device id.
 
-        A training that names no device counts on those where the driver sees its process, in equal
-        parts.
+        The samples/s of a training run that names no device are divided equally among the devices
+        on which the driver reports its process.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
@@ -197,7 +204,9 @@ class TrainingRates:
         self._ended = [each for each in left if each.training in going]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
-        """Tokens/s and padding in per cent of the process, as `by_process` read them last."""
+        """Return the process's tokens/s and its padding in percent, as of
+        the last call of `by_process`.
+        """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:
             return UNSUPPORTED, UNSUPPORTED
@@ -210,7 +219,9 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """The sum of samples/s with ages; stale if the newest part is old."""
+    """Return the sum of samples/s as a reading; stale if even the newest part is old. Each part is
+    a pair of samples/s and age.
+    """
     if not parts:
         return Reading(State.UNSUPPORTED)
     fresh = [(rate, age) for rate, age in parts if age <= OLD_SECONDS]
@@ -220,7 +231,9 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """A training's device with the id that its index has here, unless it has one of its own."""
+    """Return a training run's device with the id that its index has on this machine, unless
+    the device already has an id.
+    """
     if live.id or live.index not in by_index:
         return live
     return msgspec.structs.replace(live, id=by_index[live.index].id)
@@ -229,11 +242,12 @@ def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
 def _place(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """The training with its devices named as this machine names them, as far as they are here.
+    """Return the training run with its devices identified by this machine's ids, as far
+    as they are on this machine.
 
-    Ids name their device. Bare indices are the framework's own count, which CUDA_VISIBLE_DEVICES
-    shifts: they follow the GPUs that the driver sees the process on, if it sees as many, else the
-    driver's count.
+    A device with an id keeps it. A bare index is the framework's own numbering, which
+    CUDA_VISIBLE_DEVICES shifts. Bare indices are matched to the GPUs on which the driver reports
+    the process if the numbers of both agree, and to the driver's numbering otherwise.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
@@ -252,8 +266,8 @@ def _place(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """The device that each of a framework's own indices means: those `seen`, if they are as many,
-    else as the driver counts them.
+    """Return the device for each of a framework's own indices: the devices in `seen` if there are
+    as many, else those with the same indices in the driver's numbering.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

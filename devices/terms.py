@@ -56,7 +56,9 @@ _LIMIT_WITHOUT_AT = re.compile(  # a machine file may be named so
 
 
 def parse_request(spec: str) -> tuple[Term, ...]:
-    """The terms of a request, all of one kind; RequestError names the one that can't be read."""
+    """Return the terms of a request, all of one kind; raises RequestError that names
+    a term that can't be parsed.
+    """
     terms: list[Term] = []
     for text in spec.split(","):
         terms.append(_parse_term(text.strip(), terms[-1] if terms else None, spec))
@@ -65,7 +67,7 @@ def parse_request(spec: str) -> tuple[Term, ...]:
 
 
 def _check_together(terms: Sequence[Term], spec: str) -> None:
-    """RequestError for terms that can't stand in one request."""
+    """Raise RequestError if the terms can't be combined in one request."""
     if len({term.host is None for term in terms}) > 1:
         raise RequestError(
             f"{spec!r} mixes this machine with the Ray cluster.",
@@ -126,7 +128,9 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """A device without its kind: an id, or a pick that goes on with the term before it."""
+    """Return the term of a device without its kind: an id, or a pick that takes
+    the kind of the term before it.
+    """
     if "-" in body:
         for backend in all_backends():
             if body.lower().startswith(backend.id_prefixes):
@@ -151,8 +155,8 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 
 
 def parse_limit(text: str) -> Limit:
-    """The limit that the text behind `@` asks for; RequestError names the part that can't be
-    read.
+    """Return the limit that the text after `@` specifies; raises RequestError that names
+    a part that can't be parsed.
     """
     found: dict[str, Decimal] = {}
     for part in text.split("+"):
@@ -175,7 +179,7 @@ def parse_limit(text: str) -> Limit:
 
 
 def write_limit(limit: Limit) -> str:
-    """The text that `parse_limit` reads back as the same limit; empty without one."""
+    """Return the text that `parse_limit` parses back into this limit; empty for no limit."""
     parts = []
     if limit.percent is not None:
         # the shortest decimal, without an exponent

@@ -1,5 +1,5 @@
-"""Devices, their limits and their readings: a metric is a value, or the reason why there is
-none.
+"""Devices, their limits and their readings. A reading holds a metric's value, or
+the reason why there is none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit behind `@`: a share of a device's compute, a part of its memory; real on a real
-    device.
+    """A limit given after `@`: a share of a device's compute, a part of its memory, or both.
+
+    Limits of real devices are enforced on them.
     """
 
     percent: float | None = None  # of its compute, above 0 and at most 100
@@ -29,7 +30,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One accelerator of the request."""
+    """One device of a request: a GPU, a CPU slice or a simulated device."""
 
     # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, equal again on the same
     # machine
@@ -45,8 +46,8 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """True for a slice of the CPU: it owns cores, shares the host's memory, and tells no
-        energy.
+        """True for a CPU slice, which owns cores, shares the host's
+        memory and doesn't report energy.
         """
         return self.kind == "cpu"
 
@@ -59,7 +60,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The device's id, unique over hosts."""
+        """The device's id, prefixed with its host so that it is unique across hosts."""
         return f"{self.host}/{self.id}" if self.host else self.id
 
     @property
@@ -70,7 +71,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Term(msgspec.Struct, frozen=True):
-    """One term of what `--devices` says; devices/terms.py has the grammar."""
+    """One term of `--devices`; devices/terms.py defines the grammar."""
 
     kind: str  # "auto", or a key of devices/registry.py
     pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
@@ -80,12 +81,12 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def limited(device: Device, limit: Limit) -> Device:
-    """The device held to the limit, if there is one."""
+    """Return the device with the limit set, or the device unchanged if the limit is empty."""
     return msgspec.structs.replace(device, limit=limit) if limit else device
 
 
 def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
-    """The devices of each host, in their order."""
+    """Return the devices of each host, in their order."""
     hosts: dict[str, tuple[Device, ...]] = {}
     for device in devices:
         hosts[device.host] = (*hosts.get(device.host, ()), device)
@@ -93,7 +94,7 @@ def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
 
 
 class State(StrEnum):
-    """The reason why a metric has a value, or has none."""
+    """Says whether a metric has a value, and if it has none, why."""
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"  # this device can't tell
@@ -119,13 +120,13 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """This reading at another age, and perhaps in another state; one without a value stays what
-        it is.
+        """Return this reading with another age and, if given, another state. A reading without a
+        value is returned unchanged.
         """
         return self if self.value is None else Reading(state or self.state, self.value, age_seconds)
 
     def scaled(self, factor: float) -> Reading:
-        """This reading in another unit."""
+        """Return this reading with its value multiplied by `factor`, to convert units."""
         return (
             self
             if self.value is None
@@ -140,12 +141,14 @@ PENDING = Reading(State.STALE)  # no value yet: a rate needs two samples
 
 
 def value(number: float, age_seconds: float = 0.0) -> Reading:
-    """A current value."""
+    """Return a reading with a current value."""
     return Reading(_VALUE, float(number), age_seconds)
 
 
 class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Every metric of one device at one tick. Names give the units; percentages are 0 – 100."""
+    """Every metric of one device at one tick. Names give the units;
+    percentages are from 0 to 100.
+    """
 
     device: Device
     utilization_percent: Reading = UNSUPPORTED  # share of time in which any kernel ran
@@ -199,7 +202,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine around the devices."""
+    """The CPU and memory use of the machine at one tick."""
 
     cpu_percent: float
     load_1min: float
@@ -225,17 +228,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """Something that can be sampled once a tick. It never raises for trouble with a device: that is
-    in the readings.
+    """A source of samples, taken once a tick. It never raises for a device's failure, which
+    the readings report instead.
     """
 
     def devices(self) -> tuple[Device, ...]:
-        """The devices that are sampled, in order."""
+        """The sampled devices, in order."""
 
     def sample(self) -> Snapshot:
-        """A snapshot of this moment; cheap enough for once a second, and safe from a thread of its
-        own.
+        """Return a snapshot of the current moment. It is cheap enough to take every second, and
+        may be taken on any one thread.
         """
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""

@@ -1,6 +1,6 @@
-"""The API of a training script: the plan, and the report of samples/s. Loads no framework.
+"""The API for a training script: load a plan, report steps, and read metrics such as samples/s.
 
-Names are looked up when they are first used, so `import evener` costs next to nothing.
+Importing `evener` loads no framework: each name is imported when it is first used.
 """
 
 from __future__ import annotations

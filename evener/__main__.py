@@ -1,5 +1,5 @@
-"""`evener` and `python -m evener`: starts the command. The one module here that reaches up to
-`tui`.
+"""The entry point of `evener` and `python -m evener`, and the only module of the package's
+top level that imports `tui`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; `--version` alone answers before anything else is imported."""
+    """Run the command line. `--version` alone is answered before anything else is imported."""
     if sys.argv[1:] == ["--version"]:
         from . import __version__
 

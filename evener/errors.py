@@ -1,7 +1,7 @@
-"""Errors that a person can act on: whose fault, what was seen, what to do.
+"""Errors that a person can act on: whose fault it is, what was seen and what to do.
 
-Only these reach the user as an error. Running out of memory or losing a child process is an
-observation.
+Only these errors reach the user as errors. Running out of memory or losing a child process is
+recorded as an observation instead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .printable import printable
 
 
 class EvenerError(Exception):
-    """An error with one sentence that says what is wrong and one that says what to do; only
-    subclasses are raised.
+    """Base class of evener's errors: a message that says what is wrong, and a remedy that says what
+    to do. Only subclasses are raised.
 
-    Both may quote a plan or a driver, and Python prints an exception as it is: characters that
-    control a terminal are replaced.
+    Message and remedy may quote a plan or a driver, and Python prints an exception's text
+    unescaped, so characters that control a terminal are replaced.
     """
 
     kind: ClassVar[str] = "error"
@@ -34,7 +34,9 @@ class EvenerError(Exception):
 
 
 class RequestError(EvenerError):
-    """The request can't be done as it is: a name, number or file of the user's is wrong."""
+    """The request can't be carried out as given: a name, number or file
+    that the user gave is wrong.
+    """
 
     kind = "request"
     exit_code = 2
@@ -44,8 +46,11 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """A failing system call of the block becomes an error: what can't be done, the system's reason,
-    what to do.
+    """Return a context that turns an OSError or ValueError raised inside it
+    into an error of class `kind`.
+
+    The error's message is `what`, which says what can't be done, followed by the system's
+    reason; `remedy` says what to do.
     """
     try:
         yield
@@ -54,7 +59,7 @@ def as_request_error(
 
 
 class PlanError(RequestError):
-    """A plan that can't be read, or doesn't fit the training that uses it."""
+    """A plan that can't be read, or that doesn't fit the training run that uses it."""
 
     kind = "plan"
 

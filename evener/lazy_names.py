@@ -1,5 +1,5 @@
-"""Names of a package that are imported when they are first used, so that importing it costs next to
-nothing.
+"""Import a package's names only when they are first used, so that
+importing the package is cheap.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names are in the modules `homes`."""
+    """Return a `__getattr__` for the package that imports a name on first use.
+
+    `homes` maps each name to the module that defines it. The function raises
+    AttributeError for any other name.
+    """
 
     def find(name: str) -> Any:
         if name not in homes:

@@ -1,10 +1,10 @@
 """Train by a plan with Lightning: `L.Trainer(strategy=split.strategy(),
 use_distributed_sampler=False)`.
 
-The trainer's batch is this rank's share of a global batch, so what it counts is global batches. The
-strategy weighs the loss before its backward pass, in automatic and in manual optimization, and cuts
-a share that doesn't fit into passes: as many on all ranks, because they meet in every pass where
-they log.
+The trainer's batch is this rank's share of a global batch, so the trainer counts global batches.
+The strategy weights the loss before the backward pass, in automatic and in manual optimization. A
+share that doesn't fit in memory is cut into passes. Every rank has the same number of passes,
+because ranks communicate in each pass that logs a metric.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ except ImportError as error:
 
 
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
-    """DistributedDataParallel with uneven shares; `options` are DDPStrategy's. Made by
-    `Split.strategy`.
+    """DistributedDataParallel with uneven shares, created by `Split.strategy`;
+    `options` are DDPStrategy's.
     """
 
     loaders_in_checkpoints = True
@@ -71,7 +71,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def take_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Train by these shares; for a strategy that was made before it was of this class."""
+        """Set the training by shares; a strategy whose class was changed
+        after it was made calls this too.
+        """
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
         self._audit = ModuleAudit(self)
@@ -90,8 +92,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def trains(self) -> bool:
-        """True while a trainer fits a module by this strategy, hooks before the first step
-        included.
+        """True while a trainer fits a module with this strategy, including
+        hooks before the first step.
         """
         module = self.lightning_module
         trainer = None if module is None else module._trainer
@@ -106,7 +108,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def count(self) -> OfPart | None:
-        """What a loss is a mean over, if it isn't rows."""
+        """What the loss is a mean over, such as tokens; None if it is a mean over rows."""
         return self._count
 
     @property
@@ -117,7 +119,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def make_loader(
         self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]
     ) -> StepLoader:
-        """The training data of this rank."""
+        """Return the loader of this rank's training data."""
         loader = StepLoader(
             dataset,
             StepSampler(rows),
@@ -134,20 +136,25 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """A loop over the training data begins."""
+        """Turn shuffling off if Lightning's `overfit_batches` is set, as a loop
+        over the training data begins.
+        """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with a loader of its own
 
     def _end_batch(self) -> None:
-        """The trainer asks for a batch, which ends the step before; RequestError if another
-        strategy trains, which would weigh nothing.
+        """End the previous step, because the trainer requests its next batch.
+
+        Raises RequestError if another strategy trains, since losses would then not be weighted.
         """
         if not self.trains:
             raise _other_strategy()
         self._planned.end()
 
     def setup(self, trainer: Any) -> None:
-        """Refuse what would share rows out again, or step within a pass."""
+        """Set up training; raises RequestError for settings that would split rows
+        again or step within a pass.
+        """
         if self.trains:
             self._check(trainer)
         super().setup(trainer)
@@ -156,7 +163,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_figures(self) -> None:
-        """Join what the module logs over ranks, and compute passes that run out of memory again."""
+        """Average the module's logged metrics over ranks, and enable retries of
+        passes that run out of memory.
+        """
         self._figures = PassFigures(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -164,8 +173,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._recovery.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
-        """Sum gradients in place of DistributedDataParallel, whose sums can't be taken up again
-        after an error.
+        """Sum gradients with evener's exchange instead of DistributedDataParallel's, whose
+        all-reduce can't be resumed after an error.
         """
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
@@ -174,11 +183,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._meet_on_hosts()
 
     def _meet_on_hosts(self) -> None:
-        """Ask the first rank's host before each batch if it was sent SIGTERM: Lightning's loop
-        waits for its GPU.
+        """Ask the first rank before each batch whether it received SIGTERM, over gloo, so that
+        Lightning's loop doesn't wait for its GPU.
 
-        Lightning's handler meets the other ranks at once, which are in the sums of a step: here it
-        only takes note. A rank that is sent it alone ends by itself, a batch later.
+        Lightning's own handler would synchronize with the other ranks at once, while they may be in
+        a step's all-reduce. Here the handler only records the signal. A rank that alone receives
+        SIGTERM ends by itself one batch later.
         """
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,
@@ -207,12 +217,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         setattr(loop, _ASKS, ask)
 
     def configure_ddp(self) -> None:
-        """DistributedDataParallel where others train too."""
+        """Wrap the model in DistributedDataParallel if there is more than one rank."""
         if self._planned.world > 1:
             super().configure_ddp()
 
     def teardown(self) -> None:
-        """The training is over."""
+        """Release the exchanges and remaining passes, and unwrap the model, when training ends."""
         self._exchanges, self._turns, self._part = [], iter(()), None
         vars(self._trainer.fit_loop.epoch_loop).pop(_ASKS, None)
         self.model = self.lightning_module
@@ -237,7 +247,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
 
     def on_train_start(self) -> None:
-        """Check loaders and optimizers before the first step, now that they are there."""
+        """Check loaders and optimizers before the first step, once they exist.
+
+        Raises RequestError if training data don't come from one `split.loader`, if training_step
+        takes batches itself, or if LBFGS or a learning-rate search is used with several passes.
+        """
         given = self._trainer.fit_loop._combined_loader.flattened
         if len(given) != 1 or getattr(given[0], "strategy", None) is not self:
             raise RequestError(
@@ -271,22 +285,22 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if the loss's figure decides what comes next, not only its gradients: all ranks
-        must then see the same.
+        """True if the value of the loss, not just its gradient, decides what happens next, as with
+        LBFGS or a learning-rate search. All ranks must then see the same loss.
         """
         finds_rate = any(isinstance(each, _LRCallback) for each in self._trainer.callbacks)
         return finds_rate or self._has_lbfgs
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device as Lightning does; with several passes, each is moved when its
-        turn comes.
+        """Move a batch to the device as Lightning does; with several passes, each pass
+        is moved when it is computed.
         """
         if self._passes > 1 and self._trainer.training:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """A batch of a validation, of which the training's timer hears."""
+        """Compute a validation batch, and tell the training's timer that validation runs."""
         self._planned.timer.note_validation()
         return super().validation_step(*arguments, **keywords)
 
@@ -304,7 +318,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """The passes of this rank's share; a pass without rows gets one row that counts nothing."""
+        """Return the passes of this rank's share. A pass without rows
+        gets one row with weight 0.
+        """
         rank = self._planned.rank
         parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
         if self._count is not None:
@@ -317,8 +333,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._count(part) if part.rows and self._count else 0
 
     def training_step(self, *arguments: Any) -> Any:
-        """Compute the first pass of the batch; the others follow in `backward`, as each one's
-        memory is free again.
+        """Compute the first pass of the batch.
+
+        `backward` computes the other passes, each after the memory of the one before it is freed.
         """
         self._arguments = arguments
         self._figures.begin()
@@ -335,14 +352,14 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return result
 
     def _audit_step(self) -> None:
-        """Audit the batch at hand, if that is due."""
+        """Audit the current batch if an audit is due."""
         if self._checks and self.trains:
             loader = self._trainer.fit_loop._combined_loader.flattened[0]
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _take_next(self) -> Any:
-        """What training_step returns for the next pass, or the next piece of one, that memory
-        suffices for.
+        """Return what training_step returns for the next pass, or for the next piece of a pass that
+        was cut because memory ran out; None after the last.
         """
         for part in self._turns:
             self._part, self._put_back = part, self._figures.keep()
@@ -367,16 +384,16 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """A loss with the same gradients but the whole batch's figure, so that all ranks take the
-        same decisions.
+        """Return a loss with this rank's gradients but the value of the global batch's loss, so
+        that all ranks take the same decisions.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """The backward passes of the batch, each loss by its part of it, so that the mean over
-        ranks is the batch's.
+        """Run the backward passes of the batch, each loss weighted by its part of the batch, so
+        that the mean over ranks is the gradient of the global batch.
         """
         loss, result = closure_loss, None
         while self._part is not None:
@@ -412,8 +429,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Let the sums of gradients know of a loss, which in manual optimization comes inside the
-        forward pass.
+        """Announce a loss to the gradient exchanges. In manual optimization the backward pass runs
+        inside the forward pass, so the announcement has to come from here.
         """
         if not self._exchanges:
             super().pre_backward(closure_loss)
@@ -424,8 +441,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """A step of the optimizer, whose first one needs room for its state: DeviceError before it
-        moves a weight.
+        """Step the optimizer, after checking before its first step that
+        its state will fit in memory.
+
+        Raises DeviceError, before any weight changes, if it won't fit.
         """
 
         looked = list[None]()  # LBFGS computes several times in a step
@@ -448,8 +467,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().optimizer_step(optimizer, compute, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as DDPStrategy does; in a pass, the global batch's figure over the passes so
-        far. Before `setup` there are no passes.
+        """Reduce a tensor over ranks as DDPStrategy does; within a pass, return the global batch's
+        value over the passes so far. Before `setup` there are no passes.
         """
         if not self._has_figures:
             return super().reduce(tensor, group, reduce_op)

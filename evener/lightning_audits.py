@@ -1,7 +1,8 @@
-"""The audits of a LightningModule: its training_step is called for a few rows, both ways.
+"""Audits of a LightningModule: training_step computes a few rows both as one device would and as
+the shares do, and the gradients are compared.
 
-In manual optimization training_step takes its steps itself. It is called with optimizers that do
-nothing, and what it gives to manual_backward is the loss.
+In manual optimization training_step calls its optimizers itself. During an audit those optimizers
+do nothing, and the loss is what training_step passes to manual_backward.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ class ModuleAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
-        """Audit the epoch's batch number `step`, if that is due; `others` are the arguments of
-        training_step beside the batch. RequestError for a difference.
+        """Audit batch number `step` of the epoch if an audit is due.
+
+        `others` are the arguments of training_step other than the batch. Raises RequestError if
+        the audit finds a difference.
         """
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
@@ -77,8 +80,8 @@ class ModuleAudit:
         return loss
 
     def _compute_manually(self, others: Sequence[Any], bench: Bench, part: Part) -> None:
-        """Give the losses of manual_backward to the bench, and put back weights that training_step
-        moves itself.
+        """Pass the losses given to manual_backward to the bench, and restore any weights that
+        training_step itself changes.
         """
         module = self._strategy.lightning_module
         counted = []
@@ -106,10 +109,10 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_steps(strategy: Any) -> Iterator[None]:
-    """A context in which nothing steps: no optimizer, no schedule, no count; and in which gradients
-    are put back.
+    """Return a context in which no optimizer, schedule or step counter advances, and after
+    which gradients are restored.
 
-    RequestError for weights that are too large to be copied.
+    Raises RequestError if the weights are too large to copy.
     """
     weights = _list_weights(strategy.lightning_module)
     if sum(each.nbytes for each in weights) > MOST_BYTES:
@@ -131,7 +134,9 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """What a module's training_step may call to step, and what it calls meanwhile."""
+    """Yield each call that training_step may make to take a step, as its target, its name and the
+    stub that replaces it during an audit.
+    """
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for each in strategy.optimizers:
         yield each, "step", lambda closure=None: None if closure is None else closure()

@@ -1,6 +1,6 @@
-"""A LightningModule in the passes of a batch: its loss, and the figures that it logs.
+"""The loss and the logged metrics of a LightningModule whose batch is computed in several passes.
 
-Figures are joined over passes, and over the pieces of one that ran out of memory.
+Metrics are combined over passes, and over the pieces of a pass that ran out of memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """RequestError on this rank unless parts of up to `rows` rows of a pass have the gradient of
-    these rows together.
+    """Check that a pass may be cut: its parts of up to `rows` rows must have the same
+    gradient as the rows together.
+
+    Raises RequestError, on this rank only, if the gradients differ or the optimizer is LBFGS.
     """
     module = strategy.lightning_module
     audits = strategy.planned.audits
@@ -52,8 +54,10 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """The loss of a part, on its way as in a step; `others` are the arguments of training_step
-    beside the batch, those of a first batch without them.
+    """Return the loss of a part, computed as in a step.
+
+    `others` are the arguments of training_step other than the batch; by default,
+    those of an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     batch = module._on_before_batch_transfer(precision.convert_input(part.batch), dataloader_idx=0)
@@ -67,7 +71,7 @@ def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None)
 
 
 def _step(strategy: Any, batch: Any) -> Any:
-    """The loss of a batch on the device."""
+    """Return the loss of a batch that is on the device."""
     module = strategy.lightning_module
     arguments = module.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
     with strategy.precision_plugin.train_step_context():
@@ -75,13 +79,13 @@ def _step(strategy: Any, batch: Any) -> Any:
 
 
 def loss_of(result: Any) -> Any:
-    """The loss in what training_step returns."""
+    """Return the loss from the result of training_step."""
     return result["loss"] if isinstance(result, Mapping) else result
 
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """A context in which nothing is logged."""
+    """Return a context in which the module logs nothing."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None
@@ -105,10 +109,10 @@ Sums = tuple[
 
 
 class PassFigures:
-    """The figures of a batch, over its passes so far; ranks meet for each of them once in a pass,
-    with its last piece.
+    """The logged metrics of a batch over its passes so far.
 
-    `reduce` is the strategy's own, over the ranks.
+    Ranks reduce each metric once in a pass, with the pass's last piece. `reduce` is the
+    strategy's own reduction over ranks.
     """
 
     def __init__(
@@ -129,18 +133,20 @@ class PassFigures:
         return self._module.trainer._results
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Forget the metrics of the previous batch."""
         self._earlier, self._pieces, self._met = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """The backward pass of the part has ended."""
+        """Add a pass's metrics to those of earlier passes, if this part
+        was the last of the pass.
+        """
         if part.turn.ends:
             self._earlier |= self._met
             self._pieces, self._met = {}, {}
 
     def keep(self) -> Callable[[], None]:
-        """Note what the module has and logs; the function that puts it back, but for what ranks
-        have met for.
+        """Save the module's attributes and logged metrics, and return a function that restores
+        them, except for metrics that ranks have already reduced.
         """
         attributes = keep_attributes(self._module, *self._metrics, apart=(self._module._buffers,))
         logged, pieces = self._keep_logged(), dict(self._pieces)
@@ -169,8 +175,8 @@ class PassFigures:
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """The context of a part's forward pass, whose figures count by `rows`; not at all where it
-        has no weight.
+        """Return the context of a part's forward pass, in which logged metrics count with weight
+        `rows`, or not at all if the part has no weight.
         """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size
@@ -188,8 +194,8 @@ class PassFigures:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Let what was logged of a step on this rank alone be the mean over the passes so far, as
-        over ranks.
+        """Replace each step metric that isn't reduced over ranks by its mean over the passes so
+        far, as metrics that are reduced over ranks already are.
         """
         for name, figure in self._logged.items():
             meta, own = figure.meta, figure._forward_cache
@@ -205,10 +211,11 @@ class PassFigures:
                 ).to(own.dtype)
 
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
-        """The figure of all ranks; in a pass, a mean is that of the global batch over the passes so
-        far.
+        """Reduce a metric over all ranks; in a pass, a mean is the global
+        batch's over the passes so far.
 
-        A mean of whole numbers isn't cut off: Lightning divides by the mean number of rows.
+        A mean of integers is computed in double precision instead of being truncated, because
+        Lightning divides by the mean number of rows.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         figure = tensor.double() if whole else tensor
@@ -233,8 +240,8 @@ class PassFigures:
     def _join(
         self, key: Any, op: str, own: Sums, meet: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The figure with those of pieces and passes before; what ranks have met for already
-        stays.
+        """Return the metric combined with earlier pieces and passes. A metric that ranks have
+        already reduced in this pass isn't reduced again.
         """
         assert self._part is not None
         if key not in self._met:

@@ -1,5 +1,5 @@
-"""A callback that reports a Lightning training to the monitor, and its figures to the trainer's
-loggers, with a plan or without.
+"""A callback that reports a Lightning training run to the monitor and its metrics to the trainer's
+loggers, with or without a plan.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 
 
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
-    """Reports a training's steps to the monitor, and own work, waiting, shares and samples/s to the
-    loggers of its trainer.
+    """Reports steps to the monitor, and compute time (own work), waiting time, shares and
+    samples/s to the trainer's loggers.
 
-    Under a plan or `evener run` the steps are reported anyway; without, the figures are samples/s,
-    the time of a step, and the wait for data. The loggers get them as often as anything that a
-    module logs in a step (`log_every_n_steps`).
+    Under a plan or `evener run` steps are reported to the monitor even without this callback.
+    Without a plan the metrics are samples/s, the step time and the wait for data. Loggers receive
+    the metrics every `log_every_n_steps` steps, as often as values that a module logs per step.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
         self._rows = self._steps = 0  # of the current optimizer step; optimizer steps so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """A plan reports the steps of its trainers."""
+        """Start a clock for the steps, unless a plan's strategy already reports them."""
         if not hasattr(trainer.strategy, "planned"):
             name = type(pl_module).__name__
             self._clock = ClockedReports("torch", name, trainer.global_rank, trainer.world_size)
@@ -39,7 +39,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is there; that of an optimizer step's first pass begins it."""
+        """Begin an optimizer step with its first batch, and count the rows of each batch."""
         if self._clock is not None:
             if not self._rows:
                 self._clock.begin()
@@ -48,7 +48,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count an optimizer step once it is done, and log."""
+        """Count an optimizer step once it is complete, and log its metrics."""
         if trainer.global_step == self._steps:
             return
         if self._clock is not None:
@@ -62,11 +62,11 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
                 logger.log_metrics(found, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """The step after a validation isn't a slow one."""
+        """Exclude the validation's time from the time of the next step."""
         if self._clock is not None:
             self._clock.interrupt()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The monitor forgets this training."""
+        """Close this training run in the monitor."""
         if self._clock is not None:
             self._clock.close()

@@ -1,4 +1,4 @@
-"""Text for a terminal: foreign text that can't control it, evener's own lines, and columns."""
+"""Text for a terminal: sanitize text from outside, print evener's own lines and align columns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")  # Unicode's control, format and separator c
 
 
 def printable(text: str) -> str:
-    """The text with a space for every control and format character, so that it can't control a
-    terminal, and a question mark for what no encoding holds.
+    """Return the text with each control or format character replaced by a space, so that
+    it can't control a terminal, and each lone surrogate, which no encoding can
+    represent, by a question mark.
     """
     if text.isprintable():
         return text
@@ -26,19 +27,23 @@ def _replace(sign: str) -> str:
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Foreign text that can't control a terminal, in at most `limit` characters."""
+    """Return the text sanitized for a terminal and cut to at most `limit` characters."""
     clean = printable(text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
 def say(*lines: str) -> None:
-    """Print lines of evener's own on standard error, among those of a training too."""
+    """Print evener's own lines on standard error, each prefixed with `evener: ` to tell it
+    from a training script's output.
+    """
     for line in lines:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Columns separated by two spaces, right-aligned from `numbers_from` on."""
+    """Return the rows as lines of columns two spaces apart, right-aligned
+    from column `numbers_from` on.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

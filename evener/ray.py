@@ -1,7 +1,8 @@
-"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`, with `Split()` in the
-training loop.
+"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`, with
+`Split()` in the training loop.
 
-Each worker runs on its share's host and device. Ranks, the process group and checkpoints are Ray's.
+Each worker runs on the host and device of its share. Ray assigns ranks, makes the process
+group and keeps checkpoints.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def trainer(
     ray_address: str = "",
     **options: Any,
 ) -> TorchTrainer:
-    """A TorchTrainer with a worker for each share of the plan, on its host and device; `options`
-    are TorchTrainer's.
+    """Return a TorchTrainer with one worker for each share of the plan, on
+    the share's host and device.
 
-    Where the plan uses some GPUs of a host, the others are reserved too, as long as the trainer is
-    kept. PlanError, RequestError or DeviceError if the plan, the options or the cluster at
-    `ray_address` aren't fit for it.
+    `options` are passed to TorchTrainer. If the plan uses only some GPUs of a host, the host's
+    other GPUs stay reserved for as long as the trainer exists. Raises PlanError, RequestError or
+    DeviceError if the plan, the options or the cluster at `ray_address` are unsuitable.
     """
     chosen = plan if isinstance(plan, Plan) else load_plan(plan)
     _check(chosen, options)
@@ -78,8 +79,9 @@ def trainer(
 
 
 def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
-    """Reserve the GPUs that the plan leaves out on hosts where it uses some; what is returned keeps
-    them.
+    """Reserve the unused GPUs of each host on which the plan uses some GPUs.
+
+    Return the handles of the reservations, which last as long as the handles exist.
     """
     held = []
     for host, node in nodes.items():
@@ -106,8 +108,10 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """The resources of each worker, the same for all: a CPU each, or as much as every host has for
-    each.
+    """Return the resources of each worker, which Ray requires to be equal for all workers.
+
+    Each worker gets one CPU, or less if a host has fewer CPUs than workers, and
+    one GPU if the plan uses GPUs.
     """
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
@@ -115,8 +119,8 @@ def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The training loop of a worker, which finds the plan and its device as evener launch would say
-    them.
+    """Return the training loop wrapped so that a worker finds the plan and its device in the same
+    environment variables that evener launch sets.
     """
     text = to_toml(plan)
 
@@ -137,20 +141,22 @@ def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]
 
 @dataclass
 class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
-    """Ray's set-up of PyTorch, on workers that know which of the plan's hosts they are."""
+    """Ray's PyTorch configuration, extended with the host of the plan
+    that each Ray node stands for.
+    """
 
     hosts: dict[str, str] = field(default_factory=dict)  # by the node's id
 
     @property
     def backend_cls(self) -> type:
-        """The backend class whose methods Ray calls as workers start."""
+        """The backend class whose methods Ray calls when workers start."""
         return _PlanBackend
 
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Have gloo and NCCL take the interface to the other hosts, before the process group is
-        made.
+        """Make gloo and NCCL use the network interface that reaches the other hosts, before
+        the process group is created.
         """
         worker_group.execute(_settle_on_host, backend_config.hosts)
         super().on_start(worker_group, backend_config)

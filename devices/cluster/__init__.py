@@ -1,1 +1,3 @@
-"""The hosts of a Ray cluster: their devices, and an actor on each that works for this process."""
+"""The hosts of a Ray cluster: their devices, and an actor on each host
+that works for this process.
+"""

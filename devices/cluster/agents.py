@@ -1,7 +1,7 @@
-"""One actor on each host: it holds the host's GPUs for this process, and runs evener's own code
-there.
+"""One actor on each host, which reserves the host's GPUs for this process and
+runs evener's own code there.
 
-Whatever is asked of a host that has gone, or is silent, ends in HostLostError.
+A call to a host that has gone or doesn't answer raises HostLostError.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _agents: dict[str, Agent] = {}  # of this process, by host
 
 
 class HostLostError(DeviceError):
-    """A host has left the cluster, or doesn't answer any more."""
+    """A host has left the cluster, or no longer answers."""
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"its host {host} {why}", "Check it with ray status.")
@@ -48,12 +48,14 @@ class HostLostError(DeviceError):
 
 
 class ActorLostError(HostLostError):
-    """The actor on a host has ended, as one that Ray's memory monitor kills; its host may live."""
+    """The actor on a host has ended, for example killed by Ray's memory monitor;
+    the host itself may be alive.
+    """
 
 
 class Servant:
-    """The object that runs in the actor: it calls functions, and keeps objects whose methods can be
-    called.
+    """The object inside the actor: it calls functions, and keeps objects
+    whose methods can be called.
     """
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class Servant:
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
 
     def gpu_ids(self) -> tuple[str, ...]:
-        """The GPUs that Ray holds for this actor, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the GPUs that Ray reserves for this actor, as written in CUDA_VISIBLE_DEVICES."""
         import ray
 
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
@@ -73,23 +75,23 @@ class Servant:
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Make an object and keep it under a name."""
+        """Create an object and keep it under a name."""
         self._kept[name] = make(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a kept object, or of what it holds: "local.read"."""
+        """Call a method of a kept object, or of one of its attributes, as in "local.read"."""
         return attrgetter(method)(self._kept[name])(*arguments)
 
     def drop(self, name: str) -> None:
-        """Close a kept object, if there is one of that name."""
+        """Close the kept object with this name, if there is one."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             kept.close()
 
 
 def _end_with_parent() -> None:
-    """End this process soon after the raylet that started it, and with it what it started: Ray
-    itself doesn't.
+    """End this process, and with it its children, soon after the raylet that started it
+    has ended, because Ray doesn't.
     """
     parent = os.getppid()
     while os.getppid() == parent:
@@ -98,7 +100,7 @@ def _end_with_parent() -> None:
 
 
 class Agent:
-    """The actor of one host, as this process sees it."""
+    """This process's handle of the actor on one host."""
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
         self.node = node
@@ -113,14 +115,16 @@ class Agent:
         self._group: Any = None  # a placement group that holds them
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the servant without waiting; `finish` gets the answer."""
+        """Start a call of the servant's method without waiting; `finish` returns the answer."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
         self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """The answer; what was raised there is raised here. None if `stop` is set before it
-        comes.
+        """Return the answer to a call, or raise what the call raised on the host;
+        None if `stop` is set first.
+
+        Raises HostLostError if the host has gone or doesn't answer within `seconds`.
         """
         import ray
 
@@ -147,25 +151,30 @@ class Agent:
             raise HostLostError(self.host, _say_why(error)) from None
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of evener on the host."""
+        """Call a function of evener on the host, and return its result."""
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, make: Callable[..., Any], *arguments: Any) -> Kept:
-        """Make an object on the host; it is closed there when what this returns is closed."""
+        """Create an object on the host, and return a handle; closing
+        the handle closes the object.
+        """
         name = uuid.uuid4().hex
         self.finish(self.begin("keep", name, make, *arguments))
         self._kept[name] = make, arguments
         return Kept(self, name)
 
     def drop(self, name: str) -> None:
-        """Close an object on the host, unless that has gone."""
+        """Close an object on the host, unless the host has gone."""
         self._kept.pop(name, None)
         with suppress(HostLostError):
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Start an actor in place of the one of this generation, which has ended, and make what it
-        kept anew; False if the host has gone, or doesn't start one.
+        """Replace the ended actor of this generation by a new one, and
+        recreate the objects it kept.
+
+        Return False if the host has gone, a new actor can't be started, or it
+        has been restarted too often.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has
@@ -193,8 +202,8 @@ class Agent:
         return True
 
     def hold_cpus(self, wanted: float) -> float:
-        """Reserve this many of the node's CPUs, or those that other jobs leave; return how many of
-        them are missing.
+        """Reserve this many of the node's CPUs, or as many as other jobs leave free;
+        return how many are missing.
         """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
@@ -217,7 +226,7 @@ class Agent:
                 self._held_cpus = cpus
 
     def end(self) -> None:
-        """End the actor, and with it what it started and reserved."""
+        """End the actor, the processes it started and its reservations."""
         import ray
 
         self._reserve(0.0)
@@ -225,7 +234,7 @@ class Agent:
 
 
 class Kept:
-    """An object that an agent keeps on its host."""
+    """A handle of an object that an agent keeps on its host."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent = agent
@@ -233,19 +242,19 @@ class Kept:
 
     @property
     def generation(self) -> int:
-        """The generation of the actor that keeps it."""
+        """The generation of the actor that keeps the object."""
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Have the object made anew in a new actor, as `Agent.restart` does."""
+        """Recreate the object in a new actor, as `Agent.restart` does."""
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object without waiting; `finish` gets the answer."""
+        """Start a call of the object's method without waiting; `finish` returns the answer."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
-        """The answer to a call that `begin` made."""
+        """Return the answer to a call that `begin` started."""
         return self._agent.finish(call, seconds)
 
     def ask(
@@ -259,15 +268,15 @@ class Kept:
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
 
     def close(self) -> None:
-        """Close the object on its host, unless that has gone."""
+        """Close the object on its host, unless the host has gone."""
         self._agent.drop(self._name)
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """An agent on each node: the one that is there, or a new one. DeviceError names a host that
-    can't have one.
+    """Return an agent on each node, an existing one if it still answers. Raises DeviceError that
+    names a host on which none can be started.
 
-    With `reserve`, each holds all GPUs of its node that no other job has.
+    With `reserve`, each agent reserves all GPUs of its node that no other job holds.
     """
     agents = []
     for node in nodes:
@@ -296,10 +305,11 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
 def ask_each(
     agents: Sequence[Agent], function: Callable[..., Any], given: Mapping[str, Any], held: bool
 ) -> dict[Agent, Any]:
-    """The answers of a function that runs on every host at once, given what belongs to the host.
+    """Run a function on every host at the same time, passing the host's entry of `given`, and
+    return the results by agent.
 
-    With `held` it gets the ids of the GPUs that the agent holds too, else None. RequestError names
-    the host.
+    With `held`, the function also gets the ids of the GPUs that the agent reserves, else None. A
+    RequestError raised on a host is raised here with the host's name.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [
@@ -310,7 +320,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """The answer to a call; RequestError names the host."""
+    """Return the answer to a call; a RequestError from the host is raised with the host's name."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -323,7 +333,7 @@ REMEDY = (
 
 
 def find_agent(host: str) -> Agent:
-    """The agent that was started on the host; HostLostError if there is none any more."""
+    """Return the agent started on the host; raises HostLostError if there is none."""
     agent = _agents.get(host)
     if agent is None:
         raise HostLostError(host, "has no actor of evener")
@@ -331,7 +341,7 @@ def find_agent(host: str) -> Agent:
 
 
 def start_actor(node: Node, gpus: int) -> Any:
-    """A new servant on the node, which holds this number of its GPUs."""
+    """Return a new servant actor on the node, which reserves this number of its GPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -348,7 +358,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _say_why(error: Exception) -> str:
-    """The reason why a host can't be asked, as the end of a sentence."""
+    """Return why a host can't be called, worded as the end of a sentence."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

@@ -1,5 +1,5 @@
-"""The connection to a Ray cluster. Everything that can be wrong with it is one sentence, within
-seconds.
+"""The connection to a Ray cluster. Every connection problem is reported
+within seconds, in one message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HTTP2_SETTINGS = 4  # the type of the frame with which every HTTP/2 server begi
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A node of the cluster that is alive."""
+    """A live node of the cluster."""
 
     id: str
     host: str  # its address within the cluster: what a plan calls it
@@ -37,11 +37,11 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def connect(address: str = "") -> None:
-    """Join the cluster at `address`, at RAY_ADDRESS, or that of this machine; once connected, does
-    nothing.
+    """Join the cluster at `address`, at RAY_ADDRESS or on this machine; does
+    nothing if already connected.
 
-    RequestError if Ray isn't installed, DeviceError if there is no such cluster, or not for this
-    process.
+    Raises RequestError if Ray isn't installed, and DeviceError if the cluster doesn't exist or
+    can't be used by this process.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
@@ -62,7 +62,9 @@ def connect(address: str = "") -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Every host with a node that is alive; one that has just ended may still count."""
+    """Return one live node for each host, sorted by address. A node that has
+    just ended may still be listed.
+    """
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -85,7 +87,7 @@ def list_nodes() -> tuple[Node, ...]:
 
 
 def check_head() -> None:
-    """DeviceError if nothing listens any more where the cluster of this process has its head."""
+    """Raise DeviceError if the head of this process's cluster no longer accepts connections."""
     import ray
 
     host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
@@ -100,8 +102,8 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Join in a thread: in the main one Ray would wait for a minute and take over the signal
-    handlers.
+    """Join the cluster on a separate thread: on the main thread Ray would wait for a minute and
+    replace the signal handlers.
     """
     import ray
     from ray._private import worker
@@ -147,7 +149,9 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """RequestError for what is no address, DeviceError unless a gRPC server listens there."""
+    """Raise RequestError if the text isn't an address, and DeviceError unless
+    a gRPC server listens there.
+    """
     host, colon, port = address.rpartition(":")
     if (
         "://" in address

@@ -1,7 +1,6 @@
-"""The devices of a Ray cluster that a request or a plan names, and a source that samples them.
+"""Find the devices of a Ray cluster that a request or a plan names, and sample them.
 
-They are found and sampled on each host, in evener's actor there, by the code that does it on one
-machine.
+Both run on each host, in evener's actor, with the same code as on a single machine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
 
 
 class HostDevices(msgspec.Struct, frozen=True):
-    """A host's devices and versions, as the host itself reports them."""
+    """A host's devices and package versions, as the host reports them."""
 
     found: Discovery
     versions: dict[str, str]
@@ -44,11 +43,11 @@ class HostDevices(msgspec.Struct, frozen=True):
 
 
 def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = True) -> Discovery:
-    """The devices that the terms name on the hosts of the cluster at `address`.
+    """Return the devices that the terms name on the hosts of the cluster at `address`.
 
-    With `reserve`, GPUs that other jobs hold are left out, and no other job gets these.
-    RequestError: a host or device that isn't there. DeviceError: the cluster or one of its hosts
-    can't be used.
+    With `reserve`, GPUs that other jobs hold are left out, and the returned GPUs are reserved for
+    this process. Raises RequestError if a host or device doesn't exist, and DeviceError if the
+    cluster or one of its hosts can't be used.
     """
     connect(address)
     nodes = list_nodes()
@@ -62,7 +61,9 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of slices; a note for each host of which other jobs hold some."""
+    """Reserve the CPUs of slices; return a note for each host on which
+    other jobs hold some of them.
+    """
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -77,7 +78,7 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """The terms of each host, in the order of the request."""
+    """Return the terms for each host, in the order of the request."""
     wanted: dict[str, list[Term]] = {}
     for term in terms:
         for node in nodes if term.host == EVERY_HOST else (find_node(term.host or "", nodes),):
@@ -86,7 +87,9 @@ def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list
 
 
 def find_node(host: str, nodes: Sequence[Node]) -> Node:
-    """The node with this address or name; RequestError if there is none, or several."""
+    """Return the node with this address or name; raises RequestError if
+    there is none or more than one.
+    """
     found = [node for node in nodes if host in (node.host, node.name)]
     there = ", ".join(
         node.host if node.host == node.name else f"{node.host} ({node.name})" for node in nodes
@@ -101,8 +104,8 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Runs on the host: the devices that the terms name, of those that Ray holds for this process;
-    None: of all.
+    """Return the devices that the terms name, among those that Ray reserves for this process, or
+    among all if `gpu_ids` is None. Runs on the host.
     """
     versions = describe_versions()
     every, usable, held = _list_accelerators(terms[0].kind, gpu_ids)
@@ -121,15 +124,17 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Runs on the host: the UUIDs of GPUs that Ray holds for this process."""
+    """Return the UUIDs of the GPUs that Ray reserves for this process. Runs on the host."""
     return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
 
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """All devices of this kind ("auto": of the first one here), those that Ray holds, and the
-    variables that say so.
+    """Return all devices of this kind, those that Ray reserves, and the
+    environment variables that select them.
+
+    The kind "auto" means the first kind of accelerator on this host.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
@@ -141,7 +146,7 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """One request's devices, with their hosts, and a note on whatever differs or is left out."""
+    """Return the devices of a request over all hosts, with notes on what differs or is left out."""
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
     notes: list[str] = []
@@ -174,7 +179,9 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """What was noted on hosts, by the host's name: the same note once, with all that have it."""
+    """Return the hosts' notes, each prefixed with the hosts that have it; a note common
+    to several hosts appears once.
+    """
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -183,13 +190,15 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """The kind of device that a request takes on all hosts: an accelerator if any host has one."""
+    """Return the kind of devices that a request uses on all hosts: an
+    accelerator if any host has one.
+    """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """DeviceError if a host that was named, or a device on it, can't be had."""
+    """Raise DeviceError if a host that was named, or a device named on it, is unavailable."""
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
         return
@@ -207,7 +216,9 @@ def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevi
 
 @cache
 def describe_versions() -> dict[str, str]:
-    """Versions of what decides on speed and results here, and a digest of evener's own code."""
+    """Return the versions of the packages that affect speed and results, and a
+    digest of evener's own code.
+    """
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -218,7 +229,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def digest_code() -> str:
-    """A digest of all of evener's Python files."""
+    """Return a digest of all of evener's Python files."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
     # in a checkout, parts of it are links
@@ -231,7 +242,7 @@ def digest_code() -> str:
 
 
 def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
-    """A sentence for each package whose version isn't the same on all hosts."""
+    """Return a message for each package whose version differs between hosts."""
     names = dict.fromkeys(name for versions in by_host.values() for name in versions)
     lines = []
     for name in names:
@@ -247,10 +258,11 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """The node of each host that computes, by the plan's name for it, the plan's first one first.
+    """Return the node of each host that has a share, by the plan's name for the
+    host and in the plan's order.
 
-    PlanError if the plan names no hosts; RequestError or DeviceError if one of them isn't in the
-    cluster at `address`.
+    Raises PlanError if the plan names no hosts, and RequestError or DeviceError if a host isn't
+    in the cluster at `address`.
     """
     hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
     if not hosts[0]:
@@ -264,11 +276,11 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Actors that hold the node's free GPUs but for the wanted ones, which are then all that Ray
-    can give away there.
+    """Reserve the node's free GPUs except the wanted ones, so that Ray can only assign the wanted
+    GPUs; return the reserving agents.
 
-    DeviceError if one that is wanted isn't free. What is held is given back when the actors are
-    forgotten.
+    Raises DeviceError if a wanted GPU isn't free. The reservations end when the
+    agents are garbage-collected.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []
@@ -295,8 +307,8 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:
-    """A Source over devices with hosts. A host that doesn't answer is shown so; at the start it is
-    a HostLostError.
+    """A source of samples for devices on several hosts. A host that doesn't answer is shown as
+    lost, but raises HostLostError at the start.
     """
 
     def __init__(
@@ -310,11 +322,11 @@ class ClusterSource:
             self._hosts[host] = find_agent(host).keep(open_host, local)
 
     def devices(self) -> tuple[Device, ...]:
-        """All devices, host by host."""
+        """The devices of all hosts, host by host."""
         return self._devices
 
     def sample(self) -> Snapshot:
-        """All hosts now, asked at the same time."""
+        """Return a snapshot of all hosts, sampled at the same time."""
         started = time.monotonic()
         found, lost = self._ask_hosts()
         seen = list(found.values())
@@ -334,7 +346,9 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """What each host sees now, and why others don't answer, by host."""
+        """Return the snapshot of each host that answers, and the reason for
+        each that doesn't, both by host.
+        """
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}
@@ -346,7 +360,7 @@ class ClusterSource:
         return found, lost
 
     def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
-        """Samples without readings, for the devices of hosts that don't answer."""
+        """Return samples without readings for the devices of hosts that don't answer."""
         return [
             DeviceSample(
                 device=device,
@@ -365,7 +379,9 @@ class ClusterSource:
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """All trainings' reports, each once: hosts that share a machine read the same files."""
+    """Return the reports of all training runs without duplicates, since hosts on one
+    machine read the same files.
+    """
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]
     return tuple(dict(zip(keys, every, strict=True)).values())
@@ -392,7 +408,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """All hosts as one: sums, and the mean of their cores' use."""
+    """Return all hosts as one: the sums, and the mean CPU use weighted by cores."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

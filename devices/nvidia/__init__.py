@@ -1,1 +1,1 @@
-"""NVIDIA GPUs, by the readings that NVML gives."""
+"""NVIDIA GPUs, read through NVML."""

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs as evener asks for them; NVML itself is loaded when it is first asked."""
+"""The backend for NVIDIA GPUs. NVML is loaded on first use."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ P2P_WORKS = 0
 
 
 class NvmlVitals:
-    """The vitals of a GPU by its UUID; NVML is opened at the first reading, and again after
-    trouble.
+    """Reads the vitals of a GPU, identified by its UUID. NVML is opened at the first reading
+    and reopened after a failure.
     """
 
     def __init__(self, device: Device) -> None:
@@ -42,7 +42,7 @@ class NvmlVitals:
         self._reader: GpuReader | None = None
 
     def read(self, full: bool) -> Vitals:
-        """One reading; it never raises for what the driver does."""
+        """Return one reading; driver failures are reported in it and never raised."""
         nvml = self._nvml
         try:
             if self._reader is None:
@@ -70,7 +70,9 @@ class NvmlVitals:
 
 
 class NvidiaGpus(Backend):
-    """GPUs and MIG instances by NVML, confined by CUDA_VISIBLE_DEVICES, shared by MPS."""
+    """GPUs and MIG instances listed by NVML, selected by
+    CUDA_VISIBLE_DEVICES and shared through MPS.
+    """
 
     kind = "gpu"
     maker = "NVIDIA"
@@ -93,18 +95,18 @@ class NvidiaGpus(Backend):
     settle_seconds = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
 
     def list_devices(self) -> Listing:
-        """Every GPU by NVML, MIG instances in place of theirs."""
+        """Return every GPU that NVML lists; a GPU in MIG mode is replaced by its instances."""
         listing = list_gpus()
         if not listing.devices:
             raise DeviceError("The NVIDIA driver lists no GPU that answers.", self.remedy)
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """The GPUs that the terms name, with a note where CUDA may count unequal GPUs in another
-        order.
+        """Return the GPUs that the terms name, with a note if CUDA may
+        number unequal GPUs differently.
 
-        CUDA counts the fastest first unless CUDA_DEVICE_ORDER says otherwise; nvidia-smi and evener
-        by the PCI bus.
+        CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set; nvidia-smi
+        and evener number by PCI bus.
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")
@@ -123,12 +125,12 @@ class NvidiaGpus(Backend):
         return msgspec.structs.replace(found, notes=(*found.notes, note))
 
     def open_source(self, found: Discovery) -> Source:
-        """A source that keeps NVML open."""
+        """Return a source that keeps NVML open."""
         return NvmlSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """The GPUs by their UUIDs; a percentage is MPS's to hold, so DeviceError if no daemon
-        runs.
+        """Return variables that select the GPUs by UUID. A percentage limit needs MPS; raises
+        DeviceError if no MPS daemon runs.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         variables = {**QUIET, **grown, **self.show([device.id for device in devices])}
@@ -149,12 +151,12 @@ class NvidiaGpus(Backend):
         return ChildEnvironment(variables)
 
     def open_vitals(self, device: Device) -> VitalsReader:
-        """Throttling, energy, memory and processes by NVML."""
+        """Return a reader of throttling, energy, memory and processes through NVML."""
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
-        """The GPU's address by NVML; empty for a MIG instance, as different users may use those of
-        one GPU.
+        """Return the GPU's PCI address; empty for a MIG instance, because different users
+        may use instances of one GPU.
         """
         if device.id.startswith("MIG-"):
             return ""
@@ -172,8 +174,8 @@ class NvidiaGpus(Backend):
             return ""
 
     def name_path(self, first: Device, second: Device) -> str:
-        """NVLink, PCIe, or PCIe without P2P; empty for MIG instances, and where the driver doesn't
-        say.
+        """Return NVLink, PCIe with P2P or PCIe without P2P; empty for MIG instances
+        or if the driver doesn't say.
         """
         if any(device.id.startswith("MIG-") for device in (first, second)):
             return ""
@@ -189,7 +191,7 @@ class NvidiaGpus(Backend):
         return "PCIe, no P2P"
 
     def daemon_runs(self) -> bool:
-        """True if an MPS control daemon listens where CUDA programs look for one."""
+        """True if an MPS control daemon runs where CUDA programs look for it."""
         folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
         with suppress(OSError, ValueError, OverflowError):
             pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))

@@ -1,8 +1,7 @@
-"""Computes a little on the GPU of this process: `python -m evener.devices.nvidia.device_check`,
-exit code 0 if it can.
+"""Check that this process's GPU computes: `python -m
+evener.devices.nvidia.device_check` exits with 0 if it does.
 
-It needs no framework: CUDA's driver is enough, which takes a second where importing PyTorch may
-take ten.
+It uses only the CUDA driver, which takes about a second, whereas importing PyTorch may take ten.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ VALUE = 0x5EED
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """True if the first visible GPU sets and returns 4 MiB."""
+    """True if 4 MiB can be written to and read back from the first visible GPU."""
     device = ctypes.c_int()
     context = ctypes.c_void_p()
     memory = ctypes.c_uint64()

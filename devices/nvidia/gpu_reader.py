@@ -1,7 +1,8 @@
-"""Everything that NVML reports about one GPU, in tiers by cost: each tick, every few seconds, once.
+"""Everything that NVML reports about one GPU, in tiers by cost: at each
+tick, every few seconds, or once.
 
-Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static figures take 2 – 3
-ms, the temperature and the clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
+Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static values take 2 to 3
+ms, temperature and clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
 """
 
 from __future__ import annotations
@@ -89,10 +90,12 @@ SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
 
 
 class GpuReader:
-    """One GPU through one handle; made anew when the GPU or the driver has come back.
+    """Reads one GPU through one handle; a new reader is created when the GPU
+    or the driver has come back.
 
-    The monitor asks for `sample` and a probe for `vitals`; these and `processes.read` raise
-    GpuGoneError or DriverGoneError, and nothing else. `parent`: of a MIG instance.
+    The monitor calls `sample` and a probe calls `vitals`. These methods and `processes.read`
+    raise GpuGoneError or DriverGoneError, and nothing else. `parent` is the parent GPU's handle
+    if the device is a MIG instance.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class GpuReader:
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
-        """Every metric at `now` (monotonic seconds)."""
+        """Return every metric at `now` (monotonic seconds)."""
         read = {
             name: metric.read_one(now)
             for name, metric in self._metrics.items()
@@ -168,8 +171,8 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """One reading for a probe; GpuGoneError or DriverGoneError if there is nothing left to
-        ask.
+        """Return one reading for a probe; raises GpuGoneError or DriverGoneError if
+        the GPU or the driver has gone.
         """
         now = time.monotonic()
         counters = dict(self._probe_fields.read(now))
@@ -191,15 +194,17 @@ class GpuReader:
         )
 
     def _clock_part(self, now: float) -> float | None:
-        """The clock as a part of the highest one; None where the driver tells one of them not."""
+        """Return the current clock as a fraction of the highest; None if the driver
+        doesn't report either of them.
+        """
         clock, highest = (
             self._metrics[name].read_one(now).current for name in ("clock", "clock_max")
         )
         return min(1.0, clock / highest) if clock is not None and highest else None
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Joules by the counter; a chip without one drew the mean of two readings of its power
-        between them.
+        """Return the energy used, in joules: by the driver's counter, or on a chip without one, by
+        integrating the power between readings.
         """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
@@ -215,8 +220,8 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Seconds held back and capped by the driver's nanosecond counters, else by the mask at
-        each reading.
+        """Return the seconds throttled and the seconds at the power cap: by the driver's nanosecond
+        counters, or estimated from the reasons at each reading.
         """
         counts = {
             field: reading.current / 1e9
@@ -231,8 +236,8 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Seconds held back and capped where the mean of two readings' masks counts for the time
-        between.
+        """Return the seconds throttled and the seconds at the power cap, estimated by averaging two
+        readings' reasons over the time between them.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -246,7 +251,9 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Bytes in use by everybody and by each process that the driver names, and the load."""
+        """Return the memory used in total and by each process that the
+        driver names, and the load.
+        """
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -262,7 +269,7 @@ class GpuReader:
         )
 
     def close(self) -> None:
-        """Free what the driver keeps for it."""
+        """Free the driver's resources of this reader."""
         with suppress(self.nvml.NVMLError):
             self._activity.close()
 
@@ -306,7 +313,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """The field's value; else that of the plain call."""
+        """Return the field's value, or the value of the plain NVML call if the field has none."""
         return (
             field
             if field.current is not None
@@ -324,10 +331,11 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """The share of the last seconds that the longest reason took, and every reason that took a
-        part of them.
+        """Return the percentage of the last seconds taken by the longest throttling reason, and
+        every reason that took part of them.
 
-        Without a share (not yet, or not by this chip) the reasons of this moment.
+        Without a percentage (not yet known, or not supported by this chip), the
+        reasons are those of this moment.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -347,13 +355,13 @@ class GpuReader:
         return rate, self._reasons_now(now)
 
     def _reasons_now(self, now: float) -> tuple[str, ...]:
-        """The reasons for which the clocks are lowered at this moment."""
+        """Return the reasons for which the clocks are lowered at this moment."""
         mask = int(self._metrics["reasons"].read_one(now).current or 0)
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Bytes per second of PCIe and NVLink: from GPM, else from counters, asked only where GPM
-        has none.
+        """Return the bytes per second over PCIe and NVLink: from GPM, or from counters, which are
+        read only if GPM lacks a value.
         """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
@@ -385,8 +393,8 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # of the driver's buffer, at the first lo
 
 
 class GpuProcesses:
-    """The process table of one GPU; keeps the last answer between two readings and through passing
-    failures.
+    """The process table of one GPU. The last answer is kept between readings
+    and during temporary failures.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool) -> None:
@@ -402,7 +410,9 @@ class GpuProcesses:
         self._seen: tuple[OnDevice, ...] = ()
 
     def read(self, now: float) -> Sequence[OnDevice]:
-        """The processes now; GpuGoneError or DriverGoneError if there is nothing left to ask."""
+        """Return the GPU's processes; raises GpuGoneError or DriverGoneError if
+        the GPU or the driver has gone.
+        """
         if now < self._due:
             return self._seen
         self._due = now + PERIOD_SECONDS
@@ -425,15 +435,15 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Ask for the processes of a kind; those of the last answer stay where there is none."""
+        """Read the processes of one kind; the previous list is kept if the call fails."""
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Percent of the multiprocessors by pid, and what holds for the others: the driver lists
-        only busy ones.
+        """Return the percentage of the multiprocessors' time used by each pid, and the reading for
+        all other processes, since the driver lists only busy ones.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(

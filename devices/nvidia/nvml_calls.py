@@ -1,8 +1,8 @@
-"""One NVML call as a metric: asked when due, its last value aged, its failures sorted and asked
-again later.
+"""NVML calls as metrics: each is called when due, and its last value ages in between;
+failures are classified and retried.
 
-Activity between two ticks comes from NVIDIA's GPU performance monitoring (GPM, Hopper and later),
-without sleeping: each tick's sample is kept and paired with the next one's.
+Activity between two ticks comes from NVIDIA's GPU performance monitoring (GPM, Hopper and later)
+without sleeping: each tick's sample is kept and paired with the next tick's.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
 
 class GpuGoneError(Exception):
-    """The GPU fell off the bus or needs a reset; the text is a sentence."""
+    """The GPU fell off the bus or needs a reset; the text is a message for the user."""
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(GONE_WORDS.get(code, "The driver no longer lists this GPU."))
 
 
 class DriverGoneError(Exception):
-    """The driver was unloaded, or replaced: every handle is void; the text is a sentence."""
+    """The driver was unloaded or replaced, so every handle is invalid; the
+    text is a message for the user.
+    """
 
     def __init__(self) -> None:
         super().__init__("The NVIDIA driver was unloaded or replaced.")
@@ -64,7 +66,7 @@ def raise_if_gone(code: int) -> None:
 
 
 class Schedule:
-    """The next time to ask for a number, and the reading to show meanwhile."""
+    """The time of the next call for a metric, and the reading to show until then."""
 
     __slots__ = ("_at", "_due", "_last", "_period")
 
@@ -75,17 +77,18 @@ class Schedule:
         self._last = PENDING
 
     def is_due(self, now: float) -> bool:
-        """True if the number is to be asked for at `now`."""
+        """True if the metric has to be read again at `now`."""
         return now >= self._due
 
     def kept(self, now: float) -> Reading:
-        """The last answer, with its age."""
+        """Return the last reading, with its age at `now`."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def record(self, now: float, code: int, number: float) -> Reading:
-        """The outcome of a call; GpuGoneError or DriverGoneError if there is nothing left to ask.
+        """Return the reading for the outcome of a call.
 
-        What failed for a passing reason keeps its last value, marked stale.
+        After a temporary failure the last value is kept, marked stale. Raises GpuGoneError or
+        DriverGoneError if the GPU or the driver has gone.
         """
         if code == SUCCESS and math.isfinite(number):
             self._last = value(number)
@@ -104,10 +107,10 @@ class Schedule:
 
 
 class Batch:
-    """Many numbers of one device by one call, each with its own outcome.
+    """Several metrics of one device, read by one call, each with its own outcome.
 
-    Those that the device doesn't have are left out of the next calls, and asked again once a
-    minute.
+    Metrics that the device doesn't support are left out of subsequent
+    calls and retried once a minute.
     """
 
     def __init__(self, nvml: Library, ids: Iterable[int], period: float = 0.0) -> None:
@@ -115,7 +118,7 @@ class Batch:
         self._schedules = {each: Schedule(period) for each in ids}
 
     def read(self, now: float) -> Mapping[int, Reading]:
-        """Id -> reading, in the number's own unit."""
+        """Return the readings by id, each in its metric's own unit."""
         schedules = self._schedules
         due = [each for each, schedule in schedules.items() if schedule.is_due(now)]
         readings = {each: schedule.kept(now) for each, schedule in schedules.items()}
@@ -133,19 +136,21 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML; what has no outcome yet is left out."""
+        """Call NVML for the due ids, and return the outcomes by id, without
+        ids that have no outcome yet.
+        """
         raise NotImplementedError
 
 
 class Metric(Batch):
-    """One number of one device by one call."""
+    """One metric of one device, read by one call."""
 
     def __init__(self, nvml: Library, call: Callable[[], float], period: float = 0.0) -> None:
         super().__init__(nvml, (0,), period)
         self._call = call
 
     def read_one(self, now: float) -> Reading:
-        """The number at `now`, or why there is none."""
+        """Return the metric's reading at `now`."""
         return self.read(now)[0]
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
@@ -153,7 +158,7 @@ class Metric(Batch):
 
 
 class Fields(Batch):
-    """A batch by GetFieldValues; of `scopes`, some fields have one."""
+    """A batch read by GetFieldValues; `scopes` holds the scope of each field that has one."""
 
     def __init__(
         self,
@@ -177,11 +182,11 @@ class Fields(Batch):
 
 
 class Counter:
-    """A number that only grows, turned into its rate; the first reading, a wrap and a reset give no
-    rate.
+    """Turns a counter that only grows into a rate. The first reading, a
+    wraparound and a reset give no rate.
 
-    Drivers renew some counters ten times a second: `shortest_seconds` is the least time that a rate
-    is taken over.
+    Drivers update some counters only ten times a second, so rates are taken over
+    at least `shortest_seconds`.
     """
 
     __slots__ = ("_at", "_number", "_rate", "_shortest")
@@ -193,7 +198,7 @@ class Counter:
         self._rate = PENDING
 
     def rate(self, reading: Reading, now: float) -> Reading:
-        """Units per second since the last fresh reading."""
+        """Return the increase per second since the last fresh reading."""
         number = reading.current
         if number is None and reading.state is not State.STALE:
             self._number = None
@@ -218,8 +223,8 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """The first that has a value, else the first that is more than unsupported, else
-    unsupported.
+    """Return the first reading with a value, else the first that isn't
+    unsupported, else unsupported.
     """
     for reading in readings:
         if reading.value is not None:
@@ -245,8 +250,9 @@ LARGEST = 1e12  # more is no measurement
 
 
 class Activity(Batch):
-    """The pair of samples of one device. `instance`: the GPU instance id if the handle is of a MIG
-    device's parent.
+    """The GPM metrics of one device, computed from two samples.
+
+    `instance` is the GPU instance id if the handle is that of a MIG device's parent.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:
@@ -286,7 +292,9 @@ class Activity(Batch):
         return {slot.metricId: _outcome(slot) for slot in self._request.metrics[: len(METRICS)]}
 
     def _set_up(self) -> None:
-        """NVMLError where the device has no such monitoring."""
+        """Allocate the samples and the request; raises NVMLError if the
+        device doesn't support GPM.
+        """
         nvml = self._nvml
         if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)

@@ -1,6 +1,4 @@
-"""NVML behind one interface: loaded when first needed, opened and closed, its errors sorted, its
-GPUs listed.
-"""
+"""Access to NVML: load it on first use, open and close it, classify its errors and list GPUs."""
 
 from __future__ import annotations
 
@@ -67,7 +65,9 @@ FIRST_WITH_BFLOAT16 = 8  # major compute capability
 
 
 class GpuHandle(NamedTuple):
-    """A GPU, or a MIG instance of one, as the driver numbers it: instances after all whole GPUs."""
+    """A GPU or MIG instance with its handle and number; instances are
+    numbered after all whole GPUs.
+    """
 
     handle: Handle
     number: int
@@ -75,36 +75,36 @@ class GpuHandle(NamedTuple):
 
 
 def load() -> Library:
-    """The module that binds NVML."""
+    """Import and return the module that binds NVML."""
     import pynvml
 
     return pynvml
 
 
 def error_code(error: Exception) -> int:
-    """NVML's return code behind an exception of the module; UNKNOWN for anything else it may
-    raise.
-    """
+    """Return the NVML return code of an exception; UNKNOWN for other exceptions."""
     number = getattr(error, "value", UNKNOWN)
     return number if isinstance(number, int) else UNKNOWN
 
 
 def failed_reading(code: int) -> Reading:
-    """The reading of a metric whose call failed: unsupported, denied, or just not available now."""
+    """Return the reading for a failed call: unsupported, denied or temporarily unavailable."""
     if code in _NEVER:
         return UNSUPPORTED
     return DENIED if code == NO_PERMISSION else PENDING
 
 
 def driver_fault(error: Exception) -> DeviceError:
-    """The error for a driver that can't be used."""
+    """Return the DeviceError for a driver that can't be used."""
     unknown = (f"The NVIDIA driver does not answer: {error}.", "Check nvidia-smi and dmesg.")
     return DeviceError(*_FAULTS.get(error_code(error), unknown))
 
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """The library between init and shutdown; DeviceError if the driver can't be used."""
+    """Return a context in which NVML is initialized; raises DeviceError
+    if the driver can't be used.
+    """
     chosen = load() if library is None else library
     try:
         chosen.nvmlInit()
@@ -118,9 +118,10 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 
 
 def list_gpus() -> Listing:
-    """Every GPU in NVML's order, MIG instances in place of their GPU.
+    """Return every GPU in NVML's order; a GPU in MIG mode is replaced by its instances.
 
-    A GPU that doesn't answer is left out with a note. DeviceError if the driver doesn't.
+    A GPU that doesn't answer is left out with a note. Raises DeviceError
+    if the driver doesn't answer.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -144,10 +145,10 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Every GPU in NVML's order, in place of one in MIG mode its instances, and the errors of those
-    that don't answer.
+    """Return every GPU in NVML's order, with GPUs in MIG mode replaced by their instances, and the
+    errors of GPUs that don't answer, by index.
 
-    NVMLError if the driver doesn't answer at all.
+    Raises NVMLError if the driver doesn't answer at all.
     """
     whole: list[GpuHandle] = []
     instances: list[tuple[Handle, Handle]] = []
@@ -169,7 +170,7 @@ def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]
 
 
 def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
-    """Handles of a GPU's MIG instances; None when it isn't in MIG mode."""
+    """Return the handles of a GPU's MIG instances; None if it isn't in MIG mode."""
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0] != 1:
             return None
@@ -184,11 +185,11 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 
 
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
-    """A GPU, or a MIG instance; None if the driver lists none. NVMLError if one that doesn't answer
-    may be it.
+    """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
-    By number and not by UUID: so a lost GPU has an error of its own, and is not taken for a missing
-    one.
+    Raises NVMLError if a GPU that doesn't answer might be the one. The search goes by
+    number rather than NVML's lookup by UUID, so that a lost GPU raises its own error
+    instead of appearing to be missing.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
@@ -203,7 +204,7 @@ def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
 
 
 def describe(nvml: Library, handle: Handle, index: int) -> Device:
-    """The device behind a handle; NVMLError if it can't even say who it is."""
+    """Return the device of a handle; raises NVMLError if its identity can't be read."""
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     total, _ = memory(nvml, handle)
     name = str(nvml.nvmlDeviceGetName(handle))
@@ -222,8 +223,8 @@ def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its
-    own.
+    """Return the memory available to programs and the memory in use, in bytes; None for a
+    chip without memory of its own.
     """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

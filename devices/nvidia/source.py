@@ -1,7 +1,7 @@
-"""NVIDIA GPUs as a source: opens the driver, keeps a reader for each GPU, and finds what was lost
-again.
+"""A source of samples for NVIDIA GPUs: opens the driver, keeps a reader for each
+GPU, and recovers lost GPUs.
 
-XID errors, ECC errors and lost GPUs are read by a thread that never delays an exit.
+XID errors, ECC errors and lost GPUs are watched on a thread that never delays the program's exit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """One GPU of the source: its reader while it answers, else why not."""
+    """One GPU of the source: its reader while the GPU answers,
+    otherwise a note on why it doesn't.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -60,10 +62,10 @@ class _Slot:
 
 
 class NvmlSource:
-    """A Source over NVIDIA GPUs: those given, or all. Not safe in two threads at once.
+    """A source of samples for the given NVIDIA GPUs, or for all. Not thread-safe.
 
-    DeviceError if the driver can't be used at first; later trouble shows in the rows, and ends by
-    itself.
+    Raises DeviceError if the driver can't be used at creation. Later failures are shown in the
+    samples and recovered from automatically.
     """
 
     def __init__(
@@ -88,11 +90,11 @@ class NvmlSource:
         self._open(self._builder.begin())
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs, in order; one that came later is the last."""
+        """The GPUs in order; GPUs that were added later come last."""
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
-        """All GPUs now."""
+        """Return a snapshot of all GPUs."""
         now = self._builder.begin()
         self._heal(now)
         self._watch_events()
@@ -104,7 +106,7 @@ class NvmlSource:
         )
 
     def close(self) -> None:
-        """Let go of the driver; never waits longer than a second or two."""
+        """Release the driver, waiting at most one or two seconds."""
         if not self._is_open:
             return
         self._is_open = False
@@ -116,7 +118,9 @@ class NvmlSource:
         self._events = None
 
     def _open(self, now: float) -> None:
-        """Init, and a reader for each GPU that answers; DeviceError if the driver doesn't."""
+        """Initialize NVML and open a reader for each GPU that answers; raises DeviceError
+        if the driver doesn't answer.
+        """
         nvml = self._nvml
         try:
             nvml.nvmlInit()
@@ -133,8 +137,8 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Watch for events from the third sample on, so that a single sample needn't wait for that
-        thread to end.
+        """Start watching for events with the third sample, so that programs which take only one
+        sample needn't wait for the thread to end.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
@@ -153,8 +157,8 @@ class NvmlSource:
         slot.note = ""
 
     def _heal(self, now: float) -> None:
-        """Open the driver again if it has gone, or if a GPU has been lost for too long to be found
-        otherwise.
+        """Reopen the driver if it has gone, or if a GPU has been lost for so long
+        that only reopening can find it.
         """
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         if self._is_open and lost and now >= self._reopen_at:
@@ -208,7 +212,7 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """A row whose every metric is lost, and that says why."""
+    """Return a sample in which every metric is lost, with a note on why."""
     lost = {
         field.name: LOST
         for field in msgspec.structs.fields(DeviceSample)
@@ -218,7 +222,9 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """A sentence for a device that can't be read at all just now; empty for any other."""
+    """Return a message for a device from which nothing can be read at
+    present; empty for any other device.
+    """
     vital = (
         sample.utilization_percent,
         sample.memory_used_bytes,
@@ -276,7 +282,7 @@ XIDS = {  # NVIDIA's "XID errors" document
 
 
 class EventWatch:
-    """Events of all GPUs, from its creation until `close`."""
+    """Records the events of all GPUs, from its creation until `close`."""
 
     def __init__(self, nvml: Library, handles: Sequence[Handle]) -> None:
         self._nvml = nvml
@@ -293,11 +299,13 @@ class EventWatch:
             self._thread.start()
 
     def recent(self, handle: Handle) -> tuple[str, ...]:
-        """The last events of this GPU, newest last."""
+        """Return this GPU's latest events, newest last."""
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
-        """End the thread and free the set; False if the driver still holds the thread."""
+        """End the thread and free the event set; return False if the thread is
+        still blocked in the driver.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
@@ -345,14 +353,14 @@ class EventWatch:
 
 
 def describe_event(kind: int, data: int) -> str:
-    """An event in words."""
+    """Return a description of an event."""
     if kind == XID:
         return f"XID {data}" + (f": {XIDS[data]}" if data in XIDS else "")
     return KINDS.get(kind, f"event 0x{kind:x}")
 
 
 def address(handle: Handle) -> int:
-    """The pointer that NVML gave for a handle, which identifies the GPU."""
+    """Return the address of a handle's NVML pointer, which identifies the GPU."""
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
     except (ctypes.ArgumentError, TypeError):

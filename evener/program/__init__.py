@@ -1,3 +1,3 @@
-"""Hooks that `evener run` puts into the processes of a program, by which that trains in shares as
-it is.
+"""Hooks that `evener run` installs in a program's processes so that the program trains by
+shares without being changed.
 """

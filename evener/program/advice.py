@@ -1,4 +1,6 @@
-"""The lines that make a script for one GPU train on several, with the names that it has itself."""
+"""Suggest the code that makes a single-GPU script train on several GPUs, using the
+script's own variable names.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ _LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "drop_last")
 
 
 def advise(optimizer: Any, loader: Any) -> str:
-    """Four lines of PyTorch for a script whose optimizer steps now, and that loops over `loader`.
+    """Return a message with four lines of PyTorch for a script whose optimizer steps now
+    and that loops over `loader`.
 
-    They keep the global batch, and can stand right before the loop; on a GPU the first one has to
-    come before the model is put there.
+    The lines keep the global batch and can be inserted right before the loop; on a GPU the first
+    line has to come before the model is moved there.
     """
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
     model = _find_name(lambda each: _count_trained(each, weights)) or "model"
@@ -41,8 +44,10 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def advise_lightning() -> str:
-    """Two lines of Lightning for a script whose Trainer trains on one device, as the first of
-    several ranks. They keep the global batch: each rank has a loader of its own.
+    """Return a message with two lines of Lightning for a script whose Trainer trains on one device
+    although several ranks are available.
+
+    The lines keep the global batch: each rank has a loader of its own.
     """
     devices = int(os.environ["WORLD_SIZE"])
     lines = (
@@ -53,7 +58,7 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """The lines that give each rank its rows of a loader's batches."""
+    """Return the lines that give each rank its rows of a loader's batches."""
     data = "torch.utils.data"
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return [
@@ -73,14 +78,16 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _count_trained(value: Any, weights: set[int]) -> int:
-    """The parameters of a model that an optimizer trains; 0 for anything else."""
+    """Return how many parameters of a model an optimizer trains; 0 for any other value."""
     if not isinstance(value, torch.nn.Module):
         return 0
     return sum(id(each) in weights for each in value.parameters())
 
 
 def _find_name(rate: Callable[[Any], int]) -> str:
-    """The program's name for the value with the highest rate; empty where none has one."""
+    """Return the program's variable name for the value that `rate` scores highest;
+    empty if no value scores above 0.
+    """
     best, rates = "", 0
     for frame in _own_frames():
         for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
@@ -91,7 +98,7 @@ def _find_name(rate: Callable[[Any], int]) -> str:
 
 
 def _own_frames() -> Iterator[FrameType]:
-    """The frames of the program's own code, the innermost first."""
+    """Yield the stack frames of the program's own code, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))

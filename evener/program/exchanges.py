@@ -1,5 +1,5 @@
-"""What a program exchanges between its ranks by code of its own: rows, or figures, and where they
-go.
+"""Collectives in the program's own code: find whether they exchange rows or derived
+values, and where the results go.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _BETWEEN = (
 
 
 class ExchangeCall(msgspec.Struct, frozen=True):
-    """A call that exchanges something between ranks."""
+    """A call of a collective, with its arguments and its place in the program's code."""
 
     name: str
     place: str  # in the program's own code, such as train.py:12
@@ -97,20 +97,20 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The call as a sentence names it."""
+        """The call's name and place, for use in a message."""
         return f"{self.name} ({self.place})"
 
     def run(self, **other: Any) -> Any:
-        """Call the function, with other arguments for some."""
+        """Call the function; `other` overrides some of its arguments."""
         self.bound.arguments.update(other)
         return self.function(*self.bound.args, **self.bound.kwargs)
 
 
 class Exchanges:
-    """Looks at what the program exchanges itself.
+    """Inspects the collectives that the program calls itself.
 
-    `fault` says why shares can't be uneven, as far as was seen; `origins` knows what was made of
-    exchanged figures. `note` is called as something is exchanged.
+    `fault` says why shares can't be uneven, as far as has been seen. `origins` tracks what was
+    computed from exchanged values. `note` is called for each exchange.
     """
 
     def __init__(self, note: Callable[[], None]) -> None:
@@ -128,7 +128,7 @@ class Exchanges:
         guard: Guard | None,
         is_uneven: bool,
     ) -> Any:
-        """Call a function that exchanges something; with `guard`, look at what it is."""
+        """Call a collective, and inspect what it exchanges if `guard` is given."""
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
             return wrapped(*arguments, **keywords)
@@ -150,7 +150,7 @@ class Exchanges:
         return result
 
     def note_entered(self, words: str, what: str) -> None:
-        """Note that what a call has exchanged goes into what is learned."""
+        """Record as the fault that values exchanged by a call go into what the model learns."""
         if words and not self.fault:
             self.fault = (
                 f"what its ranks exchange by {words} goes into {what}, and uneven shares would "
@@ -159,7 +159,7 @@ class Exchanges:
 
     @contextmanager
     def knowing_rows(self) -> Iterator[None]:
-        """A context of a function that takes different numbers of rows itself."""
+        """Return a context for a function that handles different numbers of rows itself."""
         before, self._knows_rows = self._knows_rows, True
         try:
             yield
@@ -195,7 +195,7 @@ class Exchanges:
 def make_call(
     wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
 ) -> ExchangeCall:
-    """The call of a function of ARGUMENTS or FUNCTIONAL."""
+    """Return the call of a function that ARGUMENTS or FUNCTIONAL lists."""
     bound = _signature(wrapped).bind(*arguments, **keywords)
     bound.apply_defaults()
     name = wrapped.__name__
@@ -211,7 +211,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if what it exchanges may be made of a rank's rows."""
+    """True if the values that the call exchanges may be computed from a rank's rows."""
     return call.name not in _FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
 
 
@@ -220,8 +220,8 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 
 
 def find_caller(frame: FrameType | None) -> str:
-    """The file and line in the program's own code that exchanges something; empty for a library's
-    own exchange, which is known.
+    """Return the file and line in the program's own code that calls a collective; empty for a
+    library's internal calls, which are known.
     """
     while frame is not None and _is_between(frame):
         frame = frame.f_back
@@ -245,7 +245,7 @@ def _is_between(frame: FrameType) -> bool:
 
 @cache
 def is_installed(path: str) -> bool:
-    """True for a file of Python's own or of an installed library."""
+    """True if the file belongs to Python itself or to an installed library."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
     return path.startswith("<frozen") or any(path.startswith(f"{each}/") for each in folders)
@@ -255,9 +255,9 @@ def is_installed(path: str) -> bool:
 
 
 def run_compared(call: ExchangeCall) -> Any:
-    """Call it; where ranks give different numbers of rows, gather as many as each has.
+    """Run the call; if ranks pass different numbers of rows, gather as many rows as each rank has.
 
-    RequestError on every rank where their tensors can't be exchanged.
+    Raises RequestError on every rank if their tensors can't be exchanged.
     """
     group, own = call.bound.arguments.get("group"), call.given
     single = isinstance(own, torch.Tensor) and own.ndim > 0 and call.name not in _ANY_SIZE
@@ -285,20 +285,21 @@ def run_compared(call: ExchangeCall) -> Any:
 
 
 class _Complete:
-    """The work of a call that is complete, in place of one that isn't."""
+    """An already completed work handle, returned for an asynchronous call."""
 
     def wait(self, *_: Any) -> bool:
         """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """True if no rank gathers into a part of another tensor, which can't get another size; every
-    rank calls it, as only some may gather.
+    """True if no rank gathers into a view of another tensor, which can't be resized.
+
+    Every rank has to call this, because only some ranks may gather.
     """
     can = all(each._base is None for each in each_tensor_in(call.filled))
     every = torch.tensor(int(can), device=call.given.device)
@@ -307,13 +308,13 @@ def _can_all_fill(call: ExchangeCall) -> bool:
 
 
 def _is_member(group: Any) -> bool:
-    """True if this rank is in a group, the default one or another."""
+    """True if this rank belongs to the group; None is the default group."""
     known = group is None or isinstance(group, dist.ProcessGroup)
     return known and dist.get_rank(group) >= 0
 
 
 def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, ...]]:
-    """The shapes of all ranks' tensors, up to eight axes of each."""
+    """Return the shapes of all ranks' tensors, up to eight axes each."""
     axes = list(tensor.shape)[:_MOST_AXES]
     numbers = [len(axes), *axes, *[0] * (_MOST_AXES - len(axes))]
     own = torch.tensor(numbers, device=tensor.device)
@@ -324,12 +325,12 @@ def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, 
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The tensor with zeros after its rows, so that it has as many."""
+    """Return the tensor padded with zero rows at its end to `rows` rows."""
     return pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, rows - len(tensor))).contiguous()
 
 
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
-    """The rows of each rank."""
+    """Return the rows of each rank, one tensor per rank."""
     padded = pad_rows(call.given.detach(), max(counts))
     every = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(every, padded, group=call.bound.arguments.get("group"))
@@ -355,6 +356,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Give a tensor, in place, another size and other data."""
+    """Replace a tensor's size and data in place."""
     with torch.no_grad():
         place.set_(rows)

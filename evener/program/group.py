@@ -1,8 +1,9 @@
-"""The process group of a program: of ranks that evener started, or of processes that the program,
-or a launcher in it, started itself.
+"""The process group of a program, made of ranks that evener started or of processes that the
+program, or a launcher in it, started itself.
 
-The first rank of evener's releases the others as it makes a group with them. Any other process
-that makes one gets a device by its rank there, and the number of ranks stays the program's own.
+evener's first rank releases the others when it makes a process group with them. Any other
+process that makes a group is given a device according to its rank in that group; the program
+decides the number of such ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class GroupPlace(msgspec.Struct, frozen=True):
-    """A process's rank among those that make a group together."""
+    """A process's rank in a process group, and the group's size."""
 
     rank: int
     world: int
@@ -47,7 +48,9 @@ _place: GroupPlace | None = None
 
 
 def current_rank() -> int:
-    """This process's rank: in its group, else as its launcher says; 0 where nobody does."""
+    """Return this process's rank in its group or, without a group, the rank set by its
+    launcher; 0 if neither is known.
+    """
     if _place is not None:
         return _place.rank
     text = os.environ.get("RANK", "")
@@ -55,7 +58,7 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """The program makes its process group."""
+    """Prepare this process for the process group that the program makes, then make the group."""
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
     place = _read_place(given)
@@ -75,7 +78,9 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupPlace | None:
-    """The rank in a group that is about to be made; None where only its backend knows."""
+    """Return the rank and size in the group that is about to be made; None if
+    only its backend knows them.
+    """
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
     rank = query.get("rank", given.get("rank", -1))
     world = query.get("world_size", given.get("world_size", -1))
@@ -90,10 +95,10 @@ def _read_place(given: dict[str, Any]) -> GroupPlace | None:
 
 
 def _is_evener_s(place: GroupPlace, method: str | None) -> bool:
-    """True if the group is one of the ranks that evener started.
+    """True if the group consists of the ranks that evener started.
 
-    A script, and what starts it, may choose an address of its own for them; a launcher also starts
-    the other ranks.
+    The script, or what starts it, may choose another address for evener's ranks, so an address that
+    differs is no proof; a launcher inside the program also starts sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):
@@ -109,7 +114,7 @@ def _own_address() -> str:
 
 
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
-    """HOST:PORT where a group's processes meet."""
+    """Return HOST:PORT of the group's rendezvous."""
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
     host, port = (variables.get(name, "") for name in _ADDRESS)
@@ -117,7 +122,9 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 
 
 def _read_environment(process: str) -> dict[str, str]:
-    """The environment that a process was started with; empty for one of another user."""
+    """Return the environment with which a process was started; empty if
+    it belongs to another user.
+    """
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
         pairs = (each.partition("=") for each in text.split("\0") if each)
@@ -126,7 +133,7 @@ def _read_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """True if a launcher in this program has started another rank beside this one."""
+    """True if a launcher in this program has started another rank besides this one."""
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
         other = _read_environment(process)
@@ -137,10 +144,10 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _take_device(place: GroupPlace) -> None:
-    """Give this process, which evener didn't start, a device of the plan's by its rank.
+    """Give this process, which evener didn't start, the plan's device for its rank.
 
-    Where the program has started another number of processes than the plan has shares, it starts
-    without the plan, evenly.
+    If the number of processes that the program started differs from the number of shares, the plan
+    is left out and the program starts with even shares.
     """
     if place.is_given and is_started_rank():  # they are the process's that started this one
         for name in RANK_VARIABLES:
@@ -159,7 +166,9 @@ def _take_device(place: GroupPlace) -> None:
 
 
 def _free_interfaces(place: GroupPlace) -> None:
-    """Let ranks of several machines meet: evener keeps those of one machine to its loopback."""
+    """Let ranks on several machines communicate, by removing the restriction to loopback that
+    evener sets for a single machine.
+    """
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
         for name in _INTERFACES:
@@ -168,22 +177,22 @@ def _free_interfaces(place: GroupPlace) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Run on the cores of a slice of the CPU from now on, if the device is one."""
+    """Pin this process to the cores of its device from now on, if the device is a CPU slice."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
 
 
 def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """The program starts processes as torch.multiprocessing does."""
+    """Start processes for torch.multiprocessing without evener's rank variables."""
     with _without_rank():
         return wrapped(*arguments, **keywords)
 
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """A context in which a process that is still alone has no rank: its children, and what they
-    start, are no ranks of evener's.
+    """Return a context in which a process that is still alone has no rank variables, so that its
+    children don't take themselves for evener's ranks.
     """
     alone = is_started_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}

@@ -1,9 +1,10 @@
-"""A guard before shares leave even, and at times while they are uneven: an audit of the program's
-own loss of a batch.
+"""An audit of the program's own loss for one batch, before shares leave even and at
+intervals while they are uneven.
 
-What the program computes from a batch to its loss is recorded, function by function, and computed
-again, with its backward pass, for some rows: in equal parts, as the program's own launcher has
-them, and as shares do. Nothing of the program's own code runs twice, and nothing is left behind.
+What the program computes from a batch to its loss is recorded function by function. The recorded
+functions and their backward pass are then computed again for a few rows: in equal parts, as under
+the program's own launcher, and in parts as the shares have them. The program's own code runs only
+once, and its state is restored.
 """
 
 from __future__ import annotations
@@ -48,16 +49,18 @@ MakeBench = Callable[..., Bench]  # of models
 
 
 class Guard(Recorder):
-    """Records a batch's way to its loss; after its first backward pass `fault` says why shares
-    would change what is learned.
+    """Records how a batch's loss is computed; after the first backward pass `fault` says why shares
+    would change what the model learns.
 
-    The fault is empty where they wouldn't; `measured`: both ways were computed, and differ. `few`
-    gives some rows of the batch, collated as shares have them, where that is another batch than its
-    parts. `rows` are the batch's, unless its first tensor says so. `bench` makes what computes the
-    models' gradients, without one the models alone.
+    `fault` is empty if shares change nothing. `measured` is True if both ways were computed and
+    their results differ. `few` returns a few rows of the batch, collated as the shares would
+    collate them, if that differs from slicing the batch. `rows` is the batch's number of rows; by
+    default, its first tensor's length. `bench` makes the Bench that computes gradients; the default
+    computes those of the models alone.
 
-    Where ranks meet in the models' layers, losses are compared, and all ranks compute the same
-    passes: `agree` says before, and after, whether one has a fault, its own one given.
+    If ranks communicate in the models' layers, losses are compared instead, and all ranks compute
+    the same passes. `agree` exchanges each rank's fault before and after these passes, and
+    returns a fault of any rank.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Guard(Recorder):
 
     @property
     def done(self) -> bool:
-        """True once a backward pass has begun, or nothing is recorded any more."""
+        """True once a backward pass has begun, or if recording has ended."""
         return self.losses > 0 or not self._handles
 
     def __torch_function__(
@@ -101,12 +104,12 @@ class Guard(Recorder):
         return super().__torch_function__(function, types, arguments, keywords)
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Follow what is made of what ranks have exchanged."""
+        """Track what a function computes from values that ranks exchanged."""
         if self._origins is not None:
             self._origins.follow(function, arguments, keywords, result)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """The loss, before ranks exchanged it in place."""
+        """Return the loss as it was before ranks overwrote it in an in-place collective."""
         return super().read_loss(self._before.get(address(loss), loss))
 
     def _write(self, *arguments: Any, **options: Any) -> None:
@@ -121,31 +124,32 @@ class Guard(Recorder):
 
     @property
     def is_inside(self) -> bool:
-        """True while a model that trains computes, with gradients."""
+        """True while a model's forward pass runs with gradients enabled."""
         return self._inside and self._with_gradients and not self._busy
 
     @property
     def is_replaying(self) -> bool:
-        """True while something of the program's is computed again."""
+        """True while recorded functions of the program are computed again."""
         return self._busy
 
     def keep_figure(self, tensor: torch.Tensor) -> None:
-        """Note a figure that ranks are about to overwrite with one that they exchange."""
+        """Save a scalar that ranks are about to overwrite with an exchanged one."""
         if tensor.numel() == 1:
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def forget_making(self, tensor: torch.Tensor) -> None:
-        """Take a tensor as given from now on: ranks have exchanged what is in it."""
+        """Treat a tensor as an input from now on, because ranks have exchanged its contents."""
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
 
     def comes_from_batch(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor was computed from the batch, as far as is known."""
+        """True if the tensor is known to be computed from the batch."""
         return self._walk(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor has another size where the batch has fewer rows; or if that can't be
-        found out though the tensor was computed from the batch.
+        """True if the tensor's size depends on the number of rows in the batch.
+
+        Also True if that can't be determined although the tensor was computed from the batch.
         """
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
             return False
@@ -165,7 +169,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as these calls make it of three quarters of the rows."""
+        """Return the tensor as the recorded calls compute it from three quarters of the rows."""
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -177,14 +181,14 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """What computes again in a model's place: what is in a DistributedDataParallel, whose own
-        forward pass meets the other ranks.
+        """Return the model that computes again in place of `model`: the module inside
+        DistributedDataParallel, whose own forward pass would communicate with the other ranks.
         """
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """The fault of this loss; empty if shares compute its gradient as the program's own
-        launcher does.
+        """Return the fault of this loss; empty if shares give the same gradient
+        as the program's own launcher.
         """
         record = self._find_record(loss)
         if self._agree is not None:
@@ -199,7 +203,7 @@ class Guard(Recorder):
             return _describe_error(error)
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
-        """The record of a loss that can be compared, or why it can't be."""
+        """Return the record of a loss that can be compared, or the reason why it can't be."""
         if self.rows < 2:
             return SINGLE_ROW
         if {len(each) for each in self.batch} != {self.rows}:
@@ -213,7 +217,9 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """The fault of a loss, by the same passes on every rank, and with one answer for all."""
+        """Return the fault of a loss after computing the same passes on every rank.
+        All ranks get the same answer.
+        """
         few = cut_few(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
         if few is None:
@@ -264,20 +270,24 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _list_rows(self) -> list[FewRows]:
-        """Some rows of the batch: as their collate function makes them, and cut from the batch."""
+        """Return candidate selections of a few rows of the batch: collated anew by the loader's
+        collate function, and sliced from the batch.
+        """
         every = [None if self._few is None else self._few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
         return [each for each in every if each is not None]
 
 
 def _describe_error(error: Exception) -> str:
-    """The fault of a loss whose parts can't be computed."""
+    """Return the fault of a loss that can't be computed for a part of
+    its rows because of this error.
+    """
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return f"{CANT} ({text})"
 
 
 def _judge(guard: Any, loss: torch.Tensor) -> None:
-    """Judge the first loss that a backward pass has begun with."""
+    """Judge the loss of the first backward pass; ignore later losses."""
     if guard.losses > 1:
         return
     if guard._origins is not None:
@@ -287,6 +297,8 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 
 
 def make_bench(models: Iterable[Any], losses_only: bool = False) -> Bench:
-    """What computes the gradients of these models, in a step that nothing of evener's is in."""
+    """Return a Bench that computes the gradients of these models alone, in a step that
+    evener doesn't take part in.
+    """
     every = list(models)
     return Bench(every, name_tensors(every), losses_only=losses_only)

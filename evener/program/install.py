@@ -1,7 +1,7 @@
-"""The hooks of a process that `evener run` or `evener launch` started.
+"""Install the hooks of a process that `evener run` or `evener launch` started.
 
-Both let PyTorch's processes meet without a port. Those of `evener run` are also functions of the
-libraries that a program trains with, and ours in their place.
+Both commands let PyTorch's processes rendezvous without a port. For `evener run`, the hooks also
+wrap functions of the libraries that the program trains with.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
 def install() -> None:
-    """Have the hooks registered, in a process that trains on a device of its own or may start
-    some.
+    """Register the hooks if this process trains on a device of its own or
+    may start processes that do.
     """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return
@@ -91,8 +91,8 @@ def install() -> None:
 
 
 class _First:
-    """Finds no module: registers the hooks once a library is looked for, as wrapt takes a while to
-    import.
+    """An import finder that finds no module, but registers the hooks when a library is first
+    imported, because wrapt takes a while to import.
     """
 
     def find_spec(self, name: str, *_: Any) -> Any:
@@ -169,7 +169,9 @@ def _watch_steps(_: Any) -> None:
 def end_in_a_sentence(
     before: Any, kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
-    """End the process with an error of evener's own in one sentence, and that error's exit code."""
+    """Print an error of evener's own as one message instead of a traceback, and end the
+    process with the error's exit code.
+    """
     if not isinstance(error, EvenerError):
         before(kind, error, trace)
         return
@@ -182,10 +184,10 @@ def end_in_a_sentence(
 
 
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Leave a process group once gloo's threads have put their work away.
+    """Destroy a process group once gloo's threads have released their work.
 
-    A work holds Python objects. A thread that gives them back while the interpreter ends aborts the
-    process, and one that does while its group is taken down waits for it forever.
+    A work item holds Python objects. A thread that releases them while the interpreter shuts down
+    aborts the process, and a thread that does so while its group is destroyed blocks forever.
     """
     wait_until_asleep(_GLOO)
     return wrapped(*arguments, **keywords)
@@ -200,6 +202,6 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _later(target: str) -> Any:
-    """The function `name:function` of this package, which is imported when it is first called."""
+    """Return a wrapper for `name:function` of this package, which is imported on the first call."""
     name, _, function = target.partition(":")
     return lambda *given: attrgetter(function)(import_module(f"evener.program.{name}"))(*given)

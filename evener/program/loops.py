@@ -1,9 +1,9 @@
-"""A plain PyTorch loop: a DataLoader whose sampler shares rows out evenly, and a
+"""A plain PyTorch loop: a DataLoader whose sampler splits rows evenly, and a
 DistributedDataParallel model.
 
-A rank's batch sampler is asked for every rank's batches, so all know the global batches, and rows
-of one are dealt out by shares without a word between the ranks. Nothing is changed before a first
-step was seen whole.
+Each rank asks its batch sampler for the batches of every rank, so every rank knows the global
+batches and splits their rows by shares without communication. Nothing changes before one
+whole step has been observed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHARDS = (
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Take part in each loop over a DataLoader in which the program trains."""
+    """Follow each loop over a DataLoader in which the program trains."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # by a loop around this one
     return (
@@ -45,15 +45,13 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Take part in each loop over a loader of accelerate or timm in which the program trains."""
+    """Follow each loop over a loader of accelerate or timm in which the program trains."""
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains() else wrapped()
 
 
 class Loop:
-    """A loop over a DataLoader, or over `outer`, which fetches its batches one ahead of their
-    turn.
-    """
+    """A loop over a DataLoader, or over `outer`, a loader around it that prefetches one batch."""
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
         self._loader = loader
@@ -102,9 +100,7 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """The class, not PyTorch's, that says which rows are in a batch together; empty for
-        none.
-        """
+        """The class that chooses which rows form a batch; empty if PyTorch's own class does."""
         return name_own_sampler(self.dealer.given)
 
     def follow(self, training: Any) -> None:
@@ -116,8 +112,8 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """True if the data set gives another row for the same number, by the same random
-        numbers.
+        """True if the data set returns different rows for the same
+        index and the same random state.
         """
         with suppress(
             Exception
@@ -132,9 +128,10 @@ class Loop:
         return False
 
     def few_rows(self) -> FewRows | None:
-        """Some rows of the current batch, collated anew as parts of it are by shares; None where
-        that makes no other parts, or the loader's collate_fn doesn't make the batch that the
-        program has got.
+        """Return a few rows of the current batch, collated anew as the shares would collate them.
+
+        None if collating can't differ from slicing the batch, or if the loader's collate_fn doesn't
+        reproduce the batch that the program received.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -150,11 +147,11 @@ class Loop:
 
 
 class SharedBatches:
-    """A loader's batch sampler, in whose place it stands: by shares in a loop that trains, else as
-    it was.
+    """Replaces a loader's batch sampler: splits rows by shares in a training loop, and passes the
+    original batches on otherwise.
 
-    `sampler` is that of the newest such loop; without one, `fault` says why its rows can't be
-    dealt.
+    `sampler` belongs to the most recent training loop. If it is None, `fault`
+    says why rows can't be split.
     """
 
     def __init__(self, given: Any, fault: str) -> None:
@@ -164,7 +161,11 @@ class SharedBatches:
 
     @classmethod
     def of(cls, loader: Any) -> SharedBatches:
-        """The loader's dealer; one that deals nothing stands beside the loader's own sampler."""
+        """Return the loader's SharedBatches, installing it on first use.
+
+        If rows can't be split, the loader keeps its own sampler and the
+        result only carries the fault.
+        """
         given = loader.batch_sampler
         if isinstance(given, SharedBatches):
             return given
@@ -188,7 +189,9 @@ class SharedBatches:
         yield from self._deal() if opens else self.given
 
     def _deal(self) -> Iterable[Any]:
-        """The rows of an epoch by shares, or as they were."""
+        """Return the rows of an epoch split by shares, or the original
+        batches if that is impossible.
+        """
         self.fault = ""
         try:
             every = draw_ranks(self.given)
@@ -212,7 +215,9 @@ class SharedBatches:
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """The class of the program's, or a library's, that makes batches; empty where PyTorch does."""
+    """Return the name of the program's or a library's class that makes batches;
+    empty if PyTorch makes them.
+    """
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
         if home not in ("torch", "accelerate", "evener"):
@@ -221,8 +226,9 @@ def name_own_sampler(sampler: Any) -> str:
 
 
 def draw_ranks(sampler: Any) -> list[list[Any]]:
-    """The batches of each rank, by copies of its batch sampler; RequestError where they aren't of
-    global batches.
+    """Return the batches of each rank, drawn from copies of its batch sampler.
+
+    Raises RequestError if the ranks' batches don't form global batches.
     """
     if _find_place(sampler) is None:
         raise _uneven("its rows aren't shared out by a DistributedSampler")
@@ -239,7 +245,9 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 
 
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
-    """The batches that a batch sampler has for a rank; one more than it says, if there are more."""
+    """Return the batches that a batch sampler draws for a rank: at most
+    one more than its length.
+    """
     try:
         with kept_state():
             twin = _copy_for(sampler, rank)
@@ -249,7 +257,9 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 
 
 def _check_sizes(every: list[list[Any]]) -> None:
-    """RequestError unless all batches of all ranks have as many rows, but for each one's last."""
+    """Raise RequestError unless all batches of all ranks have the same number of rows; the last
+    batch may be smaller, but equally on all ranks.
+    """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])
     if len(whole) > 1 or len(sizes[-1]) > 1:
@@ -261,7 +271,7 @@ def _uneven(why: str) -> RequestError:
 
 
 def join_ranks(every: Any) -> list[Any]:
-    """The rows of an epoch, those of each global batch together, rank by rank."""
+    """Return the rows of an epoch, grouped by global batch and, within a batch, by rank."""
     return [row for step in zip(*every, strict=True) for batch in step for row in batch]
 
 
@@ -275,7 +285,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _copy_for(sampler: Any, rank: int) -> Any:
-    """A copy of a batch sampler that draws for another rank."""
+    """Return a copy of a batch sampler that draws for another rank."""
     held = [vars(each).get(name) for each in _chain(sampler) for name in ("dataset", "data_source")]
     twin = copy.deepcopy(sampler, {id(each): each for each in held})
     holder, name = _find_place(twin)
@@ -284,8 +294,8 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_place(sampler: Any) -> Any:
-    """What of a batch sampler says whose rows it draws, and the attribute's name; None where
-    nothing does.
+    """Return the sampler, within a batch sampler, that holds the rank whose rows it draws, and the
+    attribute's name; None if there is none.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:
@@ -298,7 +308,7 @@ def _find_place(sampler: Any) -> Any:
 
 
 def _chain(sampler: Any) -> Iterator[Any]:
-    """The samplers that a batch sampler is made of, itself first."""
+    """Yield a batch sampler and the samplers nested in it, outermost first."""
     while sampler is not None and hasattr(sampler, "__dict__"):
         yield sampler
         inner = vars(sampler)
@@ -308,7 +318,7 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
-    """Leave a loop alone that has a loader on one rank only."""
+    """Leave a loop alone if only one rank has a loader."""
     if PROGRAM.trains():
         PROGRAM.stay(DISPATCHED)
     with PROGRAM.left_alone():

@@ -1,5 +1,5 @@
-"""The words of one rank of a program: a line at its start, figures for the table at its end, or why
-it must end.
+"""What a rank of a program reports: a line at its start, metrics for the table at
+its end, or why it must end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ READ_STEPS = 10  # after which the timer, which keeps 25, is read
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """The training that remembered shares were learned in; another one may need other shares."""
+    """The model and batch of the training run in which remembered shares were learned; another
+    model or batch may need other shares.
+    """
 
     model: str  # a digest of the shapes and types of its parameters and buffers
     rows: int  # of a step
 
 
 class ProgramSettings(msgspec.Struct, frozen=True):
-    """The words of `evener run` for the processes that it starts."""
+    """The settings that `evener run` passes to the processes it starts."""
 
     folder: str  # for a RankNote of each rank
     name: str  # of the program, for people
@@ -40,7 +42,7 @@ class ProgramSettings(msgspec.Struct, frozen=True):
 
 
 class RankNote(msgspec.Struct):
-    """A rank's training, as it leaves it at its end."""
+    """A rank's record of its training, written when its process ends."""
 
     rank: int
     device: str  # its id
@@ -56,17 +58,19 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """The settings of the program that this process belongs to; empty where `evener run` hasn't
-    started it.
+    """Return the settings of the program that this process belongs to; default settings if
+    `evener run` didn't start it.
     """
     text = os.environ.get(PROGRAM)
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
 
 def say(words: str) -> None:
-    """Print a line of evener's own, on the first rank; not behind a progress bar in its line.
+    """Print a line of evener's own on the first rank, on a line of its own
+    even if a progress bar is shown.
 
-    What copies the lines of several processes leaves out an empty one that ends so.
+    The line begins with a carriage return and a newline: tools that merge the output of several
+    processes drop an empty line that ends this way.
     """
     if current_rank() == 0:
         begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
@@ -75,8 +79,8 @@ def say(words: str) -> None:
 
 
 class Notebook:
-    """Notes what becomes of this rank, and leaves it in the settings' folder as the process
-    ends.
+    """Collects what happens on this rank, and writes it to the settings'
+    folder when the process ends.
     """
 
     def __init__(self, settings: ProgramSettings) -> None:
@@ -96,8 +100,8 @@ class Notebook:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """Note the figures of this PlannedTraining, which these hooks made, and say how it
-        starts.
+        """Record the steps of this PlannedTraining, created by the named
+        hooks, and print how it starts.
         """
         self.hooks, self._training = hooks, training
         self._record, self._steps, self._read = StepRecord(), 0, 0
@@ -111,18 +115,18 @@ class Notebook:
         )
 
     def stay(self, why: str, more: str = "") -> None:
-        """Note why the program trains as it is, and say so once, with `more` behind it."""
+        """Record why the program trains unchanged, and print it once, followed by `more`."""
         if not self.why:
             self.why = why.rstrip(".")
             say(f"shares stay even: {self.why}{more}")
 
     def suppose(self, why: str) -> None:
-        """Say why shares stay even as far as can be seen; a later loop may still train by them."""
+        """Print why shares appear to stay even; a later loop may still train by shares."""
         self.last_words, self._has_supposed = why, True
         say(f"shares stay even: {why}")
 
     def warn(self, words: str) -> None:
-        """Say once what the program does differently now."""
+        """Print a warning once, about what the program does differently now."""
         if words not in self.warned:
             self.warned.add(words)
             say(words)
@@ -134,7 +138,7 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Record the steps that the device has computed since the last time."""
+        """Record the steps that the device has completed since the last call."""
         for step in self._training.timer.last():
             if step.number <= self._read:
                 continue
@@ -143,7 +147,7 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write the note."""
+        """Write this rank's note."""
         if not self.settings.folder:
             return
         if not self.hooks and self._has_supposed:

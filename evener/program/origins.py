@@ -1,5 +1,5 @@
-"""The way of what ranks have exchanged through a program: into its loss, its weights and its rates,
-or only into what it prints.
+"""Track where values that ranks have exchanged go in a program: into its loss, weights and learning
+rates, or only into its output.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ _FORGET = 1000  # marks of storages, after which those that are gone are looked 
 
 
 class Origins:
-    """Knows which tensors were made of what ranks have exchanged, and by which call.
+    """Tracks which tensors were computed from exchanged values, and by which
+    call the values were exchanged.
 
-    A tensor is known by itself if a function made it of such data, and by its storage if such data
-    were written into it. The second says nothing of what was computed from it before.
+    A tensor is tracked by identity if a function computed it from such values, and by its
+    storage if such values were written into it. A storage's mark says nothing about what
+    was computed from it earlier.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ class Origins:
         self.read = ""  # the call of which the program has read a number
 
     def write(self, data: Any, place: str) -> None:
-        """Note that what was exchanged at `place` has been written into these tensors."""
+        """Record that values exchanged at `place` were written into these tensors."""
         self.seen = True
         for tensor in each_tensor_in(data):
             storage = _storage(tensor)
@@ -41,13 +43,15 @@ class Origins:
             self._written = kept
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Note that these objects were exchanged; numbers among them are read thereby."""
+        """Record that these objects were exchanged at `place`. Numbers among them
+        count as read by the program.
+        """
         self.write(data, place)
         if any(isinstance(each, int | float) for each in leaves_of(data)):
             self.read = place
 
     def find(self, data: Any) -> str:
-        """The place where something in nested data was exchanged; empty if nothing was."""
+        """Return the place where something in nested data was exchanged; empty if nothing was."""
         for each in leaves_of(data):
             place = self._find_tensor(each) if isinstance(each, torch.Tensor) else ""
             if place:
@@ -55,11 +59,13 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """The place where something was exchanged that this tensor was computed of."""
+        """Return the place of the exchange from which this tensor was
+        computed; empty if there was none.
+        """
         return str(self._made.get(tensor, ""))
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Note what a function has made of what was exchanged."""
+        """Record what a function computes from exchanged values."""
         place = self.find((arguments, keywords)) if self.seen else ""
         if not place:
             return
@@ -85,12 +91,12 @@ class Origins:
 
 
 def each_tensor_in(data: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested data, also in the fields of a dataclass, as models' outputs are."""
+    """Return the tensors in nested data, including fields of dataclasses such as model outputs."""
     return (each for each in leaves_of(data) if isinstance(each, torch.Tensor))
 
 
 def leaves_of(data: Any) -> Iterator[Any]:
-    """All that lies in nested tuples, lists, sets, dicts, slices and dataclasses."""
+    """Yield the leaves of nested tuples, lists, sets, dicts, slices and dataclasses."""
     if isinstance(data, dict):
         inner: Iterable[Any] = data.values()
     elif isinstance(data, tuple | list | set):
@@ -107,7 +113,7 @@ def leaves_of(data: Any) -> Iterator[Any]:
 
 
 def _is_in_place(function: Any) -> bool:
-    """True for a function that writes into its first argument, such as mul_ and +=."""
+    """True if the function writes into its first argument, such as mul_ and +=."""
     name = str(getattr(function, "__name__", ""))
     if name in ("__setitem__", "__set__"):
         return True
@@ -117,7 +123,7 @@ def _is_in_place(function: Any) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    """The storage of a tensor; None for one without (a sparse one, say)."""
+    """Return a tensor's storage; None if it has none, for example if it is sparse."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):

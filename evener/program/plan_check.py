@@ -1,5 +1,5 @@
-"""Ends a script that evener launch started and that trains without its plan, in its first optimizer
-steps.
+"""End a script that evener launch started if it hasn't read its plan
+within its first optimizer steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _steps = 0
 
 
 def count_step(*_: Any) -> None:
-    """An optimizer of PyTorch has stepped."""
+    """Count a step of a PyTorch optimizer, and check for the plan after FIRST_STEPS steps."""
     global _steps
     _steps += 1
     if _steps == FIRST_STEPS:
@@ -25,7 +25,7 @@ def count_step(*_: Any) -> None:
 
 
 def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """A Keras model is about to train."""
+    """Check that the plan was read before a Keras model trains."""
     check_use()
     return wrapped(*arguments, **keywords)
 

@@ -1,5 +1,5 @@
-"""The program that `evener run` started, as one of its processes trains it in a plain PyTorch
-loop.
+"""A program that `evener run` started, seen from one of its processes, which
+trains it in a plain PyTorch loop.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MEET_SECONDS = 60.0  # in which all ranks have to come to the end of the first s
 
 
 class Program:
-    """Trains the program by shares, from the second step on that it has trained.
+    """Trains the program by shares, from its second training step on.
 
-    `training` is there from then on. Where the program can't be trained so, it stays as it is.
+    `training` is set from then on. A program that can't be trained by shares runs unchanged.
     """
 
     def __init__(self) -> None:
@@ -76,18 +76,18 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each rank in a full batch; empty as long as they are the program's own."""
+        """The rows of each rank in a full batch; empty while the program uses its own shares."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch, as far as they weigh the ranks; empty before
-        there is one.
+        """The rows of each rank in the current batch, used as the ranks' weights;
+        empty before the first batch.
         """
         return () if self._loop is None else self._loop.sizes
 
     def trains(self) -> bool:
-        """True if a loop that begins now trains, as far as can be seen."""
+        """True if a loop that begins now appears to be a training loop."""
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return (
             group
@@ -97,19 +97,21 @@ class Program:
         )
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Know each model in DistributedDataParallel, or in another library's wrapper."""
+        """Record each model that is wrapped in DistributedDataParallel or
+        in another library's wrapper.
+        """
         wrapped(*arguments, **keywords)
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Know a model as the whole that its layers are in."""
+        """Record a model as a whole, in place of the recorded models that are its layers."""
         if not any(model in other.modules() for other in self.models):
             for each in model.modules():
                 self.models.pop(each, None)
             self.models[model] = None
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Know each model that FSDP2 shards, as the whole that its layers are in."""
+        """Record each model that FSDP2 shards, as a whole rather than layer by layer."""
         result = wrapped(*arguments, **keywords)
         given = arguments[0] if arguments else keywords["module"]
         for model in given if isinstance(given, list) else [given]:
@@ -117,8 +119,8 @@ class Program:
         return result
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """A backward pass: ranks' losses count by their rows where a library averages gradients
-        over ranks.
+        """Run a backward pass. If a library averages gradients over ranks, weight
+        each rank's loss by its rows.
         """
         training = self.training
         is_inner = backward_number() != -1  # as checkpointing's
@@ -135,19 +137,19 @@ class Program:
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_loader(self, loader: Any) -> None:
-        """A loop over this DataLoader begins."""
+        """Record the DataLoader over which a loop begins."""
         self._newest_loader = weakref.ref(loader)
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """An optimizer steps."""
+        """Record that an optimizer is about to step."""
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:
                 self._note_entered(optimizer)
 
     def _note_entered(self, optimizer: Any) -> None:
-        """Note whether exchanged figures are in the loss, in weights and gradients, or in how an
-        optimizer steps.
+        """Check whether values exchanged between ranks went into the loss, the gradients, the
+        weights or the optimizer's settings.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -170,7 +172,9 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """An optimizer has stepped."""
+        """Record that an optimizer has stepped, and explain why shares stay even if
+        no followed loop is running.
+        """
         self._updated = True
         if self._guard is not None:
             self._guard.steps = False
@@ -185,7 +189,9 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Note the numbers by which an optimizer steps, and whether it trains what no model has."""
+        """Record the settings with which an optimizer steps, and whether it trains
+        parameters outside all models.
+        """
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
             self._fault = views.OUTSIDE
@@ -195,8 +201,8 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
 
     def _stay_alone(self, optimizer: Any) -> None:
-        """Say that this process trains by itself, and, where no other does, what would change
-        that.
+        """Report that this process trains by itself; if no other process trains, advise
+        how to train on all devices.
         """
         if self.notebook.why:
             return
@@ -208,25 +214,27 @@ class Program:
 
     @property
     def is_alone(self) -> bool:
-        """True while the other ranks wait for this one to make a process group."""
+        """True while the other ranks wait for this rank to make a process group."""
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_started_rank() and not is_released()
 
     def stay_for_one(self, advice: str) -> None:
-        """Say that the program trains on one device, and what would change that."""
+        """Report that the program trains on one device, and advise how to change that."""
         self.notebook.stay(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Note the rates of optimizers as a batch begins: a schedule changes them between batches,
-        what is read in a batch within it.
+        """Record the optimizers' settings as a batch begins.
+
+        A schedule changes them between batches, whereas a value that the program reads during a
+        batch changes them within it.
         """
         for optimizer in list(self._begun_rates):
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Say why this step isn't one of a loop that can be followed; one that begins later still
-        can.
+        """Report why this step belongs to no loop that can be followed. A
+        later loop may still be followed.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
@@ -234,8 +242,9 @@ class Program:
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Gradients are clipped; RequestError where that depends on the shares, and they have left
-        even.
+        """Clip gradients as the program requests.
+
+        Raises RequestError if clipping depends on the shares and shares are no longer even.
         """
         if not self._others and any(
             not getattr(each, "require_backward_grad_sync", True) for each in self.models
@@ -249,18 +258,20 @@ class Program:
         return wrapped(*arguments, **keywords)
 
     def exchange_figures(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """The program, or a library, exchanges something between its ranks."""
+        """Run a collective that the program or a library starts, and inspect what it exchanges."""
         guard = self._guard if self.training is None else None
         is_uneven = self.is_uneven or self.notebook.was_uneven
         return self.exchanges.see(wrapped, arguments, keywords, guard, is_uneven)
 
     def note_exchange(self) -> None:
-        """Warn of figures that are means over different numbers of rows."""
+        """Warn that values averaged over ranks are now means over different numbers of rows."""
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
             self.notebook.warn(views.EXCHANGED)
 
     def begin(self, loop: Any) -> None:
-        """A loop gets a batch."""
+        """Handle the next batch of a loop: begin its step, and record it
+        with a guard if a check is due.
+        """
         if loop is not self._loop:
             left = self._loop
             if left is not None and self._updated and left.dealer is loop.dealer:
@@ -276,8 +287,10 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _looks_at(self, loop: Any) -> bool:
-        """True if a guard is to look at this batch: before shares leave even, at the first one by
-        uneven shares, and now and then after it.
+        """True if a guard is to check this batch.
+
+        Guards check batches before shares leave even, the first batch with uneven shares, and then
+        single batches at growing intervals.
         """
         if self.training is None:
             return not self.notebook.why and not loop.dealer.fault
@@ -311,11 +324,13 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """True if ranks meet in each forward pass, so that none can compute one alone."""
+        """True if ranks communicate in each forward pass, so that no rank can compute one alone."""
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
-        """The loop asks for its next batch; ranks do so equally often."""
+        """End the loop's current step as it requests its next batch. All
+        ranks call this equally often.
+        """
         if self._heard is not None and loop.origin is not None:
             self._heard.done(loop.sizes, (0, 0))
             self._look_again(loop)
@@ -328,7 +343,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """A loop is over."""
+        """Handle the end of a loop."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -338,13 +353,19 @@ class Program:
             self._compare(loop)
 
     def _drop_guard(self) -> None:
-        """Begin anew with the next batch, if the guard saw no backward pass in this one."""
+        """Discard a guard that saw no backward pass in this batch, so that
+        the next batch gets a new one.
+        """
         if self._guard is not None and not self._guard.done:
             self._guard.close()
             self._guard = None
 
     def _note_several(self, loop: Any) -> None:
-        """Another loop has given a batch since this loop's newest one."""
+        """Handle a loop whose step also takes a batch from another loop.
+
+        Raises RequestError if shares have left even and the two loops split
+        their rows in different ratios.
+        """
         self.notebook.last_words = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
         if (
@@ -359,8 +380,8 @@ class Program:
             )
 
     def _look_again(self, loop: Any) -> None:
-        """Compare what may have changed since shares left even; all ranks come here after the same
-        step.
+        """Count a step by shares, and compare what may have changed since shares left even. All
+        ranks call this after the same step.
         """
         self._steps += 1
         if self._steps > self._look:
@@ -375,8 +396,8 @@ class Program:
             self._compare(loop)
 
     def _tell_change(self) -> None:
-        """Tell the other ranks what an audit after a change has found, without waiting for them:
-        another rank may not have seen the change.
+        """Report to the other ranks what an audit after a change has found, without waiting for
+        them, because another rank may not have seen the change.
         """
         assert self.training is not None
         self._looks_alone = False
@@ -387,7 +408,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Say once that a later loss can't be compared."""
+        """Warn once that the loss of a later step couldn't be compared."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of even shares: "
@@ -395,8 +416,10 @@ class Program:
             )
 
     def _compare(self, loop: Any) -> None:
-        """Compare what the ranks have seen, and end the program or go back to even where that
-        differs.
+        """Compare what the ranks have seen since the last comparison.
+
+        Raises RequestError if their row orders or optimizer settings differ; returns to even shares
+        if another difference or a fault was found.
         """
         every = self.exchange(self._view(loop))
         loop.compared = True
@@ -412,14 +435,15 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Go back to even shares, for good."""
+        """Return to even shares permanently."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Have a training's shares go back to even, for good; every rank calls it after the same
-        step. RequestError where the program was started to be balanced or to end.
+        """Return a training to even shares permanently. Every rank calls this after the same step.
+
+        Raises RequestError if the program was started with `--strict`.
         """
         why = fault.rstrip(".")
         if self.notebook.settings.strict:
@@ -434,14 +458,16 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Have a trainer's audits compare with what its own launcher would train, and go even where
-        that differs.
+        """Make a trainer's audits compare with training under its own launcher, and return to even
+        shares if an audit finds a difference.
         """
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Exchange a value with all ranks; with `seconds`, returns nothing if one doesn't come in
-        time.
+        """Exchange a value with all ranks, and return the values in rank order.
+
+        `seconds` is a timeout after which an empty list is returned if a
+        rank is missing; 0 for none.
         """
         self._met += 1
         store = default_store()
@@ -457,13 +483,17 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """The fault of any rank before all compute the same passes; they meet in each layer."""
+        """Return the first fault of any rank, or an empty string.
+
+        Ranks call this before they compute the same passes, in which
+        they communicate layer by layer.
+        """
         every = self.exchange(RankView(fault), MEET_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _take_over(self, loop: Any) -> None:
-        """Train by shares from the next batch on, if all ranks can; they come here after the same
-        step.
+        """Train by shares from the next batch on, if all ranks can. All ranks
+        call this after the same step.
         """
         every = self.exchange(self._view(loop), MEET_SECONDS)
         fault = _find_common_fault(every)
@@ -492,7 +522,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any) -> PlannedTraining:
-        """A training of a loop's models by the plan."""
+        """Return a training of a loop's models by the plan."""
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         for each in models:
@@ -500,11 +530,12 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """The plan that a training of these models and rows starts with; None for the one that
-        evener run has given.
+        """Return the plan with which a training of these models and rows starts; None for the
+        plan that evener run passed on.
 
-        Shares that an earlier training left are of another model or batch where a configuration
-        file or the script was changed meanwhile: then the training starts with even ones.
+        Shares that an earlier training run left don't apply if a configuration file
+        or the script has since changed the model or the batch. In that case, the
+        training starts with even shares.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
@@ -527,7 +558,7 @@ class Program:
         weigh: Weigh = "gradients",
         **place: Any,
     ) -> PlannedTraining:
-        """A training of these models and rows by the plan that evener run has given."""
+        """Return a training of these models and rows by the plan that evener run passed on."""
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
         found = find_shares(chosen, None, global_batch, {"rebalance": settings.rebalance}, **place)
@@ -536,7 +567,7 @@ class Program:
         )
 
     def _view(self, loop: Any) -> RankView:
-        """This rank's view of the steps since the last one."""
+        """Return this rank's view of the steps since its last view."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -557,7 +588,7 @@ class Program:
         return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning, exchanges)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Why this rank's shares have to stay even; empty where nothing stands against others."""
+        """Return why this rank's shares have to stay even; empty if uneven shares are possible."""
         faults = [views.find_fault(each) for each in self.models if each.training]
         faults += [loop.dealer.fault, self._fault, self.exchanges.fault]
         if guard is not None:
@@ -569,8 +600,8 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Compare the numbers in the loss with those of the step before, after which the program
-        may have read what ranks exchanged.
+        """Check whether the numbers in the loss changed since the previous step, because the
+        program may have read values that ranks exchanged.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:
@@ -578,7 +609,9 @@ class Program:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """A context in which a trainer with hooks of its own trains."""
+        """Return a context in which a trainer with hooks of its own trains, so that the hooks
+        for plain loops stay inactive.
+        """
         self._others += 1
         try:
             yield
@@ -586,12 +619,12 @@ class Program:
             self._others -= 1
 
     def stay(self, why: str) -> None:
-        """Leave the program as it is, or end it where it was started so."""
+        """Leave the program as it is and report why; with `--strict`, end it."""
         self.notebook.stay(why)
         self._end_strictly(self.notebook.why)
 
     def _end_strictly(self, why: str) -> None:
-        """RequestError where the program was started to be balanced or to end."""
+        """Raise RequestError if the program was started with `--strict`."""
         if self.notebook.settings.strict:
             raise RequestError(
                 f"Shares can't leave even: {why}.", "Leave --strict out to train evenly."
@@ -599,7 +632,9 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Why shares stay even, as all ranks see it: a fault of one, or a difference between them."""
+    """Return why shares have to stay even on all ranks: a fault of one rank, or a difference
+    between ranks. Empty if nothing prevents uneven shares.
+    """
     if not every:
         return views.ALONE
     for each in every:
@@ -609,8 +644,9 @@ def _find_common_fault(every: list[RankView]) -> str:
 
 
 def share_state(trainer: Any, kind: type[Any]) -> Any:
-    """A trainer of another class, which trains in place of the program's: what the one sets, the
-    other has too, and the program's own object stays of its class.
+    """Return a trainer of class `kind` that shares the attributes of the program's trainer.
+
+    An attribute set on either object is set on both. The program's own object keeps its class.
     """
     made = object.__new__(kind)
     made.__dict__ = vars(trainer)
@@ -619,7 +655,9 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """A context that has a trainer train by shares; refused, it has the state again that it had."""
+    """Return a context that prepares a trainer to train by shares; if an EvenerError is raised, the
+    trainer's state is restored and the program stays as it is.
+    """
     before = dict(vars(trainer))
     try:
         with kept_state():

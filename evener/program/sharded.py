@@ -1,7 +1,8 @@
-"""Models whose gradients a library averages over ranks: FSDP1's, FSDP2's and DeepSpeed's.
+"""Models whose gradients a library averages over ranks: FSDP1, FSDP2 and DeepSpeed.
 
-The mean over ranks is that over all rows where each rank's loss counts `rows * ranks / all rows`,
-which its backward pass begins with. The library's own shards, sums and states stay as they are.
+The mean over ranks equals the mean over all rows if each rank's loss is weighted by
+`rows * ranks / all rows` at the start of its backward pass. The library's shards,
+reductions and states are unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LIBRARIES = {"FullyShardedDataParallel": "FSDP1", "DeepSpeedEngine": "DeepSpeed
 
 
 def find_library(model: Any) -> str:
-    """The library that averages a model's gradients over ranks; empty where none does."""
+    """Return the library that averages a model's gradients over ranks; empty if none does."""
     if is_sharded(model):
         return "FSDP2"
     names = {kind.__name__ for kind in type(model).__mro__}
@@ -30,32 +31,34 @@ def find_library(model: Any) -> str:
 
 
 def can_be_checked(models: Iterable[Any]) -> bool:
-    """True if the loss of these models may be computed again: FSDP1 keeps what that moves."""
+    """True if the losses of these models may be computed again. They may not with FSDP1, which
+    holds on to weights that a recomputation would move.
+    """
     return all(find_library(each) != "FSDP1" for each in models)
 
 
 def has_copies(models: Iterable[Any]) -> bool:
-    """True if optimizers step flat copies of the models' weights, as DeepSpeed's do."""
+    """True if optimizers step flat copies of the models' weights, as with DeepSpeed."""
     return any(find_library(each) == "DeepSpeed" for each in models)
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """True if an optimizer trains what isn't in these models, as far as can be seen."""
+    """True if an optimizer appears to train parameters outside these models."""
     return not has_copies(models) and loose.trains_others(optimizer, models)
 
 
 def choose_weigh(models: Iterable[Any]) -> Weigh:
-    """What is weighted by rows in a training of these models: gradients, or losses."""
+    """Return what is weighted by rows when these models train: gradients or losses."""
     return "loss" if any(map(find_library, models)) else "gradients"
 
 
 def name_wrapper(models: Iterable[Any]) -> str:
-    """The library that exchanges the models' gradients, for people."""
+    """Return the name, for messages, of the library that reduces the models' gradients."""
     return next(filter(None, map(find_library, models)), "DistributedDataParallel")
 
 
 def follow(training: Any, model: Any) -> None:
-    """Train this model by shares from now on; RequestError where that can't be."""
+    """Train this model by shares from now on; raises RequestError if that is impossible."""
     if find_library(model):
         training.follow_averaged(model)
     else:
@@ -63,8 +66,9 @@ def follow(training: Any, model: Any) -> None:
 
 
 def find_fault(model: Any) -> str:
-    """Why a model that a library averages stays as it is; empty if each rank computes rows of its
-    own, and the ranks' mean is of all gradients.
+    """Return why a model whose gradients a library averages can't be taken over.
+
+    Empty if each rank computes its own rows and the ranks' mean covers all gradients.
     """
     match find_library(model):
         case "FSDP2":
@@ -87,7 +91,7 @@ def _find_fsdp2_fault(model: Any) -> str:
 
 
 def run_weighted(training: Any, backward: Any, arguments: Any, keywords: Any) -> Any:
-    """Run torch.autograd.backward with the losses of a rank's rows weighted."""
+    """Run torch.autograd.backward with the losses weighted by this rank's rows."""
     bound = _signature(backward).bind(*arguments, **keywords)
     losses = _as_list(bound.arguments["tensors"])
     gradients = _as_list(bound.arguments.get("grad_tensors")) or [None] * len(losses)

@@ -1,5 +1,5 @@
-"""A lightning.Trainer, whose own DistributedDataParallel and loader become those of shares as its
-training begins.
+"""Make a lightning.Trainer train by shares: its DistributedDataParallel and its loader are
+replaced when its training begins.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from .views import OUTSIDE, find_fault
 
 
 class ProgramStrategy(PlanStrategy):
-    """A strategy in place of a program's DDPStrategy, with the same state, for one training."""
+    """A strategy that replaces a program's DDPStrategy, with the same
+    state, for one training run.
+    """
 
     loaders_in_checkpoints = False  # the program goes on from them without evener too
 
     def teardown(self) -> None:
-        """The training is over: the program's own strategy takes its place again."""
+        """End the training run, and give the trainer its own strategy back."""
         _forget_figures(self)
         trainer = self.lightning_module.trainer
         super().teardown()
@@ -40,7 +42,7 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Leave the loops of a Trainer to this file."""
+    """Run a Trainer's fit loop with the hooks for plain loops turned off."""
     if PROGRAM.is_alone:
         PROGRAM.stay_for_one(advise_lightning())
     with PROGRAM.left_alone():
@@ -48,7 +50,7 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
-    """Have a Trainer train by shares."""
+    """Make a Trainer train by shares as an epoch begins, if it can."""
     loop.setup_data()  # again, where the trainer wants a new loader for this epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, loop._combined_loader.flattened
@@ -62,7 +64,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
-    """Why this training stays as it is; empty if it can be taken over."""
+    """Return why this training can't be taken over; empty if it can."""
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
     if fault := find_fault(strategy.model):
@@ -80,7 +82,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Train by shares from now on, if all ranks can; else say why not."""
+    """Train by shares from now on if all ranks can; otherwise report why not."""
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay(fault)
         return
@@ -99,8 +101,8 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """A context that gives a Trainer a strategy by shares with the state of its own; an error gives
-    it its own again.
+    """Return a context that gives a Trainer a strategy by shares with its own strategy's state; an
+    error restores the original strategy.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -113,20 +115,20 @@ def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
 
 
 def _use(trainer: Any, strategy: Any) -> None:
-    """Have a Trainer, and the wrappers of its optimizers, train by a strategy."""
+    """Set the strategy of a Trainer and of the wrappers of its optimizers."""
     trainer._accelerator_connector.strategy = strategy
     for each in strategy._lightning_optimizers:
         each._strategy = weakref.proxy(strategy)
 
 
 def _count_rows(loader: Any) -> int:
-    """The rows of a global batch."""
+    """Return the number of rows in a global batch."""
     return int(loader.batch_size * dist.get_world_size())
 
 
 def _forget_figures(strategy: Any) -> None:
-    """Forget how figures were logged so far: Lightning remembers by which strategy they are
-    joined.
+    """Clear the metrics logged so far, because Lightning remembers the
+    strategy that reduces each metric.
     """
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for results in (loop._results, loop.val_loop._results):
@@ -134,7 +136,9 @@ def _forget_figures(strategy: Any) -> None:
 
 
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
-    """A loader of shares of the global batches whose rows a DistributedSampler shares out."""
+    """Return a loader that splits, by shares, the global batches that a
+    DistributedSampler splits evenly.
+    """
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
             f"A new loader has {_count_rows(loader)} rows a step, after "
@@ -156,7 +160,7 @@ def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Put a loader in place of the trainer's own, of which nothing was taken yet."""
+    """Replace the trainer's loader before any batch is taken from it."""
     with kept_state():
         loop._combined_loader.flattened = [loader]
         loop._data_fetcher.setup(loop._combined_loader)

@@ -1,7 +1,8 @@
-"""A program's trainer of transformers, or of what builds on it: as its training begins, one that
-trains by shares takes its place, with the same state.
+"""Replace a program's Trainer of transformers, or a subclass, by one that trains by shares, with
+the same state, when its training begins.
 
-For `evener run --balance` the program makes it, and ends where it would train.
+For `evener run --balance` the program creates the Trainer, and is ended at
+the point where it would train.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LOGGED = (
 
 
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
-    """Have a Trainer train by shares."""
+    """Make a Trainer train by shares, if it can."""
     new = not hasattr(trainer, "_planned")
     if new and dist.is_available() and dist.is_initialized() and _trains_as_loop(trainer):
         PROGRAM.remarks = [_LOGGED]
@@ -68,7 +69,9 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Make a trainer that trains by shares in its place, or say why there is none."""
+    """Make a trainer that trains by shares in place of `trainer`, or
+    report why that is impossible.
+    """
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     global_batch = trainer._train_batch_size * world
@@ -112,8 +115,8 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """True if an optimizer that the program makes itself trains what isn't in the model, which
-    ranks then step by their own gradients.
+    """True if an optimizer that the program makes itself trains parameters outside the model; each
+    rank would step them by its own gradients.
     """
     from transformers import Trainer
 
@@ -123,7 +126,7 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _tell_of_tail(trainer: Any, global_batch: int) -> None:
-    """Say that an epoch's last batch is shorter than the program's own launcher makes it."""
+    """Warn that the last batch of an epoch is shorter than under the program's own launcher."""
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
         PROGRAM.notebook.warn(
@@ -134,15 +137,18 @@ def _tell_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _Found(BaseException):
-    """A trainer that begins to train; no error, so that no program catches it."""
+    """Raised when a trainer begins to train; a BaseException, so that programs which
+    catch Exception don't catch it.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
 
 def build() -> Any:
-    """The program's transformers.Trainer, which hasn't trained; RequestError where it ends without
-    one.
+    """Run the program up to its training, and return its transformers.Trainer, not yet trained.
+
+    Raises RequestError if the program ends without training one.
     """
     from transformers import Trainer
 
@@ -168,8 +174,8 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """RequestError where the program starts another Python, as a launcher does: that would
-    train.
+    """Start a process unless it is another Python, as a launcher starts, which would train;
+    raises RequestError for one.
     """
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):

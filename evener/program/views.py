@@ -1,4 +1,4 @@
-"""A rank's view of a program's steps, and the sentences for what keeps its shares even."""
+"""A rank's view of a program's steps, and the messages that say why its shares stay even."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ DIFFERENCES = {  # between the views of the ranks, the worst first
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """A rank's view of the program's steps; shares may be uneven where all are alike and without a
-    fault.
+    """A rank's view of the program's steps. Shares may be uneven if the views of all
+    ranks agree and report no fault.
     """
 
     fault: str = ""
@@ -82,7 +82,9 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 def find_difference(every: list[RankView]) -> str:
-    """The name of what differs between the ranks; empty where nothing does."""
+    """Return the name of the most serious difference between the ranks'
+    views; empty if they agree.
+    """
     for name in ("order", "rates"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
@@ -109,7 +111,9 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """The numbers by which an optimizer steps, of each group: those of these names, or all."""
+    """Return the numeric settings of an optimizer's parameter groups: the named
+    settings, or all by default.
+    """
     groups = optimizer.param_groups
     chosen = [
         one
@@ -122,7 +126,7 @@ def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
 
 
 def find_fault(model: Any) -> str:
-    """Why a model that a library wraps stays as it is; empty if it can be taken over."""
+    """Return why a wrapped model can't be taken over; empty if it can."""
     if sharded.find_library(model):
         return sharded.find_fault(model)
     if type(model) is not torch.nn.parallel.DistributedDataParallel:
@@ -137,10 +141,10 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
-    """Why a step of this optimizer can't be one by shares, where it follows no loop over a
-    DataLoader that is known; empty if that isn't clear yet.
+    """Return why a step of this optimizer can't be taken by shares, though it belongs to no
+    followed loop over a DataLoader; empty if that isn't clear yet.
 
-    `has_begun`: some loop over a DataLoader has begun.
+    `has_begun`: True if some loop over a DataLoader has begun.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

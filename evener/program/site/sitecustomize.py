@@ -1,5 +1,5 @@
-"""Found by each Python that `evener run` starts: installs the hooks, then becomes the user's own
-sitecustomize.
+"""The sitecustomize of each Python that `evener run` starts: installs the hooks, then imports
+the user's own sitecustomize.
 """
 
 import sys
