@@ -1,8 +1,8 @@
-"""Hooks of the whole process: they are there as long as something of evener's needs them.
+"""Hooks on all optimizers or modules of the process, registered only while something needs them.
 
-PyTorch calls such a hook for every optimizer or module of the process, so none is registered on
-import: the first training, or the first model that is wrapped, brings it, and it goes with the last
-one.
+PyTorch calls such a hook for every optimizer or module of the process. So evener registers none
+on import: the first training, or the first wrapped model, adds the hook, and it is removed with
+the last one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-# A hook that is removed while PyTorch goes through its hooks would raise there.
+# Removing a hook while PyTorch iterates over its hooks would raise an error there.
 _CALLERS = {
     each.__code__.co_filename for each in (torch.optim.Optimizer.__init__, torch.nn.Module.__init__)
 }
 
 
 class ProcessHooks:
-    """Some hooks of the process; `register` registers them and returns their handles."""
+    """A set of process-wide hooks; `register` adds them to PyTorch and returns their handles."""
 
     def __init__(self, register: Callable[[], Sequence[Any]]) -> None:
         self._register = register
@@ -31,8 +31,9 @@ class ProcessHooks:
         _EVERY.append(self)
 
     def hold(self, holder: Any) -> Callable[[], Any]:
-        """Have the hooks in place until `holder` is gone, or until the function that this returns
-        is called.
+        """Keep the hooks registered until `holder` is garbage-collected.
+
+        Returns a function that releases them earlier.
         """
         for each in _EVERY:
             each._remove_unneeded()
@@ -48,8 +49,9 @@ class ProcessHooks:
         self._remove_unneeded()
 
     def _remove_unneeded(self) -> None:
-        """Remove the hooks if nobody needs them, and PyTorch isn't calling some just now; else a
-        later call does.
+        """Remove the hooks if nobody needs them any more.
+
+        If PyTorch is calling hooks right now, they stay, and a later call removes them.
         """
         if self._holders or not self._handles or _is_calling():
             return
@@ -62,7 +64,7 @@ _EVERY: list[ProcessHooks] = []
 
 
 def _is_calling() -> bool:
-    """True if a thread is in the code of PyTorch that calls hooks."""
+    """True if a thread is running the PyTorch code that calls hooks."""
     return any(code.co_filename in _CALLERS for code in _running_code())
 
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other through a process group: JSON, whose types are checked.
+"""Messages between ranks through a process group, as JSON whose types are checked.
 
-PyTorch's own collectives of objects (`all_gather_object`, `broadcast_object_list`) unpickle what
-comes, and so run code of whoever can send.
+PyTorch's own collectives for objects (`all_gather_object`, `broadcast_object_list`) unpickle what
+they receive, and so run code of anyone who can send.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Told = TypeVar("Told")
 
 
 def gather_messages(own: Told, kind: Any = Any) -> list[Told]:
-    """The values of all ranks, in their order, each of type `kind`; every rank calls it.
+    """Return the values of all ranks, in rank order, each of type `kind`; every rank has
+    to call it.
 
-    ValidationError of msgspec for a value of another type.
+    Raises msgspec.ValidationError if a value has another type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -32,7 +33,7 @@ def gather_messages(own: Told, kind: Any = Any) -> list[Told]:
 
 
 def tell_all(own: Told, kind: Any = Any) -> Told:
-    """The value that rank 0 has, which is of type `kind`; every rank calls it."""
+    """Return the value of rank 0, which has type `kind`; every rank has to call it."""
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
     dist.broadcast(size, 0)
@@ -48,7 +49,7 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """The value as JSON of Python's own kind, which has infinity and what is no number."""
+    """Return the value as JSON by Python's own module, which can hold infinity and NaN."""
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
 
@@ -58,7 +59,7 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """The CPU where the default group exchanges what lies there, else this process's GPU."""
+    """The CPU if the default group can exchange CPU tensors, else this process's GPU."""
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:
         return torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Weights packed into 4 bits, as bitsandbytes has them: a frozen parameter of bytes, and statistics
-beside it by which its layer unpacks them.
+"""Weights packed into 4 bits by bitsandbytes: frozen parameters of bytes, with the statistics by
+which their layer unpacks them.
 
-A packed parameter is known by two attributes: `bnb_quantized`, False until it has been packed, and
-`quant_state`, the statistics, which can be moved by `to(device)`.
+A packed parameter is recognized by two attributes: `bnb_quantized`, which is False until it is
+packed, and `quant_state`, the statistics, which `to(device)` moves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 def is_packed(tensor: Any) -> bool:
-    """True for a parameter of packed weights, or of weights that are packed once they are moved to
-    a device.
+    """True if a parameter holds packed weights, or weights that are packed when they are moved
+    to a device.
     """
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Why a packed parameter can't be trained beside, as a sentence; empty where it can."""
+    """Return why a model can't be trained with this packed parameter; empty if it can."""
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):
@@ -32,9 +32,7 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack what isn't packed yet on this device, a parameter at a time; it lies on the host
-    after.
-    """
+    """Pack what isn't packed yet on this device, one at a time, and leave it on the host."""
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if is_packed(tensor) and not tensor.bnb_quantized and tensor.device.type != "meta":
@@ -42,7 +40,7 @@ def pack_weights(model: Any, device: torch.device) -> None:
 
 
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors by which packed parameters among these are unpacked."""
+    """Return the tensors by which the packed parameters among these are unpacked."""
     found: list[torch.Tensor] = []
     states = [each.quant_state for each in tensors if is_packed(each) and each.bnb_quantized]
     while states:

@@ -1,4 +1,4 @@
-"""The training of one rank by a plan: what every trainer's adapter is made of."""
+"""One rank's training by a plan, the base of the adapters to every trainer."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """One rank's training by a plan: what the adapter of every trainer is made of.
+    """One rank's training by a plan, the base of the adapters to every trainer.
 
-    It settles this process on its device, and has the samplers of rows, the check of the loss, the
-    weighted sum of gradients, passes that survive out-of-memory, the times of steps and their
-    report, and shares that follow own work. `weigh` says who weighs a batch: the sum of
-    "gradients"; `scale`, by the "loss"; or the "trainer", whose adapter multiplies each pass's loss
-    by (its part of the global batch * the number of ranks). A loop calls `begin` for each global
-    batch and `report` once it is trained; every rank calls everything.
+    It sets up this process for its device. It has the samplers of rows, the check of the loss, the
+    weighted sum of gradients, passes that survive running out of memory, the step times and their
+    report, and shares that follow each rank's compute time (own work). `weigh` says who weights a
+    batch: "gradients" the sum of gradients, "loss" a call of `scale`, and "trainer" an adapter,
+    which multiplies each pass's loss by (its fraction of the global batch * the number of ranks). A
+    loop calls `begin` for each global batch and `report` once the batch is trained. Every rank has
+    to call every method.
     """
 
     def __init__(
@@ -100,9 +101,7 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The shares of all ranks that are in force: the plan's, or those that it was rebalanced to
-        last.
-        """
+        """The shares of all ranks that are in force, by the plan or by the last rebalancing."""
         return self.weights.shares
 
     @ranks.setter
@@ -110,7 +109,7 @@ class PlannedTraining:
         self.weights.shares = self.reporter.shares = now
 
     def close(self) -> None:
-        """Stop reporting, and take the hooks of the process that this training has brought."""
+        """Stop reporting, and remove the process-wide hooks that this training has registered."""
         self.reporter.close()
         self.timer.release()
         self._release()
@@ -120,10 +119,12 @@ class PlannedTraining:
     def sampler(
         self, rows: int, *, lengths: Any = None, shares: Sequence[int] = (), **options: Any
     ) -> UnevenBatchSampler:
-        """This rank's row numbers of each global batch, of a data set with this number of rows.
+        """Return a sampler of this rank's row numbers in each global batch of a data set
+        of `rows` rows.
 
-        With `lengths`, the tokens of each row, they are dealt so that ranks finish together.
-        `shares` are other ones, for a validation; `options` are UnevenBatchSampler's.
+        With `lengths`, the number of tokens of each row, rows are assigned so that ranks
+        finish together. `shares` replaces the shares in force, for a validation; `options` are
+        those of UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -133,22 +134,24 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, dealer=dealer, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Change this sampler's shares with all others'; it draws at most `ahead` batches before
-        their turn.
+        """Change this sampler's shares whenever the shares of the training change.
+
+        The sampler draws at most `ahead` batches before their turn.
         """
         sampler.changes |= self.rebalancing is not None
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Take these shares, in all loops once the batches `ahead` of their turn are trained."""
+        """Change to these shares after the `ahead` batches that have been drawn already."""
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for each in self._samplers:
             each.change_shares(shares, ahead)
 
     def stay_even(self) -> None:
-        """Give each rank as many rows again, in all loops once what was drawn ahead is trained, and
-        leave it so.
+        """Give each rank an equal number of rows from now on, and stop rebalancing.
+
+        In every loop, the change comes once the batches drawn ahead have been trained.
         """
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -159,12 +162,15 @@ class PlannedTraining:
     # ------------------------------------------------------------------ models
 
     def wrap(self, model: Any, **options: Any) -> Any:
-        """The model on this process's device, its gradients weighted and summed over the ranks; on
-        one device itself.
+        """Move the model to this process's device and return it with its gradients summed
+        over the ranks.
 
-        Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as
-        DistributedDataParallel has them. A model that is in DistributedDataParallel already, or
-        that FSDP shards (with `weigh="loss"`), comes back itself.
+        Each rank's gradients are weighted by its rows. On one device the model itself is returned.
+        `options` are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as in
+        DistributedDataParallel. A model that is in DistributedDataParallel already, or that FSDP
+        shards (with `weigh="loss"`), is returned itself.
+
+        Raises RequestError if the model's gradients can't be weighted.
         """
         self.check_whole()
         weigh = self.weights.weigh
@@ -203,9 +209,10 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Train a model whose gradients a library averages over ranks, by losses that are weighted.
+        """Train a model whose gradients another library averages over the ranks,
+        by weighted losses.
 
-        Its ranks meet in passes; own work is what they compute between.
+        Ranks meet within passes, so own work is what a rank computes between those meetings.
         """
         self.check_whole()
         check_normalization(model, self.weights.weigh, self.world, self.ranks.pass_rows)
@@ -217,7 +224,7 @@ class PlannedTraining:
         self.weights.follow(model, self.device)
 
     def check_whole(self) -> None:
-        """RequestError if the plan has each device hold a part of the model."""
+        """Raise RequestError if the plan has each device hold a part of the model."""
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
@@ -230,41 +237,42 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a global batch in which each rank has these rows; the loader of a Split does so
-        itself.
+        """Begin a global batch, and end the one before; `sizes` are the rows of each rank.
 
-        The one before is over.
+        A Split's loader calls it itself.
         """
         self.end()
         self.timer.begin(tuple(sizes))
         self.weights.begin(sizes)
 
     def end(self) -> None:
-        """End a global batch; if it was trained, `listeners` are called with its sizes, and shares
-        may change.
+        """End a global batch; if it was trained, call `listeners` with its sizes.
+
+        Shares may change in such a call.
         """
         if self.timer.finish():
             for each in self.listeners:
                 each(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Tell the monitor that a step on this rank's rows is done; the loader of a Split does so
-        itself.
+        """Report to the monitor that a step on this rank's rows is done.
 
-        `tokens` are those of the rows, without and with padding.
+        A Split's loader calls it itself. `tokens` are the tokens of these rows, without
+        and with padding.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for
-        `Split.mean`.
+        """Compute forward and backward of a batch, in the plan's passes, and return this
+        rank's mean loss.
 
-        `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
-        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients
-        are exchanged once. A pass that runs out of memory is computed again in smaller ones. Every
-        rank calls it for every batch. `check=False` leaves audits out.
+        `compute(part)` returns the mean loss of part.batch, over rows or over what `count(part)`
+        counts: `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`.
+        Give the result to `Split.mean`. Gradients are exchanged once. A pass that runs out of
+        memory is computed again in smaller ones. Every rank has to call it for every batch.
+        `check=False` skips the audits.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -274,13 +282,13 @@ class PlannedTraining:
     def parts(
         self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
     ) -> Iterator[Part]:
-        """This rank's batch in the passes of the plan: compute each part.batch, and call
-        part.backward(loss).
+        """Yield this rank's batch in the plan's passes.
 
-        The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is
-        what a mean that isn't over rows is divided by, such as the tokens that aren't ignored. If
-        the body is `with part:`, a part that runs out of memory comes again in smaller ones. Every
-        rank calls it for every batch.
+        Compute the loss of each part.batch, and call part.backward(loss). The last pass exchanges
+        the gradients of `models`, by default of all wrapped models. `count(part)` is the divisor of
+        a mean that isn't over rows, such as the number of tokens that aren't ignored. If the loop's
+        body is in `with part:`, a part that runs out of memory comes again in smaller ones. Every
+        rank has to call it for every batch.
         """
         parts = take_parts(self, batch, count, models)
         try:
@@ -293,5 +301,5 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """The sum of a figure over the ranks."""
+        """Return the sum of a value over the ranks."""
         return add_up(value, self.device, self.world, self.timer)

@@ -1,7 +1,7 @@
-"""What evener uses of PyTorch that PyTorch doesn't promise: each name once, with what it is for.
+"""The private parts of PyTorch that evener uses, each with its purpose.
 
-Steps, sums and ranks ask this file; tests/evener/test_torch_private.py tries each name, and fails
-first where a new version of PyTorch has changed one. The room of audits has its own.
+Steps, sums and ranks import them from here. tests/evener/test_torch_private.py tries each name, so
+it fails first if a new version of PyTorch has changed one. The audits have a file of their own.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-# Called in each step: they are PyTorch's own functions, without one of ours around them.
+# Called in each step, so these are PyTorch's functions themselves, without a wrapper.
 
 # The number of the backward pass that this thread is in; -1 outside of one.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 # Copy, or add, many tensors in one call.
 copy_each: Callable[..., Any] = torch._foreach_copy_
 add_each: Callable[..., Any] = torch._foreach_add_
-# A context in which changes of tensors don't count as changes, as for buffers in DDP.
+# A context in which changes to tensors don't raise their version counter, as DDP does for buffers.
 uncounted_changes: Callable[..., Any] = torch.autograd._unsafe_preserve_version_counter
 
-BatchNorm = _BatchNorm  # of which all BatchNorms are, SyncBatchNorm too
+BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNorm
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that this thread is in."""
+    """Call a function at the end of the backward pass that runs in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """The module that torch.compile has wrapped, or the model itself."""
+    """Return the module that torch.compile has wrapped, or the model itself if not compiled."""
     return getattr(model, "_orig_mod", model)
 
 
 def leave_uncompiled(function: Any) -> None:
-    """Have torch.compile leave a function as it is."""
+    """Exclude a function from torch.compile."""
     vars(function)["_torchdynamo_disable"] = True
 
 
 def forward_pre_hooks(model: Any) -> list[Any]:
-    """The functions that are called before a module's forward pass."""
+    """Return the functions that are called before a module's forward pass."""
     return list(model._forward_pre_hooks.values())
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """The hooks on a parameter's gradient, by the ids of their handles."""
+    """Return the handle ids of the hooks on a parameter's gradient."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [each for hooks in both if hooks for each in hooks]
 
@@ -58,22 +58,22 @@ def gradient_hooks(parameter: Any) -> list[int]:
 
 
 def is_in_ddp_forward() -> bool:
-    """True in the forward pass of a DistributedDataParallel."""
+    """True during the forward pass of a DistributedDataParallel."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def needs_own_sums(ddp: Any) -> bool:
-    """True if a DistributedDataParallel has a communication hook, or mixed precision of its own."""
+    """True if a DistributedDataParallel has a communication hook or its own mixed precision."""
     return bool(ddp._comm_hooks) or ddp.mixed_precision is not None
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """True within `join`, where ranks have different numbers of batches."""
+    """True inside `join`, in which ranks may have different numbers of batches."""
     return bool(ddp._join_config.enable)
 
 
 def ignored_names(module: Any) -> set[str]:
-    """The names of parameters and buffers that DistributedDataParallel is told to leave alone."""
+    """The names of parameters and buffers that DistributedDataParallel was told to ignore."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -81,7 +81,7 @@ def ignored_names(module: Any) -> set[str]:
 
 
 def default_store() -> Any:
-    """The store by which the ranks of the default process group have met."""
+    """The store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -90,7 +90,7 @@ def abort_group() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-# The code of the functions that leave a group, by which a thread sees that another is in one.
+# The code of the functions that leave a group, to recognize that a thread is in one of them.
 LEAVING = {
     dist.destroy_process_group.__code__,
     dist.distributed_c10d._abort_process_group.__code__,
@@ -98,8 +98,9 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """The collectives that this process has begun among several ranks, by process group and
-    device.
+    """Count the collectives that this process has begun among several ranks.
+
+    Returns the count for each process group and device.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
@@ -109,7 +110,7 @@ def count_collectives() -> dict[str, int]:
     }
     counts = {}
     for backend, (group, device) in every.items():
-        with suppress(RuntimeError):  # of one that doesn't count
+        with suppress(RuntimeError):  # from a backend that keeps no count
             counts[f"{group.group_name} {device}"] = backend._get_sequence_number_for_group()
     return counts
 

@@ -1,12 +1,13 @@
-"""Apply a plan in PyTorch: each process computes its share of a batch, and what is learned stays
-the same.
+"""Train a PyTorch model by a plan: each process computes its share of every batch, and the model
+learns the same as on one device.
 
     split = Split("plan.toml")
     loader = split.loader(dataset, seed=0)
     model = split.wrap(model)
 
-The training loop stays as it was, with losses that are means over the batch. Start it with
-`evener launch plan.toml train.py`: then `Split()` does. For one device, plain python does too.
+The training loop stays as it was, with losses that are means over the batch. Start the script with
+`evener launch plan.toml train.py`; `Split()` then finds the plan itself. A plan for one device also
+works with plain python.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Model = TypeVar("Model")
 
 
 def _check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """RequestError where rows can't be dealt by length."""
+    """Raise RequestError if rows can't be assigned by length in this loader."""
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -64,18 +65,20 @@ def _checkpoints() -> Any:
 
 
 class Split(PlannedTraining):
-    """This process's part of a plan: `rank`, `world`, `device`, `shares` (samples of each rank in a
-    full step).
+    """This process's part of a plan: its rank, its device, and the shares of all ranks.
 
-    `plan` is a Plan or its file; evener launch has said it already. Without one, `ratios` and
-    `global_batch` say how to split. `weigh="gradients"` changes nothing in the loop; `"loss"` needs
-    `split.scale(loss).backward()` and leaves the model's communication hook free. PlanError,
-    RequestError or DeviceError before anything starts if the plan can't be applied here; with
-    `strict`, also if it was measured on other devices or with another model, a warning else. With
-    `rebalance`, shares follow the ranks' own work while they train; global batches stay. With
-    `noise`, `noise_scale` is measured while they train: what a larger batch would cost
-    (docs/learning.md). With `journal`, `evener runs` has the training's steps/s, changes of shares
-    and restarts.
+    `rank`, `world` and `device` are this process's, `shares` the samples of each rank in a full
+    step. `plan` is a Plan or the path of its file; under evener launch it can be left out. Without
+    a plan, `ratios` and `global_batch` say how to split. `weigh="gradients"` changes nothing in the
+    loop; `weigh="loss"` needs `split.scale(loss).backward()` and leaves the model's communication
+    hook free. With `rebalance`, shares follow the compute time (own work) of each rank during
+    training; the global batch keeps its size. With `noise`, `noise_scale` is measured during
+    training: what a larger batch would cost (docs/learning.md). With `journal`, `evener runs` lists
+    the training's steps/s, share changes and restarts.
+
+    Raises PlanError, RequestError or DeviceError before anything starts if the plan can't be
+    applied here. If it was measured on other devices or with another model, that is a PlanError
+    with `strict` and a warning without.
     """
 
     def __init__(
@@ -105,9 +108,9 @@ class Split(PlannedTraining):
             noise=noise,
         )
         self.weigh = weigh
-        self._strategy: Any = None  # of Lightning, once it was asked for
-        self._notice: Notice | None = None  # made when the loop first asks
-        weakref.finalize(self, self.reporter.close)  # a training that is dropped reports no more
+        self._strategy: Any = None  # Lightning's, once `strategy` was called
+        self._notice: Notice | None = None  # made when the loop first reads `ending`
+        weakref.finalize(self, self.reporter.close)  # when garbage-collected
 
     def __repr__(self) -> str:
         return (
@@ -117,23 +120,25 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of each rank in a full step: the plan's, or those that it was rebalanced to last."""
+        """The rows of each rank in a full step, by the plan or by the last rebalancing."""
         return self.ranks.batches
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """The most of them in one pass."""
+        """The most rows that each rank computes in one pass."""
         return self.ranks.micros
 
     @property
     def global_batch(self) -> int:
-        """Samples of a full optimizer step, over all ranks."""
+        """The samples of a full optimizer step, summed over all ranks."""
         return sum(self.shares)
 
     @property
     def rows(self) -> int:
-        """The rows that count of this rank's current batch; 0 if it only keeps step. RequestError
-        outside a loop.
+        """The number of this rank's rows in the current batch that count in the gradient.
+
+        0 if this rank's only row is a filler that keeps it in step. Raises RequestError outside a
+        loop over a loader.
         """
         batch = self.weights.current
         if batch is None:
@@ -145,23 +150,25 @@ class Split(PlannedTraining):
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """The noise scale of the gradient so far, in rows, with its interval; None before enough
-        steps.
+        """The gradient noise scale measured so far, in rows, with its confidence interval.
+
+        None until enough steps have been measured, and without `noise`.
         """
         return None if self.noise is None else self.noise.scale()
 
     @property
     def weight(self) -> float:
-        """This rank's part of the current batch, 0 to 1; after a loop, of its last batch."""
+        """This rank's fraction of the current batch, 0 to 1; after a loop, of its last batch."""
         return self.weights.weight
 
     @property
     def ending(self) -> bool:
-        """True once this machine, or that of any rank, is about to be taken away: SIGTERM has come.
+        """True once SIGTERM has told any rank that its machine is about to be taken away.
 
-        Every rank reads it after each step, and gets the same answer: then save a checkpoint and
-        leave the loop. From the first time on SIGTERM no longer ends the process by itself. It is
-        answered at the end of the step, or within a quarter of a second where steps are shorter.
+        Read it on every rank after each step; all ranks get the same answer. When it is True,
+        save a checkpoint and leave the loop. From the first read on, SIGTERM no longer ends the
+        process by itself. A signal shows at the end of the step, or within a quarter of a second
+        if steps are shorter.
         """
         if self._notice is None:
             self._notice = Notice(self.world)
@@ -180,17 +187,19 @@ class Split(PlannedTraining):
         lengths: Any = None,
         **options: Any,
     ) -> Loader:
-        """Batches of this rank's rows of `dataset`, each row once per epoch over all ranks;
-        `options` are DataLoader's.
+        """Return a loader of this rank's rows of `dataset`.
 
-        `order` is a sampler of rows, a list of them or a function of the epoch that returns one,
-        instead of `shuffle`. On a GPU, batches are fetched `prefetch` ahead (2 unless said) and
-        come on the device; under a plan with passes they stay in pinned memory, and `parts` sends
-        each part. With `training=False` (validation) steps aren't reported to the monitor, and a
-        last batch too short to give each rank a row joins the one before. With `lengths`, the
-        tokens of each row, batches are dealt so that ranks finish together: use `parts`.
-        RequestError for a data set without a length, for options that the plan decides, and for
-        wrong lengths.
+        In each epoch, the ranks together compute each row once. `options` are passed to DataLoader.
+        `order` replaces `shuffle`: a sampler of rows, a list of row numbers, or a function of the
+        epoch that returns such a list. On a GPU, `prefetch` batches (2 by default) are fetched
+        ahead and arrive on the device; under a plan with several passes they stay in pinned memory,
+        and `parts` sends each part. With `training=False` (validation), steps aren't reported to
+        the monitor, and a last batch too short to give each rank a row joins the batch before it.
+        With `lengths`, the number of tokens of each row, rows are assigned so that ranks finish
+        together; the loop then has to use `parts`.
+
+        Raises RequestError if the data set has no length, if an option is one that the plan
+        decides, or if `lengths` don't fit the data set.
         """
         check_options(options)
         rows = count_rows(dataset)
@@ -224,29 +233,31 @@ class Split(PlannedTraining):
         return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint needs of the split: each training loader's position after the
-        current batch.
+        """Return the checkpoint state of the split: each training loader's position
+        after this batch.
 
-        It is the same on every rank, and fit for JSON.
+        With `rebalance`, it has the shares in force too. It is the same on every
+        rank and JSON-serializable.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the training loaders, in the order in which they are made, go on at `state`; also
-        under another plan.
+        """Resume the training loaders from `state`, in the order in which they are made.
+
+        The plan may be another one than when the state was saved.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
         self.loaders.load_state_dict(state)
 
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
-        """A strategy for `lightning.Trainer`: DistributedDataParallel with these shares; options as
-        DDPStrategy has.
+        """Return a strategy for `lightning.Trainer`: DistributedDataParallel with these shares.
 
-        Make the training's `split.loader` after it. `count(part)` is as in `parts`. RequestError
-        before the first step unless the loss of a few rows is a mean over rows, or what is counted;
-        `check=False` leaves that out.
+        `options` are those of DDPStrategy. Call this before the training's `split.loader`.
+        `count(part)` is as in `parts`. Before the first step, RequestError is raised unless
+        the loss of a few rows is a mean over rows, or over what `count` counts; `check=False`
+        skips that check.
         """
         self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
@@ -263,57 +274,63 @@ class Split(PlannedTraining):
         state: Sequence[float] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Model:
-        """The model itself, its parameters, gradients and optimizer state cut over the ranks, in
-        place of `wrap`.
+        """Shard a model's parameters, gradients and optimizer state over the
+        ranks; replaces `wrap`.
 
-        With `shard="state"` each rank has the optimizer's state of its part, and parameters and
-        gradients whole while a batch is computed: they are gathered and summed once, also in passes
-        and accumulated under `split.no_sync`. A unit's parameters are gathered before it computes
-        and freed after: blocks of ModuleLists, or the classes or modules in `units`. `state` is the
-        part that each rank holds, by default the plan's, or what its GPU has room for. With
-        `dtype`, such as torch.bfloat16, the model computes in it, and shards keep their type. Make
-        the optimizer after it. RequestError for what can't be sharded.
+        Returns the model itself. With `shard="state"`, each rank keeps only its part of the
+        optimizer state, and has parameters and gradients whole while a batch is computed: they are
+        gathered and summed once per batch, also with several passes and with accumulation under
+        `split.no_sync`. With `shard="all"`, a unit's parameters are gathered before it computes
+        and freed afterwards. Units are the blocks of ModuleLists, or the classes or modules in
+        `units`. `state` is the fraction that each rank holds; the default is the plan's, or what
+        its GPU has room for. With `dtype`, such as torch.bfloat16, the model computes in that type
+        and shards keep theirs.
+
+        Make the optimizer after this call. Raises RequestError if the model can't be sharded.
         """
         made = import_module("evener.torch.shards.make")  # which builds on this package
         return cast(Model, made.shard(self, model, shard, units, state, dtype))
 
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
-        """On rank 0 a sharded model's whole parameters and buffers in the host's memory, as
-        `state_dict` has them.
+        """Return a sharded model's whole parameters and buffers, named as in `state_dict`,
+        on the host.
 
-        {} on the other ranks. Every rank calls it; it takes no more of a device than a unit.
+        Rank 0 gets them, other ranks get {}. Every rank has to call it. It needs no more memory of
+        a device than one unit takes.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """On rank 0 the whole state of a sharded model's optimizer, as its `state_dict` has it; {}
-        on the others.
+        """Return the whole state of a sharded model's optimizer on rank 0, as its
+        `state_dict` has it.
+
+        The other ranks get {}.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
     def save(
         self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
     ) -> None:
-        """Write a sharded model, its optimizer and `extra` (what JSON holds) to a folder; every
-        rank calls it.
+        """Write a sharded model, its optimizer and `extra` (JSON-serializable) to a folder.
 
-        A unit at a time, as safetensors that transformers' from_pretrained reads too. RequestError
-        on every rank where that fails; an older checkpoint in the folder is whole until this one
-        is.
+        Every rank has to call it. It writes one unit at a time, as safetensors that transformers'
+        from_pretrained can read too. Raises RequestError on every rank if writing fails. An older
+        checkpoint in the folder stays complete until the new one is.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-        """Load what `save` wrote into a sharded model and its optimizer, under any shares; returns
-        its `extra`.
+        """Load what `save` wrote into a sharded model and its optimizer, and return its `extra`.
 
-        Rank 0 reads, and every rank calls it. RequestError if it is of another model.
+        The shares may be others than when it was saved. Rank 0 reads the files, and every rank has
+        to call it. Raises RequestError if the checkpoint is of another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """The mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact; for
-        `weigh="loss"`.
+        """Scale the mean loss of this rank's rows so that DDP's mean over ranks is exact.
+
+        Only for `weigh="loss"`.
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":
@@ -324,12 +341,11 @@ class Split(PlannedTraining):
         return self.weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
-        """The loss `total / count` over the global batch, for a mean that isn't over rows; every
-        rank calls it.
+        """Return `total / count` over the global batch, for a loss whose mean isn't over rows.
 
-        `total` is this rank's sum of losses, `count` of what it is to be divided by: tokens that
-        aren't ignored, or the sum of class weights. `loss.backward()`, `scale` and `mean` then do
-        what they do with a mean over rows.
+        Every rank has to call it. `total` is this rank's sum of losses. `count` is this rank's part
+        of the divisor, such as the number of tokens that aren't ignored, or the sum of class
+        weights. `loss.backward()`, `scale` and `mean` then work as with a mean over rows.
         """
         self.weights.refuse_in_parts("loss")
         if not self.weights.sizes[self.rank]:
@@ -340,11 +356,12 @@ class Split(PlannedTraining):
         )
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """All ranks' rows of the current batch, in its order: (n_i, ...) of each rank as (N, ...);
-        every rank calls it.
+        """Gather all ranks' rows of the current batch, in its order: (n_i, ...) per rank
+        to (N, ...).
 
-        Rows that only keep step are left out. Gradients flow back to the rank that computed a row,
-        so that a loss over the whole batch is exact: every rank computes it and calls backward().
+        Every rank has to call it. Filler rows that only keep a rank in step are left out. Gradients
+        flow back to the rank that computed a row, so a loss over the whole batch is exact: every
+        rank computes that loss and calls backward().
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:
@@ -352,8 +369,9 @@ class Split(PlannedTraining):
         return gather_rows(rows, self.weights.sizes, self.rank, self.weights.by_loss, self.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """The model's `no_sync`, for all but the last step of an accumulation; nothing where there
-        is no other rank.
+        """Return the model's `no_sync` context, for all but the last step of gradient accumulation.
+
+        If the model has none, as with a single rank, the context does nothing.
         """
         return cast(
             AbstractContextManager[None],
@@ -361,8 +379,9 @@ class Split(PlannedTraining):
         )
 
     def mean(self, value: Any) -> float:
-        """The mean over the current global batch of a figure that each rank has as the mean over
-        its rows.
+        """Return the mean of a metric over the current global batch.
+
+        `value` is this rank's mean over its own rows. Every rank has to call it.
         """
         self.weights.refuse_in_parts("mean")
         return float(self.total(value * self.weight if self.weights.sizes[self.rank] else 0.0))
@@ -372,15 +391,16 @@ class Split(PlannedTraining):
     @overload
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
-        """The sum over the ranks: of a number a float, of a tensor with dimensions a tensor. Every
-        rank calls it.
+        """Return the sum of a value over the ranks; every rank has to call it.
+
+        A number gives a float, a tensor with dimensions gives a tensor.
         """
         self.weights.refuse_in_parts("total")
         figure = self.add_up(value)
         return figure if figure.ndim else float(figure)
 
     def close(self) -> None:
-        """Leave the process group and stop reporting; done at exit if the group was made here."""
+        """Stop reporting and leave the process group; called at exit if the group was made here."""
         super().close()
         if self._notice is not None:
             self._notice.close()

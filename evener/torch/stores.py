@@ -1,8 +1,8 @@
-"""The stores in which PyTorch's processes find each other.
+"""The stores through which PyTorch's processes find each other.
 
-On one host it is a file in the launcher's memory: PyTorch's own TCPStore has no password, and
-listens on every address of the machine. Over several hosts there has to be a port, which is open on
-one address.
+On one host the store is a file in the launcher's memory, as PyTorch's TCPStore has no
+password and listens on every address of the machine. Several hosts need a port, which is
+opened on one address only.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ _STORE_ARGUMENTS = (
     *("multi_tenant", "master_listen_fd", "use_libuv"),
 )
 
-_numbers = count()  # of process groups that this process has made
+_numbers = count()  # of the process groups that this process makes
 _parent = os.environ.get(GROUPS, "")
 
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """The store in a file that several processes of this host have open.
+    """Return a store in a file that several processes of this host have open.
 
-    The file is never removed by a process that leaves it, as a store of a fixed number of members
-    would do.
+    No process removes the file when it leaves, as happens with a store for a fixed
+    number of members.
     """
     return dist.FileStore(path, -1)
 
 
 def replace_rendezvous() -> None:
-    """Let `env://` and `tcp://` be answered by the launch's file where they name its address.
+    """Replace PyTorch's rendezvous handlers of `env://` and `tcp://`.
 
-    PyTorch's public `register_rendezvous_handler` adds schemes and can't replace these two, which
-    are what programs and libraries use. Any other TCPStore that this process serves listens only on
-    the address that it was given.
+    The new ones use the launch's file if the URL names the launch's address. PyTorch's public
+    `register_rendezvous_handler` only adds schemes and can't replace these two, which
+    programs and libraries use. Any other TCPStore that this process serves is limited to the
+    address it was given.
     """
     _limit_tcp_stores()
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
@@ -59,7 +60,7 @@ def replace_rendezvous() -> None:
 
 
 def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """The store, rank and number of processes of a rendezvous, as PyTorch's own handlers give."""
+    """Yield the store, rank and number of processes of a rendezvous, like PyTorch's handlers."""
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
@@ -76,8 +77,11 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
 
 
 def _let_others_meet() -> None:
-    """Let the other ranks start, which a store of all of them is for; not that of an elastic agent
-    which the program has started, and which may have been told the same address.
+    """Let the launcher start the other ranks, as this store is the one through which
+    all ranks meet.
+
+    Does nothing for an elastic agent that the program itself has started: it may have been given
+    the same address.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -89,19 +93,19 @@ def _let_others_meet() -> None:
 
 
 def _read_address(url: str) -> str:
-    """The HOST:PORT of a rendezvous, which env:// takes from the environment."""
+    """Return the HOST:PORT of a rendezvous; for env:// it is in the environment."""
     if urlsplit(url).scheme == "env":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return urlsplit(url).netloc
 
 
 def _choose_prefix() -> str:
-    """The prefix of a store's keys: a new one for each process group, as its predecessor's
-    addresses are still in the file.
+    """Return the prefix of a store's keys.
 
-    Every process of a group makes it, so all count alike. Other stores, as a program opens them for
-    itself, have one prefix in common. A child that a process starts counts on below its parent's
-    number.
+    Each process group gets a new one, as the addresses of the group before it are still in
+    the file. Every process of a group makes the group, so all processes count alike. Stores
+    that a program opens for itself share one prefix. A child process numbers its groups below
+    its parent's number.
     """
     make_group = inspect.unwrap(dist.init_process_group).__code__
     frame = inspect.currentframe()
@@ -115,7 +119,7 @@ def _choose_prefix() -> str:
 
 
 def _limit_tcp_stores() -> None:
-    """Let each TCPStore that this process serves listen on the address that it is given alone."""
+    """Make each TCPStore that this process serves listen only on the address that it is given."""
     original = dist.TCPStore.__init__
     if hasattr(original, "__wrapped__"):
         return
@@ -133,10 +137,11 @@ def _limit_tcp_stores() -> None:
 
 
 def listen_at(host: str, port: int) -> dict[str, int]:
-    """The arguments by which a TCPStore listens on one address; none where the machine hasn't it.
+    """Return arguments that make a TCPStore listen on one address only.
 
-    That is so behind a router that gives a machine an address of its own. A second store of a
-    process at one port finds the port taken here, and shares the first one's.
+    They are empty if the machine doesn't have the address, as behind a router that translates
+    addresses. If the process opens a second store at a port, the port is taken here, and the stores
+    share one server.
     """
     if host in EVERY_ADDRESS:
         return {}
@@ -151,6 +156,9 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 
 
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """The store at a port of one address, which one process serves; RuntimeError if nobody does."""
+    """Return the store at a port of one address; the process with `serves` runs it.
+
+    Raises RuntimeError if no process serves it.
+    """
     place = {"port": port, **(listen_at(host, port) if serves else {})}
     return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)
