@@ -1,7 +1,8 @@
-"""Shares that follow the ranks' own work: the figures that ranks exchange for it, and the change.
+"""Rebalancing in PyTorch: shares that follow the compute time (own work) of each rank.
 
-The rule by which shares change is `Rebalancer` in evener/training/rebalance.py, the same on every
-rank and for every framework.
+This is the exchange of the measurements between ranks, and the change of shares. The rule by
+which shares change is `Rebalancer` in evener/training/rebalance.py, the same on every rank and
+for every framework.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_device
 from .ranks.own_work import KEPT_STEPS
 from .step.memory import MemoryGauge
 
-# of steps whose median is one figure: more often than that, agreeing would cost too much
+# the least duration of a window of steps, as more frequent exchanges would cost too much
 WINDOW_SECONDS = 0.05
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
-SETTLING_WINDOWS = 2  # the one in which memory ran out, and one for the allocator to fill again
-# at once: an exchange takes longer than all else, and the rule needs two for a change
+SETTLING_WINDOWS = (
+    2  # the one in which memory ran out, and one in which the allocator's cache refills
+)
+# in one exchange, which is the slowest part; the rule needs two windows for a change
 EXCHANGED_WINDOWS = 2
 UNKNOWN = -1.0  # in an exchange, for NaN
 
 
 def raise_no_shares() -> NoReturn:
-    """RequestError: rows are dealt by length."""
+    """Raise RequestError, as rows that are assigned by length have no shares."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -43,34 +46,42 @@ def raise_no_shares() -> NoReturn:
 
 
 class Rebalancing:
-    """Changes the shares of this rank's samplers, as all other ranks do; made on every rank."""
+    """Changes the shares of this rank's samplers, at the same step on every rank; made
+    on every rank.
+    """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining
         self._training = training
         training.listeners.append(self.after_step)
         self.passes: tuple[
             int, ...
-        ] = ()  # of each rank, where a trainer takes as many for any share
+        ] = ()  # of each rank, if a trainer takes the same number for any share
         self._planned = training.ranks
-        self._rule: Any = None  # made with the first figures, when it is seen how the loop computes
+        self._rule: Any = (
+            None  # made after the first exchange, when it is known how the loop computes
+        )
         self._group = dist.new_group(backend="gloo")
         self._step = 0  # batches that were trained on
-        self._window = 0  # of them, whole ones with the shares in force since the last window
+        self._window = 0  # full batches with the shares in force since the last window
         self._window_steps = FEWEST_STEPS  # until the next window ends
         self._windows: dict[
             int, tuple[float, int]
-        ] = {}  # to exchange: own work, rows of a pass; by the last step
+        ] = {}  # to exchange: own work and the pass limit, by the window's last step
         self._memory = MemoryGauge(training.device, training.world)
-        self._largest = training.ranks.batches[training.rank]  # share that this rank has had
-        self._grows_after = -1  # step, before which this rank's share was never as large
-        self._retreats = 0  # of this rank that were seen
+        self._largest = training.ranks.batches[training.rank]  # share that this rank has had so far
+        self._grows_after = -1  # the step after which this rank's share is larger than ever
+        self._retreats = 0  # of this rank's passes that the last window had seen
         self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
-        self._settling = 0  # windows until memory is as it stays
+        self._settling = 0  # windows until the allocator has settled
         self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
-        self._fewest = FEWEST_WINDOWS  # that a change needs; 0: own work isn't what limits steps
+        self._fewest = (
+            FEWEST_WINDOWS  # windows that a change needs; 0 if own work isn't what limits steps
+        )
 
     def describe_pending(self) -> PendingShares | None:
-        """How far this has come with the next change; None where it would change nothing."""
+        """Return how close the next change of shares is; None if own work isn't what
+        limits the steps.
+        """
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
         if not self._fewest:
@@ -79,14 +90,15 @@ class Rebalancing:
         return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
-        """Change no shares any more, once no exchange is under way."""
+        """Change no more shares, after waiting for an exchange that is under way."""
         if self._exchange is not None:
             self._exchange[0].wait()
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
-        """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in
-        every few calls.
+        """Count a trained batch with these rows of each rank; every rank has to call it.
+
+        Every few calls, the ranks exchange their measurements and decide on shares.
         """
         self._step += 1
         if self._exchange is not None:
@@ -102,22 +114,22 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(figures)
 
     def state_dict(self) -> dict[str, Any]:
-        """The shares in force, and those of the plan, under which alone they make sense."""
+        """Return the shares in force, and the plan's shares, as they only fit this plan."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the shares of `state`, if it is of the same plan."""
+        """Continue with the shares of `state` if they belong to the same plan."""
         if tuple(state["planned"]) == self._planned.batches:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _summarize(self) -> RankFigures:
-        """The medians of this rank's steps in the window, without disturbed ones.
+        """Return the medians of this rank's steps in the window, without disturbed steps.
 
-        Own work is 0, which counts for nothing, before any was computed, and for some windows after
-        memory ran out: the allocator is empty then, so steps take far longer than those that
-        follow. It is so in a window in which passes became larger again, too.
+        Own work is 0, which the rule ignores, if none was computed. It is also 0 for some windows
+        after memory ran out, as the allocator's cache is empty then and steps take far longer than
+        later ones, and in a window in which passes became larger again.
         """
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
@@ -147,7 +159,7 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """The rows of a share that this rank's memory is predicted to hold; 0 where nothing tells.
+        """Return the rows of a share that this rank's memory is predicted to hold; 0 if unknown.
 
         A pass that runs out of memory can be computed again in smaller ones, except in a loop that
         computes a batch at once.
@@ -160,8 +172,11 @@ class Rebalancing:
         return rows * passes
 
     def _begin_exchange(self, figures: RankFigures) -> tuple[Any, torch.Tensor]:
-        """Begin to exchange this rank's windows, the figures of the last of them, the rows that its
-        memory holds, and batches drawn ahead; zeros for the others.
+        """Begin to exchange this rank's measurements with those of the other ranks.
+
+        They are the own work and the pass limit of each window, the metrics of the last window, the
+        rows that memory holds, and the batches drawn ahead. An all-reduce gathers them: each rank
+        has zeros in the places of the others.
         """
         own = [
             *(figure for window in self._windows.values() for figure in window),
@@ -203,8 +218,9 @@ class Rebalancing:
     def _decide(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide on shares by a window that ended at step `end`; True if they change, `batches`
-        batches later.
+        """Decide on shares by a window that ended at step `end`; return True if they change.
+
+        The change applies `batches` batches later.
         """
         before = self._training.ranks.batches
         if self._rule is None:
@@ -230,7 +246,9 @@ class Rebalancing:
         most = []
         for rank, (share, micro) in enumerate(zip(shares, planned.micros, strict=True)):
             passes = self.passes[rank] if self.passes else 1
-            cut = by_parts and micro < share.batch  # by the plan, which doesn't say what fits
+            cut = (
+                by_parts and micro < share.batch
+            )  # by the plan, so its share doesn't tell what fits
             most.append(passes * (share.most or (math.ceil(GROWTH * micro) if cut else 0)))
         return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares))
 
@@ -248,5 +266,5 @@ class Rebalancing:
 
 
 def _read_figures(exchanged: Sequence[float]) -> RankFigures:
-    """A rank's figures, in which what isn't known came as UNKNOWN."""
+    """Return a rank's metrics, with NaN for those that were sent as UNKNOWN."""
     return RankFigures(*(math.nan if each == UNKNOWN else each for each in exchanged))

@@ -1,10 +1,10 @@
-"""The fetching of batches: by a tensor of row numbers or as DataLoader does, and ahead of a GPU, in
-a thread.
+"""The fetching of batches: by a tensor of row numbers, or row by row as DataLoader does it; for a
+GPU, ahead of the loop in a thread.
 
-Row by row, Python takes about 10 µs a row; a fast GPU is done with a small network's batch before
-it is fetched. At most `depth` batches wait on the device beside the current one, and the loop runs
-at most as many steps ahead of the GPU: so the memory that they take is bounded, and the same in a
-probe as in a training.
+Row by row, Python takes about 10 µs for each row, so a fast GPU finishes a small network's batch
+before the next one is fetched. At most `depth` batches wait on the device besides the current one,
+and the loop runs at most as many steps ahead of the GPU. So the memory for batches is bounded, and
+the same in a probe as in a training run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """The function by which `dataset` gives a whole batch for a tensor of row numbers; None if it
-    has none.
+    """Return a function that fetches a whole batch by a tensor of row numbers; None if
+    there is none.
 
-    A TensorDataset has one, as do a Subset of it and a data set whose `__getitems__(self, rows:
-    torch.Tensor)` says so by its annotation; it returns the batch as the loop gets it.
+    There is one for a TensorDataset, for a Subset of such a data set, and for a data set with a
+    method `__getitems__(self, rows: torch.Tensor)`, which must have this annotation and return the
+    batch as the loop gets it.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
@@ -43,7 +44,7 @@ def whole_fetch(dataset: Any) -> Whole | None:
         numbers = torch.as_tensor(dataset.indices)
         numbers = torch.where(
             numbers < 0, numbers + len(dataset.dataset), numbers
-        )  # from the end, as a Subset takes them
+        )  # negative numbers count from the end
         return None if inner is None else lambda rows, pinned: inner(numbers[rows], pinned)
     if _takes_tensor(dataset):
         return lambda rows, _: dataset.__getitems__(rows)
@@ -51,7 +52,7 @@ def whole_fetch(dataset: Any) -> Whole | None:
 
 
 def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-    """`source[rows]`, in pinned host memory if asked and `source` is on the host."""
+    """Return `source[rows]`; with `pinned`, in pinned memory if `source` is on the host."""
     if source.device.type != "cpu":
         return source.index_select(0, rows.to(source.device))
     if not pinned or source.requires_grad:
@@ -61,8 +62,9 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """The batches of a sampler's steps, in its order; iterate anew for each pass. `options` are
-    DataLoader's.
+    """The batches of a sampler's steps, in its order; every iteration starts anew.
+
+    `options` are passed to DataLoader.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Fetch:
         self._collate = options.get("collate_fn")
         whole = (
             None if self._collate and not _takes_tensor(dataset) else whole_fetch(dataset)
-        )  # rows one by one
+        )  # else it collates single rows
         self._whole = None if options.get("num_workers") else whole
         if self._whole is None:
             if whole is not None:  # in worker processes
@@ -92,7 +94,7 @@ class Fetch:
 
 
 class _ByList(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Whole batches for DataLoader's worker processes, which are sent lists."""
+    """A data set of whole batches for DataLoader's worker processes, which get lists of rows."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -125,10 +127,11 @@ DEPTH = 2  # batches that wait on the device
 
 
 class Prefetcher:
-    """The batches of `source`, in its order, on `device`; what `source` raises is raised where its
-    batch would come.
+    """An iterator that fetches the batches of `source` ahead, in a thread, and sends
+    them to `device`.
 
-    Close it, or use it up, to end its thread.
+    The order stays the same. An exception from `source` is raised in place of its batch. The thread
+    ends when the iterator is exhausted or closed.
     """
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:
@@ -153,7 +156,7 @@ class Prefetcher:
     def __next__(self) -> Any:
         released = (
             self._lane.mark() if self._lane else None
-        )  # before waiting: nothing is enqueued meanwhile
+        )  # before waiting, as the loop enqueues nothing while it waits
         with self._change:
             self._change.wait_for(lambda: self._ready or self._ended)
             if not self._ready:
@@ -165,14 +168,16 @@ class Prefetcher:
         return self._lane.hand_over(batch, arrived) if self._lane else batch
 
     def wait_until_full(self) -> None:
-        """Wait until no more batches may be fetched ahead: a caller that times steps then paid for
-        those it took.
+        """Wait until as many batches are fetched as may be.
+
+        Called at the end of timed steps, it makes their time include the fetching of as many
+        batches as they took.
         """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 
     def close(self) -> None:
-        """End the thread, once the batch that it fetches is there, and let go of what waits."""
+        """End the thread once it has fetched its current batch, and drop the batches that wait."""
         with self._change:
             self._ended = True
             self._ready.clear()
@@ -192,7 +197,7 @@ class Prefetcher:
                 self._change.notify_all()
 
     def _send_all(self) -> None:
-        """Fetch and send until the source or the loop ends."""
+        """Fetch and send batches until the source or the loop ends."""
         for number in count():
             with self._change:
                 self._change.wait_for(lambda: len(self._ready) < self._depth or self._ended)
@@ -203,7 +208,7 @@ class Prefetcher:
             except StopIteration:
                 return
             if number >= self._depth and self._lane:
-                self._released.popleft().synchronize()  # there is one since there is space
+                self._released.popleft().synchronize()  # it can't be empty, as there is space
             ready = self._lane.send(batch) if self._lane else (batch, None)
             del batch
             with self._change:
@@ -214,9 +219,7 @@ class Prefetcher:
 
 
 class _Lane:
-    """The way to a GPU: pinned memory, a stream beside the one that computes, events between the
-    two.
-    """
+    """The transfer to a GPU: pinned memory, a stream of its own, and events between the streams."""
 
     _streams: ClassVar[
         dict[int, Any]
@@ -232,13 +235,14 @@ class _Lane:
         )  # data that lie there are complete
 
     def context(self) -> AbstractContextManager[None]:
-        """A context in which work is enqueued on the stream."""
+        """Return a context in which work is enqueued on the transfer stream."""
         context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """The batch on the device, and the event of its arrival; on the host, without one, if there
-        is no room.
+        """Return the batch on the device and the event of its arrival.
+
+        If the device has no room, return it on the host, with None for the event.
         """
         pinned = each_tensor(_pin, batch)
         try:
@@ -250,16 +254,16 @@ class _Lane:
         return sent, arrived
 
     def mark(self) -> Any:
-        """An event behind all that the loop has enqueued."""
+        """Return an event recorded after all work that the loop has enqueued."""
         event = torch.cuda.Event(blocking=True)  # a spinning wait would take a core from the loop
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def hand_over(self, batch: Any, arrived: Any) -> Any:
-        """The batch for the loop's stream, which waits for it as the allocator does for that
-        stream.
+        """Return the batch for use on the loop's stream, which waits until the batch has arrived.
 
-        One that found no room is sent now, as the loop holds nothing between its steps.
+        The allocator doesn't reuse its memory before that stream is done with it. A batch that
+        found no room earlier is sent now, as the loop holds no activations between its steps.
         """
         if arrived is None:
             return self._send(batch)

@@ -1,5 +1,6 @@
-"""A DataLoader for one rank of an uneven split: it says what each step's rows weigh and can go on
-in mid-epoch.
+"""A DataLoader for one rank of an uneven split, which can resume in mid-epoch.
+
+It reports each step's rows to a listener, by which gradients are weighted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DECIDED = {
         "Give order=, a sampler of rows or a function of the epoch that returns their order."
     ),
 }
-LOADER_OPTIONS = {  # of DataLoader that are free, and what it takes for those that aren't given
+LOADER_OPTIONS = {  # DataLoader's options that the plan leaves free, with their defaults
     name: parameter.default
     for name, parameter in signature(DataLoader).parameters.items()
     if name not in {*_DECIDED, "dataset", "shuffle", "drop_last"}
@@ -35,11 +36,11 @@ LOADER_OPTIONS = {  # of DataLoader that are free, and what it takes for those t
 
 
 class Epoch:
-    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last
-    one has instead.
+    """One loop over a loader.
 
-    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes. `loader()` is
-    the split's, or None.
+    `tail` is None if all its batches weight the ranks alike, else the rows of its last batch, or an
+    object that equals no other. `dealt` is True if rows were assigned by length, so that a batch
+    must not be cut into passes. `loader()` returns the split's loader, or None.
     """
 
     __slots__ = ("batches", "dealt", "loader", "open", "tail", "training", "unfinished")
@@ -51,48 +52,50 @@ class Epoch:
         self.loader: Callable[[], Loader | None] = lambda: None
         self.open = True
         self.unfinished = False  # it ended before its newest batch was computed
-        self.batches: list[Any] = []  # the newest, and older ones that may still be in use
+        self.batches: list[Any] = []  # older ones that may still be in use, and the newest
 
     def may_be_computed(self) -> bool:
         """True if a loop may still use the epoch's newest batch."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """True if a loop may have taken the next epoch's first batch before it computes this
-        epoch's last one.
+        """True if the epoch's last batch may still be waiting to be computed.
+
+        That is so if a loop took the next epoch's first batch before computing it.
         """
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
 
 
 class StepListener:
-    """Hears of a loader's steps; this one does nothing about them."""
+    """The callbacks for a loader's steps; this base class does nothing in them."""
 
     def compare(self, digest: int) -> None:
-        """An epoch begins with an order or lengths of the user's own, which have this digest
-        here.
+        """Called as an epoch begins with the user's own order or lengths, with their digest
+        on this rank.
         """
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """The loop gets this batch, of which the ranks have these rows."""
+        """Called as the loop gets a batch; `sizes` are the rows of each rank in it."""
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """The loop is done with a batch of these rows, and of this rank's tokens without and with
-        padding.
+        """Called when the loop is done with a batch; `sizes` are the rows of each rank in it.
+
+        `tokens` are this rank's, without and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
-        """An epoch is over, or left."""
+        """Called when an epoch is over, or its loop was left early."""
 
 
 class Loader:
-    """Batches of this rank's rows, in step with the other ranks; other libraries find a
-    DataLoader's attributes.
+    """Batches of this rank's rows, in step with the other ranks, with a DataLoader's attributes.
 
-    Every loop is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which; it
-    begins with its first batch. With a `prefetch` of 1 or more, as many batches are fetched ahead
-    and sent to `device`; with 0, each is fetched when it is asked for and stays on the host.
-    `listener` hears of the steps, as `training` or validation.
+    Every loop is a new epoch in a new order, from its first batch, unless `set_epoch` or
+    `load_state_dict` chose another epoch or position. With a `prefetch` of 1 or more, that many
+    batches are fetched ahead and sent to `device`; with 0, each batch is fetched when the loop
+    asks for it and stays on the host. `listener` is told about each step; `training` is False
+    for a validation.
     """
 
     num_workers: int
@@ -125,15 +128,15 @@ class Loader:
         )  # most, before their turn
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
-        self._sent_to = torch.device("cpu") if on_host else self.device  # by what fetches ahead
+        self._sent_to = torch.device("cpu") if on_host else self.device  # by the prefetcher
         self._fetch = Fetch(dataset, sampler, options, pinned)
         self._listener = listener
         self._training = training
-        self._steps = 0  # of this loop, begun
-        self._fresh = True  # the next loop is the epoch that the sampler says
-        self._chosen = False  # by set_epoch, so the next loop is that one, whatever is left of it
-        self._loaded = False  # a state, and no loop since
-        self._ahead: Prefetcher | None = None  # of the loop that runs
+        self._steps = 0  # begun in this loop
+        self._fresh = True  # the next loop is the sampler's current epoch
+        self._chosen = False  # by set_epoch: the next loop is this epoch, even if no rows are left
+        self._loaded = False  # a state was loaded, and no loop has begun since
+        self._ahead: Prefetcher | None = None  # the running loop's
 
     def __repr__(self) -> str:
         sampler = self.batch_sampler
@@ -143,7 +146,7 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
+        """The number of steps in a whole epoch."""
         return len(self.batch_sampler)
 
     @property
@@ -153,8 +156,9 @@ class Loader:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch of the next loop: the one that a loaded state is in the middle of, or the one
-        after the last.
+        """The epoch of the next loop.
+
+        It is the epoch that a loaded state is in the middle of, else the one after the last loop's.
         """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
@@ -199,23 +203,28 @@ class Loader:
             listener.end(origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy for another process, as DataLoader's; the copy's steps aren't
-        reported.
+        """Return the state for a copy in another process, as DataLoader does.
+
+        Steps of the copy aren't reported.
         """
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
-        """Return when all that is fetched ahead is there; at once where nothing is."""
+        """Wait until all batches that may be fetched ahead are there; return at
+        once without prefetch.
+        """
         if self._ahead is not None:
             self._ahead.wait_until_full()
 
     def rows_at_hand(self) -> list[int]:
-        """The row numbers of all ranks in the batch that was given last."""
+        """Return the row numbers of all ranks in the loop's newest batch."""
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next loop this epoch, from its first row; of an epoch whose state was just
-        loaded, what is left.
+        """Make the next loop this epoch, from its first row.
+
+        If a state in the middle of this epoch was just loaded, the loop has only the rows
+        that are left.
         """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
@@ -223,13 +232,14 @@ class Loader:
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the training after the current batch; the same on every rank, fit for
-        JSON.
+        """Return the position of the training after the current batch.
+
+        It is the same on every rank and JSON-serializable.
         """
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next loop go on where `state` was taken, also under another plan."""
+        """Make the next loop continue where `state` was taken; the plan may be another one."""
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
         self._fresh = self._loaded = True
@@ -237,15 +247,18 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """A loader's rows one by one, as a DataLoader's `sampler` gives them; sequential, so that
-    Lightning keeps it.
+    """A loader's rows one by one, like the `sampler` of a DataLoader.
+
+    It is a SequentialSampler so that Lightning doesn't replace it.
     """
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def __len__(self) -> int:
-        """Rows of this rank in an epoch, with one in each step where it only keeps step."""
+        """The rows of this rank in an epoch, with one filler row for each step in which
+        it has none.
+        """
         sampler = self._loader.batch_sampler
         firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)
         return sum(max(1, sampler.sizes_at(first)[sampler.rank]) for first in firsts)
@@ -254,13 +267,14 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         return (row for batch in self._loader.batch_sampler for row in batch)
 
     def set_epoch(self, epoch: int) -> None:
-        """The loader's."""
+        """Set the epoch of the loader."""
         self._loader.set_epoch(epoch)
 
 
 def count_rows(dataset: Any) -> int:
-    """The length of a data set; RequestError for one whose rows have no numbers, and for a loader
-    of one.
+    """Return the number of rows of a data set.
+
+    Raises RequestError if its rows have no numbers, or if it is a loader instead of a data set.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader | Loader):
@@ -287,8 +301,10 @@ def count_rows(dataset: Any) -> int:
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
-    """Batches to fetch ahead; unless said two for a GPU, none on a CPU, which computes.
-    RequestError for no count.
+    """Return the number of batches to fetch ahead: by default 2 for a GPU, and 0 for a CPU.
+
+    On a CPU, fetching would take cores from the computation. Raises RequestError unless `prefetch`
+    is an integer of 0 or more.
     """
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
@@ -300,7 +316,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """RequestError for an option of DataLoader that the split decides."""
+    """Raise RequestError for an option of DataLoader that the split decides."""
     for name, remedy in _DECIDED.items():
         if options.get(name) is not None:
             shown = (
@@ -317,15 +333,17 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """The loaders of a training that are in use, in the order in which they were made."""
+    """The training loaders that are in use, in the order in which they were made."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
         self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't made yet
 
     def add(self, loader: Loader) -> Loader:
-        """Remember a loader; it goes on where the loader of its place was, if a state was loaded
-        before it was made.
+        """Remember a loader and return it.
+
+        If a state was loaded before it was made, the loader resumes from the state of its place
+        in the order.
         """
         self._made.append(weakref.ref(loader))
         if self._waiting:
@@ -333,12 +351,13 @@ class LoaderStates:
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all, the same on every rank, fit for JSON."""
+        """Return the states of all loaders; the same on every rank and JSON-serializable."""
         return {_LOADERS: [loader.state_dict() for loader in self._list()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make each loader go on where it was, also those that are made later; RequestError for
-        another's state.
+        """Resume each loader from its state, also loaders that are made later.
+
+        Raises RequestError if `state` isn't one of these loaders.
         """
         if not isinstance(state.get(_LOADERS), list):
             raise RequestError(
@@ -356,7 +375,7 @@ class LoaderStates:
 
 
 class StepSampler:
-    """This rank's rows of each global batch, as a batch sampler that begins anew at any of them."""
+    """A batch sampler of this rank's rows in each global batch, which can start at any batch."""
 
     def __init__(self, sampler: UnevenBatchSampler) -> None:
         self.sampler, self.drop_last = sampler, sampler.drop_last
@@ -364,23 +383,24 @@ class StepSampler:
         self.first_step = 0  # of the next iteration: those before it are left out
 
     def __len__(self) -> int:
-        """Global batches of an epoch."""
+        """The number of global batches in an epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self.steps(), self.first_step, None)
 
     def steps(self) -> Iterator[Any]:
-        """The rows of each global batch of the epoch."""
+        """Iterate over this rank's rows in each global batch of the epoch."""
         return iter(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """The order of rows of this epoch, from its first row on."""
+        """Set the epoch, which decides the order of rows, and start at its first row."""
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """The tokens of this rank's rows in those batches, without and with padding; 0 where rows
-        have no lengths.
+        """Count the tokens of this rank's rows in some global batches, without and with padding.
+
+        Both counts are 0 if rows have no lengths.
         """
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
@@ -388,14 +408,14 @@ class StepSampler:
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """The DataLoader that a trainer iterates over: this rank's global batches; `done` is how many
-    of this epoch the trainer has computed.
+    """The DataLoader over this rank's global batches that a trainer iterates over.
 
-    `ahead`: it has fetched the next batch as it gives one, as accelerate's does, so that what a
-    callback changes in a collator is in the same batch with a plan and without. `begins` is called
-    as a loop begins, and `asks` as it asks for a batch: the one before is then computed. `options`
-    are DataLoader's. `load_state_dict` goes on in mid-epoch, also under other shares, as long as
-    the global batch is the same; RequestError if not.
+    `done` is the number of this epoch's batches that the trainer has computed. With `ahead`, the
+    next batch is fetched before a batch is yielded, as accelerate's loader does, so that a change
+    that a callback makes to a collator reaches the same batch with a plan and without. `begins` is
+    called as a loop begins. `asks` is called as the loop asks for a batch, when the batch before it
+    is computed. `options` are passed to DataLoader. `load_state_dict` resumes in mid-epoch, also
+    under other shares if the global batch is the same, and raises RequestError if it isn't.
     """
 
     def __init__(
@@ -433,25 +453,29 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """The rows of each rank in the epoch's global batch number `step`, which the trainer has
-        now.
+        """Return the rows of each rank in global batch number `step` of the epoch,
+        which begins now.
         """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration."""
+        """Set the epoch of the next iteration."""
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the training after `done` global batches; the same on every rank that has
-        as many.
+        """Return the position of the training after `done` global batches.
+
+        It is the same on every rank with the same `done`.
         """
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration go on where `state` was taken."""
+        """Make the next iteration continue where `state` was taken.
+
+        Raises RequestError if the global batch differs.
+        """
         rows = self.batch_sampler.sampler
         if state.get("global_batch") != rows.global_batch:
             raise RequestError(
@@ -466,7 +490,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
 
 def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
-    """The batches, within what a loop over these rows sets in the process."""
+    """Yield the batches, with the settings that a loop over these rows needs in the process."""
     with rows.loop_context():
         yield from batches
 
@@ -481,9 +505,7 @@ def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _AskedBatches:
-    """The batches of a DataLoader's iterator, whose other attributes it has too; `asks` is called
-    before each.
-    """
+    """A DataLoader's iterator, with all its attributes, that calls `asks` before each batch."""
 
     def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
         self._batches, self._asks = batches, asks

@@ -1,9 +1,9 @@
-"""The rows of a data set that each rank computes: unequal slices of one global order, each row once
-per epoch.
+"""The rows of a data set that each rank computes: unequal slices of one global order, in which each
+row comes once per epoch.
 
 Every rank draws the same order and takes its own slice of each global batch, so nothing is
-exchanged. A rank that has no row in a short last batch gets one to keep step with; that row has
-weight 0.
+exchanged. A rank without a row in a short last batch gets a filler row with weight 0, to keep in
+step with the others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class RowOrder:
-    """The rows of each epoch in the order that the user's `order` gives, drawn anew from `seed` and
-    the epoch.
+    """The rows of each epoch in the user's `order`, drawn anew by a seed from `seed` and the epoch.
 
-    RequestError if it gives something else than as many rows of 0 to `rows` - 1 in each epoch.
+    Raises RequestError unless `order` gives row numbers from 0 to `rows` - 1, and equally many
+    in each epoch.
     """
 
     def __init__(self, order: Order, rows: int, seed: int) -> None:
@@ -43,7 +43,7 @@ class RowOrder:
         return len(self._drawn)
 
     def draw(self, epoch: int) -> torch.Tensor:
-        """The epoch's rows, (rows,) of int64."""
+        """Return the epoch's row numbers as an int64 tensor of shape (rows,)."""
         if epoch != self._epoch:
             drawn = self._draw(epoch)
             if len(drawn) != len(self._drawn):
@@ -56,7 +56,7 @@ class RowOrder:
         return self._drawn
 
     def digest(self, epoch: int) -> int:
-        """A digest that tells one epoch's order from another."""
+        """Return a digest of the order of rows in an epoch."""
         drawn = self.draw(epoch)
         if self._digest is None:
             self._digest = crc32(drawn.numpy().tobytes())
@@ -65,7 +65,7 @@ class RowOrder:
     def _draw(self, epoch: int) -> torch.Tensor:
         order: Any = self._order
         seed = mix_seed(self._seed, epoch)
-        with torch.random.fork_rng(devices=[]):  # the loop's own random numbers stay as they were
+        with torch.random.fork_rng(devices=[]):  # leave the program's random numbers as they are
             torch.default_generator.manual_seed(seed)
             if isinstance(getattr(order, "generator", None), torch.Generator):
                 order.generator.manual_seed(seed)
@@ -89,7 +89,9 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """A copy of numbers as int64 of one dimension; None if they aren't whole numbers in a row."""
+    """Return a copy of the numbers as a 1-d int64 tensor on the CPU; None if they
+    aren't 1-d integers.
+    """
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -100,7 +102,7 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """A seed for the random numbers of one epoch."""
+    """Return the seed for the random numbers of one epoch."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
@@ -109,8 +111,8 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares that a loop began with at row `position` of its epoch, and those that it changed
-    to.
+    """The shares of one loop: those it began with at row `position` of its epoch,
+    and later changes.
     """
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
@@ -118,25 +120,24 @@ class ShareSchedule:
         self._changes = [(position, shares)]
 
     def at(self, first: int) -> tuple[int, ...]:
-        """The shares of the batch that begins with the epoch's row `first`."""
+        """Return the shares of the batch that begins with the epoch's row `first`."""
         return next(
             (own for start, own in reversed(self._changes) if first >= start), self._changes[0][1]
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Take these shares from the batch on that begins `rows` rows after the end of the newest
-        one.
+        """Change to these shares at the batch that begins `rows` rows after the end of
+        the newest one.
         """
         self._changes.append((self.begun + rows, shares))
 
 
 class UnevenBatchSampler:
-    """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; a batch is never
-    empty.
+    """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; none is ever empty.
 
-    `shares` are the samples of every rank in a full global batch, until `change_shares`. An `order`
-    takes the place of `shuffle`. With `join_tail`, a last batch that hasn't a row for each rank is
-    part of the batch before it. RequestError for a share, length or rank that's none.
+    `shares` are the samples of each rank in a full global batch; `change_shares` changes them.
+    `order` replaces `shuffle`. With `join_tail`, a last batch with fewer rows than ranks is joined
+    to the batch before it. Raises RequestError if the shares, the length or the rank is invalid.
     """
 
     is_dealt = False  # True if rows are dealt by their length, in passes
@@ -163,31 +164,34 @@ class UnevenBatchSampler:
                 "Give a smaller global batch, or drop_last=False.",
             )
         self.length = length
-        self.shares = tuple(shares)  # of loops that begin now
+        self.shares = tuple(shares)  # for loops that begin from now on
         self.rank = rank
         self.shuffle, self.seed, self.order = shuffle, seed, order
         self.drop_last, self.join_tail = drop_last, join_tail
         self.epoch = 0
-        self.position = 0  # rows of this epoch that were computed before
+        self.position = 0  # rows of this epoch that are computed already
         self.changes = False  # True if shares may change
         self._schedules = deque([ShareSchedule(self.shares, 0)], maxlen=LOOPS)
 
     @property
     def global_batch(self) -> int:
-        """Rows of a full step, over all ranks."""
+        """The rows of a full step, summed over all ranks."""
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Take these shares; in loops that run, from the batch on that comes `ahead` batches after
-        the next one.
+        """Change to these shares.
+
+        In running loops they apply from the batch on that comes `ahead` batches after the next one.
         """
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn of ranks without a row in the last step, and of steps that are all smaller than the
-        plan's batch.
+        """Warn if ranks have no row in the last step, or if all steps are smaller than
+        the plan's batch.
+
+        `planned` is the plan's global batch.
         """
         if self.length < planned:
             warnings.warn(
@@ -208,12 +212,13 @@ class UnevenBatchSampler:
 
     @property
     def schedule(self) -> ShareSchedule:
-        """The shares of the newest loop, by row."""
+        """The share schedule of the newest loop."""
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """The next `first` rows of all ranks, and up to `more` from the whole epoch: the same on
-        every rank.
+        """Return the next `first` rows of all ranks, and up to `more` rows spread over the epoch.
+
+        They are the same on every rank, without duplicates.
         """
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
@@ -221,17 +226,17 @@ class UnevenBatchSampler:
         return list(dict.fromkeys(rows))
 
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch` from its first row, in its own order."""
+        """Start `epoch` at its first row."""
         self.epoch = epoch
         self.position = 0
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
+        """The number of steps in a whole epoch."""
         return self._steps(self.length)
 
     @property
     def steps_left(self) -> int:
-        """Steps from the position to the end of the epoch."""
+        """The number of steps from the position to the end of the epoch."""
         return self._steps(self.length - self.position)
 
     def _steps(self, rows: int) -> int:
@@ -242,23 +247,26 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """The rows of each rank in a step, counted from the position; 0 for one that only keeps
-        step.
+        """Return the rows of each rank in a step, which is counted from the position.
+
+        A rank that only keeps in step has 0.
         """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """The rows of each rank in a step that a trainer begins now, counted from the position."""
+        """Return the rows of each rank in a step that a trainer begins now.
+
+        The step is counted from the position.
+        """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
 
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
     ) -> tuple[int, ...]:
-        """The rows of each rank in the step that begins with row `first` of `epoch`, in a loop with
-        this schedule.
+        """Return the rows of each rank in the step that begins with row `first` of `epoch`.
 
-        Without these, in this epoch and the newest loop.
+        The shares are those of `schedule`. The defaults are the current epoch and the newest loop.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -267,21 +275,30 @@ class UnevenBatchSampler:
         return apportion(rows, shares)
 
     def rows_at(self, step: int) -> list[int]:
-        """This rank's row numbers in a step of the newest loop, counted from the position."""
+        """Return this rank's row numbers in a step of the newest loop.
+
+        The step is counted from the position.
+        """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
 
     def rows_of_all(self, step: int) -> list[int]:
-        """The row numbers of all ranks in a step of the newest loop, counted from the position."""
+        """Return the row numbers of all ranks in a step of the newest loop.
+
+        The step is counted from the position.
+        """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Rows of the epoch's last step if they weigh the ranks differently than the other steps'
-        do; else None.
+        """Return the rows of the epoch's last step if it weights the ranks differently
+        than other steps.
+
+        Returns None if it doesn't. If every step may weight them differently, returns an object
+        that equals no other.
         """
         if self.changes or self.is_dealt:
-            return object()  # equal to no other: each step may weigh them differently
+            return object()  # equals no other, as each step may weight ranks differently
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
         return (
@@ -294,8 +311,10 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """This rank's rows of each step as int64 tensors (rows,), from the current position on, by
-        a new schedule.
+        """Iterate over this rank's rows of each step, as int64 tensors (rows,), from
+        the current position.
+
+        The iteration has a new share schedule.
         """
         schedule = ShareSchedule(self.shares, self.position)
         self._schedules.append(schedule)
@@ -318,25 +337,28 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """The batch of each step from what is fetched for this sampler."""
+        """Return an iterator over the batch of each step, from the batches fetched
+        for this sampler.
+        """
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """What a loop over these batches sets in the process for as long as it goes on: nothing."""
+        """Return a context for a loop over these batches; here it changes nothing."""
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """The tokens of this rank's rows in a batch, without and with padding; 0 where rows have no
-        lengths.
+        """Return the tokens of this rank's rows in a batch, without and with padding.
+
+        Both are 0 if rows have no lengths.
         """
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """A digest that tells the user's own order of an epoch from another; None without one."""
+        """Return a digest of the user's own order in an epoch; None without such an order."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """The position of the training `steps` steps on; the same on every rank."""
+        """Return the position of the training after `steps` more steps; the same on every rank."""
         position = min(self.length, self.position + steps * self.global_batch)
         values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
         return dict(zip(_STATE_KEYS, values, strict=True))
@@ -345,8 +367,9 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, also with other shares or ranks; RequestError if the order
-        of rows differs.
+        """Continue where `state` was taken; the shares and the number of ranks may be others.
+
+        Raises RequestError if the order of rows differs.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
@@ -375,12 +398,15 @@ class _CudnnAttention:
     """The switch of cuDNN's attention, which PyTorch has once for the whole process."""
 
     def __init__(self) -> None:
-        self._loops = 0  # that need it off
+        self._loops = 0  # running loops that need it off
         self._before = True
 
     @contextmanager
     def turned_off(self) -> Iterator[None]:
-        """Turn it off; the last loop that ends sets it as it was before the first one began."""
+        """Turn cuDNN's attention off in this context.
+
+        Contexts may overlap; the last one that ends restores the setting from before the first.
+        """
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
         self._loops += 1
@@ -396,17 +422,18 @@ class _CudnnAttention:
 _cudnn_attention = _CudnnAttention()
 
 
-_KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
+_KEPT = 128  # batches whose assignment is cached: those that are fetched ahead, and the current one
 
 
 class LengthSampler(UnevenBatchSampler):
-    """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the
-    data.
+    """Row numbers of each pass of one rank, assigned by length; `lengths` are the tokens
+    of all rows.
 
-    Global batches and their order are those without lengths, so a state can be loaded under other
-    shares. While a loop takes its batches, cuDNN's attention is off in this process: it makes a
-    plan for each new shape, about 100 ms a pass on an H200, and nearly every pass has one.
-    RequestError for lengths that aren't the data's, and for a row that no rank can hold.
+    Global batches and their order are the same as without lengths, so a state can be loaded under
+    other shares. During a loop over its batches, cuDNN's attention is off in this process: cuDNN
+    makes a plan for each new shape, which takes about 100 ms per pass on an H200, and nearly every
+    pass has a new shape. Raises RequestError if the lengths don't fit the data set, or if no rank
+    can hold a row.
     """
 
     is_dealt = True
@@ -431,7 +458,7 @@ class LengthSampler(UnevenBatchSampler):
         self._lengths, self._dealer, tokens = found, dealer, found.tolist()
         dealer.check(tokens, rows)
         longest = sorted(tokens)[-self.global_batch :]
-        # else a loop without parts would train until the first batch comes that has passes
+        # else a loop without parts would fail late, at the first batch with several passes
         self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(
             longest
         ).in_passes
@@ -439,7 +466,9 @@ class LengthSampler(UnevenBatchSampler):
         self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
 
     def deal_at(self, first: int, epoch: int) -> Deal:
-        """The deal of the global batch that begins with the epoch's row `first`."""
+        """Return the assignment of rows in the global batch that begins with the
+        epoch's row `first`.
+        """
         found = self._deals.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -451,34 +480,38 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """The rows of each rank in the batch that begins with row `first`; 0 for a rank that only
-        keeps step.
+        """Return the rows of each rank in the batch that begins with row `first`.
+
+        A rank that only keeps in step has 0.
         """
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """The rows that count in each of this rank's passes of the batch that begins with row
-        `first`.
+        """Return the rows that count in each of this rank's passes of the batch that
+        begins with `first`.
         """
         return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """The tokens of this rank's rows in the batch that begins with row `first`, without and
-        with padding.
+        """Return the tokens of this rank's rows in the batch that begins with row `first`.
+
+        They are counted without and with padding.
         """
         deal = self.deal_at(first, epoch)
         return deal.tokens[self.rank], deal.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """The rows of each pass, from the current epoch and position."""
+        """Iterate over the rows of each pass, from the current epoch and position."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """The rows of each batch, as a list of its passes, from the current epoch and position."""
+        """Iterate over the batches from the current epoch and position, each a list of
+        its passes' rows.
+        """
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """The first rows of the batches that are left of this epoch."""
+        """The first rows of the batches that are left in this epoch."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
@@ -489,12 +522,13 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """The loop does without cuDNN's attention."""
+        """Return a context in which cuDNN's attention is off."""
         return _cudnn_attention.turned_off()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any
-        rank.
+        """Iterate over the batch of each step: a DealtBatch, or the fetched pass itself.
+
+        It is the pass itself if no batch has more than one pass on any rank.
         """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
@@ -504,7 +538,7 @@ class LengthSampler(UnevenBatchSampler):
         )
 
     def digest(self, epoch: int) -> int:
-        """A digest of the lengths, and of the user's own order of an epoch if there is one."""
+        """Return a digest of the lengths and of the user's own order of an epoch, if there is one."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def _draw(self, epoch: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The structure of a batch: its tensors, its rows cut from it, and the passes of one whose rows
-were dealt.
+"""The structure of a batch: finding its tensors, cutting out rows, and batches whose rows were
+assigned by length.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ...errors import RequestError
 
 
 class DealtBatch:
-    """The passes of a rank, each collated by itself, with the rows of each that count.
+    """A rank's batch whose rows were assigned by length: its passes, each collated by itself.
 
-    Every other use of it is refused in a sentence, as it is in a loop that computes a batch at
-    once.
+    `rows` are the numbers of rows in each pass that count. Any other use, as in a loop that
+    computes a batch at once, raises RequestError.
     """
 
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ class DealtBatch:
         self.rows = rows
 
     def map(self, function: Callable[[Any], Any]) -> DealtBatch:
-        """The batch with `function` applied to the data of each pass."""
+        """Return the batch with `function` applied to the data of each pass."""
         return DealtBatch(list(map(function, self.passes)), self.rows)
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -46,7 +46,9 @@ class DealtBatch:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage; the id of a tensor without one (a sparse one)."""
+    """Return the address of a tensor's storage; the id of a tensor without one, such as
+    a sparse one.
+    """
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -54,8 +56,10 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """`function` of every tensor in tuples, lists and mappings, which keep their types; all else as
-    it is.
+    """Apply `function` to every tensor in nested tuples, lists and mappings, which
+    keep their types.
+
+    All other values stay as they are.
     """
     if isinstance(data, torch.Tensor):
         return function(data)
@@ -63,7 +67,7 @@ def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and mappings, and in the passes of a DealtBatch."""
+    """Return the tensors in nested tuples, lists and mappings, also in a DealtBatch."""
     if isinstance(data, torch.Tensor):
         return [data]
     if isinstance(data, tuple | list):
@@ -78,8 +82,9 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """The tuple, list, mapping or DealtBatch with `function` of its items; anything else is
-    returned itself.
+    """Return a tuple, list, mapping or DealtBatch with `function` applied to each of its items.
+
+    Anything else is returned unchanged.
     """
     if isinstance(data, DealtBatch):
         return data.map(function)
@@ -96,11 +101,10 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Rows `start` to `stop` of a batch of `rows`, in its own structure; numbers and tensors
-    without rows stay.
+    """Return rows `start` to `stop` of a batch of `rows` rows, in the same structure.
 
-    Tensors and arrays are cut, and lists with an item for each row, such as texts. RequestError for
-    anything else.
+    Tensors, arrays, and lists with one item per row, such as texts, are cut; numbers, and tensors
+    without dimensions, stay whole. Raises RequestError for anything else.
     """
     shape = getattr(data, "shape", None)
     if shape is not None:
@@ -117,7 +121,7 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Some rows of a tensor or array; all of one without dimensions."""
+    """Return some rows of a tensor or array; the whole of one without dimensions."""
     if not shape:
         return data
     if len(data) != rows:
@@ -130,7 +134,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """True of a list or tuple whose items aren't batches themselves, such as texts."""
+    """True if a list or tuple has one item for each row, such as texts, and no nested batches."""
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False
     nested = (list, tuple, MutableMapping)
