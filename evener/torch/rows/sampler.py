@@ -538,7 +538,7 @@ class LengthSampler(UnevenBatchSampler):
         )
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the lengths and of the user's own order of an epoch, if there is one."""
+        """Return a digest of the lengths, and of the user's own order of an epoch if any."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def _draw(self, epoch: int) -> torch.Tensor:

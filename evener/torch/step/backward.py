@@ -1,7 +1,7 @@
-"""Hears of each loss that a loop calls backward on, and of what it is made.
+"""Notifies listeners of each loss that a loop calls backward on, with the operations that made it.
 
-A loss that another function computes than before, as a term that begins in a later epoch, shows in
-the kinds of the operations that made it.
+If the loss is computed by another function than before, for example with a term that begins in a
+later epoch, then the kinds of those operations change.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ import torch
 from ..audit.closures import is_foreign
 from ..audit.settings import Code
 
-CALLERS = 6  # functions between the program's own and backward
-DEPTH, MOST = 8, 32  # operations before the loss that are looked at
+CALLERS = 6  # most functions between the program's own and backward
+DEPTH, MOST = 8, 32  # depth, and number, of operations before the loss to list
 
 
 class HearsLosses(Protocol):
-    """Hears of a loss before its backward pass."""
+    """A listener that is called with each loss before its backward pass."""
 
     def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
-        """The loss is made of these operations, by this code of the program's."""
+        """Called with the operations that made the loss, and the program's code
+        that calls backward.
+        """
 
 
 _LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(listener: HearsLosses) -> None:
-    """Tell a listener of each loss from now on, as long as it is there."""
+    """Notify a listener of each loss from now on, until it is garbage-collected."""
     _LISTENERS.add(listener)
     _replace_backward()
 
@@ -53,7 +55,7 @@ def _replace_backward() -> None:
 
 
 def _find_code() -> Code | None:
-    """The program's own code that calls backward now, if it is near."""
+    """Return the program's own code that is calling backward; None if it isn't near."""
     frame = sys._getframe(2)
     for _ in range(CALLERS):
         if not is_foreign(frame.f_globals.get("__name__", "")):
@@ -65,7 +67,7 @@ def _find_code() -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """The kinds of the last operations that made a loss, with how each reduces its rows."""
+    """Return the kinds of the last operations that made a loss, and how each reduces its rows."""
     found: list[Any] = []
     level = [loss.grad_fn]
     for _ in range(DEPTH):

@@ -1,7 +1,7 @@
-"""The batches that loaders have given and loops may still compute, with the rows of each rank.
+"""The batches that loaders have yielded and loops may still compute, with the rows of each rank.
 
-A loop that uses `split.step` or `split.parts` names its batch: that of the loader's step which gave
-it. For one that calls `backward` itself, recognition.py finds it.
+A loop that uses `split.step` or `split.parts` names its batch, by the tensors that the loader
+yielded. For a loop that calls `backward` itself, recognition.py finds the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TakenBatch:
         self.used = False  # a wrapped model has computed it
 
     def alive(self) -> list[torch.Tensor]:
-        """Its tensors that the loop still holds."""
+        """Return the batch's tensors that the loop still holds."""
         every = [reference() for reference in self.tensors]
         return [tensor for tensor in every if tensor is not None]
 
@@ -39,27 +39,28 @@ class TakenBatch:
         return any(tensor() is not None for tensor in self.tensors)
 
     def weighs_as(self, other: TakenBatch) -> bool:
-        """True if every rank has the same part of both batches."""
+        """True if every rank has the same fraction of both batches."""
         total, others = sum(self.sizes), sum(other.sizes)
         return self.sizes == other.sizes or all(
             mine * others == its * total for mine, its in zip(self.sizes, other.sizes, strict=True)
         )
 
     def mixes_with(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass: they weigh the same, now and at the end
-        of their epochs.
+        """True if both batches can be in one backward pass.
+
+        They must weight the ranks alike, now and at the end of their epochs.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
         )
 
 
-# Of some batches those that data are of, the most likely ones alone; none where it can't be told.
+# Returns the batches that the data most likely belong to; empty if that can't be told.
 Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
 
 
 def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """The batches of which a loop has handed over most tensors: those that the loader gave."""
+    """Return the batches of which a loop has handed over the most tensors, by object identity."""
     given = set(map(id, tensors_in(data)))
     counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
     most = max(counts, default=0)
@@ -69,7 +70,7 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 
 
 class BatchTracker:
-    """The batches that loaders have yielded and loops may still use."""
+    """Tracks the batches that loaders have yielded and loops may still use."""
 
     # the tracker that took a batch last
     newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)
@@ -78,12 +79,12 @@ class BatchTracker:
         self.current: TakenBatch | None = None  # None after an epoch
         # the current one, or the one with which the last epoch ended
         self.last: TakenBatch | None = None
-        self._epochs: list[Epoch] = []  # the one that gave a batch last comes last
+        self._epochs: list[Epoch] = []  # the epoch of the newest batch is last
         self._manual = Epoch()
-        self._only: TakenBatch | None = None  # the current one, if no other is possible
+        self._only: TakenBatch | None = None  # the current batch, if no other is possible
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Take the next batch of a loader."""
+        """Note the next batch of a loader, which becomes the current one."""
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
             others = [each for each in self._epochs if each not in (origin, self._manual)]
@@ -98,15 +99,15 @@ class BatchTracker:
         self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a batch of no loader's, which forward passes compute until a loader yields its next
-        one.
-        """
+        """Begin a batch that no loader yielded; it lasts until a loader yields its next batch."""
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Epoch) -> None:
-        """An epoch is over or left. A batch of it may be in use still: the only one taken, or a
-        list of them.
+        """Note that an epoch is over or its loop was left.
+
+        A batch of it may still be in use: the only one that was taken, or one of several kept
+        in a list.
         """
         self._only = None
         origin.open = False
@@ -122,10 +123,11 @@ class BatchTracker:
         return any(each.training and each.may_be_computed() for each in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """The batch that these data are of; `training`: the model is in training mode.
+        """Return the batch that `data` belongs to; `training` is True if the model is
+        in training mode.
 
-        None if no loader has handed one out; RequestError if it could be one of several that weigh
-        differently.
+        Returns None if no loader has yielded a batch. Raises RequestError if several batches are
+        possible and they weight the ranks differently.
         """
         found = self._only
         if found is None:
@@ -142,8 +144,10 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """The epochs of which a batch may be computed now: open ones of training; a validation's
-        where the model validates; else the epoch that ended last.
+        """Return the epochs of which a batch may be computed now.
+
+        They are the open training epochs; a validation's epoch if the model validates; else the
+        epoch that ended last.
         """
         epochs = [each for each in self._epochs if each.may_be_computed()]
         if not epochs:
@@ -155,8 +159,10 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """The batch that the data match, or None if only each epoch's newest comes into
-        question.
+        """Return the batch that matches the data; None if any epoch's newest batch may be
+        taken for it.
+
+        Raises RequestError if it isn't clear which batch is computed, and that makes a difference.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -175,7 +181,9 @@ class BatchTracker:
 
 
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Those of training of which a batch may be computed: open ones, else those that are over."""
+    """Return the training epochs of which a batch may be computed: open ones, else
+    those that ended.
+    """
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
     if not running:
@@ -188,19 +196,19 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if any of these batches of some epochs may be taken for the one that is computed."""
+    """True if any of these batches, of `epochs` epochs, may be taken for the computed one."""
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None
     return one_each and all(batch.mixes_with(newest) for batch in possible)
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if a batch of an epoch that is over may be computed yet."""
+    """True if a batch of an epoch that is over may still be computed."""
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Forget batches of an epoch that no forward pass will compute any more."""
+    """Remove batches of an epoch that no forward pass will compute any more."""
     if batches and batches[-1].used:
         del batches[:-1]
     while len(batches) > 2 and not batches[0].is_alive():
@@ -208,7 +216,7 @@ def _drop_computed(batches: list[TakenBatch]) -> None:
 
 
 def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
-    """The newest batch, and those taken early that a loop may still compute."""
+    """Return the epoch's newest batch, and those fetched early that a loop may still compute."""
     waiting = [batch for batch in epoch.batches[:-1] if not batch.used]
     if len(waiting) > 1:
         waiting = [batch for batch in waiting if batch.is_alive()]
@@ -216,9 +224,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if it makes no difference, now or later in the epoch, which of these epochs' batches is
-    computed.
-    """
+    """True if it makes no difference which of these epochs' batches is computed, now or later."""
     newest = epochs[-1].batches[-1]
     if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
         return False

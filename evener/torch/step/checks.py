@@ -1,9 +1,7 @@
-"""Checks of an optimizer's gradients and memory.
+"""Checks before an optimizer's step: gradients are those of the whole batch, and memory has room.
 
-Before an optimizer's step gradients are those of the whole batch, and memory has room for it.
-
-LBFGS also goes by the loss that its closure returns: ranks get that of the whole batch, and so take
-the same steps.
+LBFGS also depends on the loss that its closure returns. Each rank gets the loss of the whole batch,
+and so takes the same steps.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from .recovery import SHORT, describe_memory, drop_frames, free_memory, is_out_o
 
 
 class OptimizerCheck:
-    """Looks at each optimizer of the process before its first step, and again when it has other
-    parameters.
+    """Checks each optimizer of the process before its first step, and again if
+    its parameters change.
     """
 
     def __init__(self) -> None:
-        # once for a batch, where accelerate steps them once for each process
+        # step schedules once per batch, where accelerate steps them once per process
         self.steps_schedules = True
         self._watched: set[type] = set()
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = (
@@ -43,7 +41,7 @@ class OptimizerCheck:
         if SHORT:
             spare_memory(optimizer)
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
-        if closure is None:  # else its backward passes follow
+        if closure is None:  # with a closure, the backward passes come later
             check_summed(optimizer)
         found = hash(
             tuple(id(each) for group in optimizer.param_groups for each in group["params"])
@@ -75,8 +73,9 @@ class OptimizerCheck:
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """accelerate steps a schedule once for each process, as if each had a whole batch: here
-        once for a batch.
+        """Make accelerate step a learning-rate schedule once per batch.
+
+        By default it steps once per process, as if each process had a whole batch.
         """
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
@@ -86,7 +85,7 @@ class OptimizerCheck:
 
         def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
             if any(getattr(each, "optimizer", each) in self._known for each in schedule.optimizers):
-                # accelerate's word for a batch that all processes share
+                # accelerate's name for a batch that all processes share
                 schedule.split_batches = True
             step(schedule, *arguments, **keywords)
 
@@ -97,8 +96,9 @@ OPTIMIZER_CHECK = OptimizerCheck()
 
 
 def _find_trainer() -> Any:
-    """The BatchWeights of the batch that is trained on; None where nothing is weighted, or an
-    adapter weighs losses.
+    """Return the BatchWeights of the batch that is being trained.
+
+    None if no weights are needed, or if a trainer's adapter weights the losses.
     """
     found = BatchTracker.newest()
     if (
@@ -118,12 +118,13 @@ _STATE_TENSORS = {
     "RAdam": 2,
     "Adamax": 2,
     "RMSprop": 1,
-}  # as large as a parameter
+}  # state tensors of a parameter's size
 
 
 def check_memory(optimizer: Any, trained: list[Any]) -> None:
-    """DeviceError if memory has no room for the optimizer's state: its first step would end with
-    some weights moved.
+    """Raise DeviceError if memory has no room for the optimizer's state.
+
+    Its first step would otherwise fail with some weights updated already.
     """
     if optimizer.state:
         return
@@ -141,16 +142,15 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def spare_memory(optimizer: Any, tensors: int = 0) -> None:
-    """Have a step update one parameter after the other where temporaries of all at once find no
-    room.
+    """Make a step update its parameters one after the other if memory is too short for all at once.
 
-    `tensors` as large as the parameters are made by the step too. A step that ran out of memory
-    would leave some moved.
+    `tensors` is the number of tensors of each parameter's size that the step makes too. A step that
+    ran out of memory would leave some parameters updated and others not.
     """
     for group in optimizer.param_groups:
         trained = [each for each in group["params"] if each.grad is not None]
         at_once = group.get("foreach", False)
-        if at_once is None:  # as PyTorch decides
+        if at_once is None:  # PyTorch's default
             at_once = all(each.is_cuda for each in trained)
         if (
             trained
@@ -166,7 +166,7 @@ def spare_memory(optimizer: Any, tensors: int = 0) -> None:
 
 
 def _memory_holds(parameters: list[Any], tensors: int) -> bool:
-    """True if memory has room for as many tensors as large as each parameter."""
+    """True if memory has room for `tensors` tensors of each parameter's size."""
     for last in (False, True):
         held: list[torch.Tensor] = []
         try:
@@ -187,7 +187,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """RequestError if a step would apply gradients of this rank's rows alone."""
+    """Raise RequestError if a step would apply gradients of this rank's rows alone."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.alone]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(each): each.sums for each in exchanges}
@@ -207,7 +207,7 @@ def check_summed(optimizer: Any) -> None:
 
 
 def _check_seen(exchanges: list[Exchange]) -> None:
-    """RequestError if a model was computed whose backward pass nobody has seen."""
+    """Raise RequestError if a model was computed and its backward pass wasn't seen."""
     if any(each.waits for each in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
@@ -219,11 +219,11 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 
 
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """True if something was summed since an optimizer's last step, when there were `before`."""
+    """True if an exchange has made more sums than `before`, at the optimizer's last step."""
     return any(each.sums > before.get(id(each), 0) for each in exchanges)
 
 
 def _list_applied(optimizer: Any) -> set[int]:
-    """The parameters whose gradients a step of this optimizer applies, by id."""
+    """Return the ids of the parameters whose gradients this optimizer's step applies."""
     every = [each for group in optimizer.param_groups for each in group["params"]]
     return {id(each) for each in every if each.grad is not None}

@@ -1,9 +1,10 @@
-"""Tensors that an optimizer trains and no module has, such as `log_alpha = torch.zeros(1,
+"""Loose tensors, which an optimizer trains and no module has, such as `log_alpha = torch.zeros(1,
 requires_grad=True)` of SAC, or the log variances of several tasks.
 
-No forward pass of a wrapped model shows them, so they are found by the optimizers that hold them.
-Their gradients are weighted as they come, sum_i (n_i / N) * gradient_i as those of a wrapped model,
-and summed at the end of each backward pass, in passes of a batch at the end of the last one.
+A wrapped model's forward pass doesn't show them, so they are found through the optimizers that hold
+them. As for a wrapped model, their gradients are weighted as they arrive, sum_i (n_i / N) *
+gradient_i, and summed over the ranks at the end of each backward pass, or of the last one if a
+batch has several passes.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ Weigh = Callable[[], float | None]
 
 
 class LooseTensors:
-    """The loose tensors of this process, in groups of one optimizer, type and device."""
+    """The loose tensors of this process, in groups with the same optimizer, type and device."""
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
-        # returns the function that weighs a gradient of the training that is under way, if one is
+        # returns the function that gives the weight of gradients in the current training, if any
         self.weigh: Callable[[], Weigh | None] = lambda: None
-        self.device = torch.device("cpu")  # of the training, on which ranks can meet
+        self.device = torch.device("cpu")  # the training's, for exchanges between ranks
         self.syncs = True  # backward passes end in a sum
 
     def look(self) -> None:
-        """Find the tensors that optimizers hold by now."""
+        """Find the loose tensors that optimizers hold by now."""
         known = {id(each) for group in self._groups for each in group.alive()}
         known |= {*_owned_by_modules(), *exchanged_parameters()}
         for optimizer in _alive(Optimizer):
@@ -50,8 +51,10 @@ class LooseTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that modules have; RequestError if an optimizer is about to step by
-        gradients of loose ones that are of this rank's rows alone. Every rank calls it.
+        """Return those of `parameters` that modules have; every rank has to call it.
+
+        Raises RequestError if an optimizer is about to apply gradients of loose tensors that come
+        from this rank's rows alone.
         """
         owned = _owned_by_modules()
         loose = [each for each in parameters if id(each) not in owned]
@@ -68,7 +71,7 @@ class LooseTensors:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose backward passes leave their gradients for a later sum."""
+        """Enter a context whose backward passes leave their gradients for a later sum."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -79,13 +82,15 @@ class LooseTensors:
         return any(group.has_summed(tensor) for group in self._groups)
 
     def weight(self) -> float | None:
-        """This rank's part of the batch that goes backward; None where nothing is trained."""
+        """Return this rank's fraction of the batch in the backward pass; None if nothing
+        is being trained.
+        """
         weigh = self.weigh()
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if all ranks have these gradients, as where a loop copies them from a wrapped
-        model's.
+        """True if all ranks have the same gradients, as when a loop copies them from
+        a wrapped model's.
         """
         flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
         least = -flat
@@ -102,30 +107,30 @@ class TensorGroup:
         self._tensors = [weakref.ref(each) for each in tensors]
         self._sizes = [each.numel() for each in tensors]
         self._loose = loose
-        self._task = -1  # the backward pass that goes on
-        self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # gradients so far and new, by place
+        self._task = -1  # the current backward pass
+        self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # old and new gradients by place
         self._came: dict[int, torch.Tensor] = {}  # weighted, in this backward pass
         self._waiting: dict[int, torch.Tensor] = {}  # of passes whose sum comes later
         self._summed: set[int] = set()
-        self._begins = True  # ranks haven't compared where they begin
+        self._begins = True  # ranks haven't compared the tensors' initial values
         own = weakref.proxy(self)
         for place, each in enumerate(tensors):
             each.register_hook(partial(_note_gradient, own, place))
             each.register_post_accumulate_grad_hook(partial(_take_gradient, own, place))
 
     def alive(self) -> list[torch.Tensor]:
-        """The tensors that are left."""
+        """Return the tensors that still exist."""
         every = [reference() for reference in self._tensors]
         return [each for each in every if each is not None]
 
     def has_summed(self, tensor: torch.Tensor) -> bool:
-        """True if a gradient of this tensor was summed."""
+        """True if a gradient of this tensor was ever summed over the ranks."""
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """A gradient comes, which is added to those that are there unless autograd.grad asked."""
+        """Note a gradient before it is accumulated; autograd.grad doesn't accumulate it."""
         task = backward_number()
-        if task != self._task:  # what a pass that failed left is dropped
+        if task != self._task:  # drop what a failed pass left
             self._task, self._before, self._came = task, {}, {}
             self._call_at_the_end(task)
         tensor = self._tensors[place]()
@@ -134,7 +139,7 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """The gradient was added: take it away again until it is summed."""
+        """Remove a gradient that was just accumulated, and keep it, weighted, for the sum."""
         weight = self._loose.weight()
         if weight is None or place not in self._before:
             return
@@ -149,7 +154,9 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Sum after the wrapped models that this backward pass goes through, as on every rank."""
+        """Schedule the sum after those of the wrapped models in this backward pass, as
+        on every rank.
+        """
         own = weakref.ref(self)
 
         def end() -> None:
@@ -172,7 +179,9 @@ class TensorGroup:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum over the ranks what each has; a tensor that has no gradient on any gets none."""
+        """Sum the waiting gradients over the ranks; a tensor without a gradient on any
+        rank gets none.
+        """
         if self._begins:
             self._begins = False
             self._check_starts()
@@ -212,7 +221,7 @@ LOOSE = LooseTensors()
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """True if an optimizer trains what isn't a parameter of these models."""
+    """True if an optimizer trains a tensor that isn't a parameter of these models."""
     known = {id(each) for model in models for each in model.parameters()}
     return any(id(each) not in known for each in _trained_by(optimizer))
 
@@ -235,7 +244,7 @@ def _trained_by(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _owned_by_modules() -> set[int]:
-    """The parameters of every module of this process, by id."""
+    """Return the ids of the parameters of all modules in this process."""
     return {
         id(each)
         for module in _alive(torch.nn.Module)
@@ -244,5 +253,5 @@ def _owned_by_modules() -> set[int]:
 
 
 def _alive(kind: type) -> list[Any]:
-    """The objects of a class that live in this process."""
+    """Return the objects of a class that exist in this process."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

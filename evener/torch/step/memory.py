@@ -1,4 +1,4 @@
-"""The memory of a rank's device, as its passes use it."""
+"""The use of a device's memory by a rank's passes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 
 
 class MemoryGauge:
-    """Notes what passes take of a rank's memory, and says how many rows of one it will hold.
+    """Measures the memory that passes take, and predicts how many rows of a pass will fit.
 
-    `at_risk`: a pass that runs out of memory would end the training, or lengths of rows vary.
+    `at_risk` is True if a pass that runs out of memory would end the training, or if the lengths of
+    rows vary; then more memory is left free.
     """
 
     def __init__(self, device: torch.device, world: int) -> None:
@@ -24,8 +25,10 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """The rows of a pass that memory is predicted to hold, after passes of up to these rows; 0
-        where nothing tells.
+        """Return the rows of a pass that memory is predicted to hold, after passes of up
+        to `rows` rows.
+
+        0 if that can't be predicted.
         """
         if self._device.type == "cuda":
             capacity_bytes = self._measure_gpu(rows)
@@ -35,10 +38,11 @@ class MemoryGauge:
         return self._peaks.most_rows(capacity_bytes, left)
 
     def _measure_gpu(self, rows: int) -> float:
-        """Note the allocator's peak; returns the bytes that it could have.
+        """Note the allocator's peak, and return the bytes that it could have.
 
-        Neighbours on the device count, as does the limit of set_per_process_memory_fraction. What
-        the allocator reserves beside the tensors' peak is taken to grow with it.
+        Memory of other processes on the device is subtracted, and the limit of
+        set_per_process_memory_fraction applies. Memory that the allocator reserves beyond the
+        tensors' peak is assumed to grow in proportion to the peak.
         """
         stats = torch.cuda.memory_stats(self._device)
         reserved = stats.get("reserved_bytes.all.current", 0)
@@ -51,16 +55,17 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Note the process's peak; returns the bytes that it could have beside the other ranks of
-        its host.
+        """Note the process's peak, and return the bytes that it could have beside its
+        host's other ranks.
         """
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)
         return peak_kib * 1024 + free_memory_bytes() / self._processes
 
     def make_room(self) -> None:
-        """Return what the allocator has cached to the device before a share grows: pieces for the
-        old size are too small for the new one.
+        """Return the allocator's cached memory to the device before a share grows.
+
+        Cached blocks of the old size are too small for the new one.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

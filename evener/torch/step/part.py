@@ -1,4 +1,4 @@
-"""The rows of one pass of a rank's batch, as a loop or a trainer computes them."""
+"""The rows of one pass of a rank's batch, given to a loop or a trainer to compute."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Part:
-    """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank
-    only keeps step.
+    """The rows of one pass, in the structure of the batch.
 
-    `weight` is what its loss counts in this rank's mean. As a context, it takes out-of-memory of
-    the block for a reason to come again in smaller parts.
+    `rows` is the number of rows that count; it is 0 if the rank only keeps in step. `weight` is the
+    weight of its loss in this rank's mean. Used as a context, it catches running out of memory in
+    its block, so that the rows come again in smaller parts.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -29,11 +29,11 @@ class Part:
         self.weight = weight
         self.turn = Pass(0, 0, rows, rows, True, True)  # its place among the batch's passes
         self.computed = False  # backward was called
-        self.count: OfPart | None = None  # of what the loss is a mean over, where that isn't rows
-        self.counted: torch.Tensor | None = None  # in these rows
+        self.count: OfPart | None = None  # counts what the loss is a mean over, if not rows
+        self.counted: torch.Tensor | None = None  # what `count` returned for these rows
         self.passes: Any = None  # the Passes that yielded this part
         self.after: Callable[[Any], None] | None = None  # called with a loss that went backward
-        self.error = ""  # that the block ended with
+        self.error = ""  # the out-of-memory error that ended the block
         self._scale = scale
 
     def __enter__(self) -> Part:
@@ -46,12 +46,12 @@ class Part:
         return bool(self.error)
 
     def backward(self, loss: Any) -> Any:
-        """The backward pass of the mean loss over these rows (or over what `count` counted),
-        weighted among the passes.
+        """Run the backward pass of the mean loss over these rows, weighted among the passes.
 
-        Returns the weighted loss, detached: their sum over the parts is this rank's mean loss, for
-        `split.mean`. With a GradScaler, give what `scaler.scale(loss)` returns. Several losses of
-        one pass may be given in turn.
+        The mean is over rows, or over what `count` counted. Returns the weighted loss, detached;
+        the sum of these over the parts is this rank's mean loss, to give to `split.mean`. With a
+        GradScaler, give the result of `scaler.scale(loss)`. Several losses of one pass may be
+        given in turn.
         """
         self.computed = True
         if self.passes is not None:
@@ -68,7 +68,9 @@ class Part:
         return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
 
     def check_computed(self) -> None:
-        """RequestError if its rows would be missing from the gradient."""
+        """Raise RequestError if backward wasn't called, as the rows would be missing
+        from the gradient.
+        """
         if torch.is_grad_enabled() and not self.computed:
             raise RequestError(
                 "A pass ended without part.backward(loss), so its rows would be missing from "
@@ -77,7 +79,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """The part for a turn of this pass: itself, or a piece of its rows."""
+        """Return the part for one turn of this pass: itself, or a piece of its rows."""
         if turn.rows == self.rows:
             self.turn = turn
             return self
@@ -91,17 +93,17 @@ class Part:
         return piece
 
 
-OfPart = Callable[[Part], Any]  # its mean loss, or what is counted in it
+OfPart = Callable[[Part], Any]  # returns the part's mean loss, or its count
 
 
 def make_parts(
     batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0
 ) -> list[Part]:
-    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as
-    they were dealt.
+    """Divide a rank's batch, of which `rows` rows count, into parts of up to `micro` rows.
 
-    In as many `passes` as are given, with a first row that only keeps step where there are too few.
-    RequestError for a batch that can't be cut.
+    A DealtBatch has its passes already. With `passes`, there are exactly that many parts; if there
+    are too few rows, some of them have a filler row that doesn't count. Raises RequestError if the
+    batch can't be divided.
     """
     if isinstance(batch, DealtBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
@@ -115,7 +117,7 @@ def make_parts(
 
 
 def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
-    """The rows of each pass; of one without rows the first row, which doesn't count."""
+    """Return the rows of each pass; a pass without rows gets the first row, which doesn't count."""
     places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
     return [cut_rows(batch, start, stop, max(1, rows)) for start, stop in places]
 
@@ -123,10 +125,10 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every
-    rank calls it.
+    """Weight each part by what `count` counts in it, relative to the count of all ranks
+    in the batch.
 
-    `add_up` sums over the ranks.
+    Every rank has to call it. `add_up` sums over the ranks.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

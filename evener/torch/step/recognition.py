@@ -1,9 +1,9 @@
-"""Which batch a forward pass computes, in a loop that calls `backward` itself.
+"""Recognizes which batch a forward pass computes, in a loop that calls `backward` itself.
 
-Such a loop tells nobody which batch it computes. It may take its next batch early, or draw from two
-loaders, and what it gives to its model may be views of what a loader gave. So a batch is recognized
-by the addresses of its tensors. A loop that uses `split.step` or `split.parts` says which batch it
-computes, and is never looked at in this way (batches.py).
+Such a loop doesn't say which batch it computes. It may fetch its next batch early, or use two
+loaders, and its model's inputs may be views of the loader's tensors. So a batch is recognized by
+the addresses of its tensors. A loop that uses `split.step` or `split.parts` names its batch, and
+needs no recognition (batches.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from .batches import TakenBatch
 
 
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """The batches that have most of a forward pass's inputs in their memory; none where no input is
-    of a batch.
+    """Return the batches that share memory with most of a forward pass's inputs.
+
+    Empty if no input shares memory with a batch.
     """
     tensors = tensors_in(inputs)
     counts = [_count_among(tensors, batch) for batch in batches]
@@ -30,10 +31,11 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """How many of these tensors share their memory with one of the batch, and of them those that
-    begin where it does.
+    """Count the tensors that share memory with the batch, and those that also begin at
+    the same address.
 
-    Rows that a data set keeps are in a batch of each epoch, so one of them alone doesn't tell.
+    The first count alone isn't enough: rows that a data set keeps in memory are in a batch
+    of each epoch.
     """
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}
@@ -43,7 +45,9 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Where a tensor's first element lies; its id where it has no storage (a sparse one)."""
+    """Return the address of a tensor's first element; its id if it has no storage, such as
+    a sparse one.
+    """
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -1,9 +1,9 @@
-"""A rank's pass that runs out of memory: what it holds is dropped, and what it changed is put back,
-so that its rows can be computed in smaller passes. `Passes` in step.py decides when.
+"""Recovery of a pass that runs out of memory, so that its rows can be computed in smaller passes.
 
-The other ranks wait in the sum. Nothing is lost or taken twice: gradients, buffers and random
-numbers are as they were before the pass, but for gradients that are on their way already, which are
-final.
+What the pass holds is dropped, and what it changed is restored. `Passes` in step.py decides
+when. The other ranks wait in the sum. Nothing is lost or counted twice: gradients, buffers and
+random numbers are as they were before the pass. Only gradients that have been sent already stay,
+as they are final.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error says that memory ran out, in PyTorch's allocator or in a library that it
-    calls.
-    """
+    """True if an error says that memory ran out, in PyTorch's allocator or a library below it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
 def drop_frames(error: BaseException) -> str:
-    """Release what the frames of an error hold; returns the error as text, which holds nothing."""
+    """Release what the stack frames of an error hold, and return the error as text."""
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
     while seen is not None:
@@ -56,7 +54,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def held_by_others(device: torch.device) -> int:
-    """Bytes of the device that other processes hold; 0 where that isn't known."""
+    """Return the bytes of the device that other processes hold; 0 if unknown."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -65,7 +63,7 @@ def held_by_others(device: torch.device) -> int:
 
 
 def describe_memory(device: torch.device) -> str:
-    """The use of the device's memory, as a part of a sentence."""
+    """Describe the use of the device's memory, as a phrase for an error message."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
@@ -77,60 +75,63 @@ def describe_memory(device: torch.device) -> str:
 
 @dataclass
 class RunningPass:
-    """The pass that is computed now."""
+    """The pass that is being computed."""
 
     part: Part
-    state: PassState  # from before it
-    met: int  # collectives of the loop's own before it
+    state: PassState  # before the pass
+    met: int  # collectives that others than evener began before the pass
     opened: bool = False  # its backward pass began as `Part.backward` begins one
     ended: bool = False  # a backward pass of it is over, and can't be undone
 
     def has_met(self) -> bool:
-        """True if the loop has met other ranks in the pass."""
+        """True if the loop has communicated with other ranks in this pass."""
         return count_foreign() != self.met
 
 
 class Recovery:
-    """Undoes a rank's passes that run out of memory, and says how many rows may be computed at
-    once.
+    """Undoes passes of a rank that run out of memory, and limits the rows of later passes.
 
-    `said` is called with each.
+    `said` is called with a Retreat for each such pass.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
         self._rank, self._device, self._said = rank, device, said
         self.limit = PassLimit(rank)
-        self._constant: set[int] = set()  # buffers that passes leave as they are
-        # RequestError where parts of so many rows have another gradient than these together
+        self._constant: set[int] = set()  # ids of buffers that passes don't change
+        # raises RequestError if parts of so many rows give another gradient than the whole part
         self.check: Callable[[Part, int], None] | None = None
         self.checked = False
-        self.meets = False  # the loop meets other ranks in a pass
-        self.final = (  # why a pass can't be undone where there is no exchange, and what to do
+        self.meets = False  # the loop communicates with other ranks in a pass
+        self.final = (  # why a pass can't be undone without an exchange, and the remedy
             "others than evener sum its gradients, as FSDP does",
             "Make a plan with smaller passes: evener balance --micro.",
         )
-        self.advice = (  # about an error of the loop's own
+        self.advice = (  # to print after the loop's error
             "a pass that runs out of memory is computed again in smaller ones where the loop says"
             " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
         )
 
     def advise(self, error: BaseException) -> str:
-        """The sentence to follow an error that ends this process, if memory ran out."""
+        """Return advice to print after an error that ends this process; empty unless
+        memory ran out.
+        """
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """A batch begins, before which neighbours may have given memory back."""
+        """Begin a batch; other processes may have freed memory before it."""
         self.limit.begin_batch(partial(held_by_others, self._device))
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Note what a pass may change, before it begins."""
+        """Record the state that a pass may change, before the pass begins."""
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """The error as text if its pass can be computed again: memory ran out, and no backward pass
-        has ended. DeviceError where memory ran out and others sum the gradients.
+        """Return the error as text if its pass can be computed again, else an empty string.
+
+        It can if memory ran out and no backward pass has ended. Raises DeviceError if memory ran
+        out and another library sums the gradients.
         """
         if not is_out_of_memory(error) or running.ended:
             return ""
@@ -143,8 +144,10 @@ class Recovery:
         return drop_frames(error)
 
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
-        """Undo a pass, and have those that follow be smaller, of `least` rows or more; DeviceError
-        where they can't be, or would learn something else.
+        """Undo a pass, and make later passes smaller, but of at least `least` rows.
+
+        Raises DeviceError if passes can't be smaller, or if smaller ones would
+        learn something else.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -164,8 +167,8 @@ class Recovery:
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def settle(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """All rows are computed that were computed again: gradients that were sent need no care any
-        more.
+        """Note that all rows of a failed pass are computed, so gradients that were sent need
+        no more care.
         """
         for exchange in exchanges:
             exchange.held.settle()
@@ -173,8 +176,10 @@ class Recovery:
             self._constant |= running.state.unchanged()
 
     def look_for_meetings(self, running: RunningPass) -> None:
-        """Note that the loop has met other ranks in this pass; DeviceError if it is a piece of the
-        plan's pass.
+        """Note if the loop has met other ranks in this pass.
+
+        Raises DeviceError if the pass is only a piece of the plan's pass, as the ranks would then
+        meet different numbers of times.
         """
         if not running.has_met():
             return
@@ -198,7 +203,7 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """DeviceError unless smaller passes learn the same; checked once."""
+        """Raise DeviceError unless smaller passes learn the same; checked once."""
         part = running.part
         if self.check is None or self.checked or part.rows < 2:
             return
@@ -234,7 +239,7 @@ class Recovery:
 
 
 class PassState:
-    """Random numbers and buffers before a pass."""
+    """The random numbers and buffers before a pass, to restore after a failure."""
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
         self._numbers = RandomState()
@@ -248,8 +253,10 @@ class PassState:
         ]
 
     def unchanged(self) -> set[int]:
-        """The buffers that are as they were, by id; BatchNorm changes its own behind PyTorch's
-        count of versions.
+        """Return the ids of the buffers that the pass didn't change.
+
+        BatchNorm's statistics are left out, as BatchNorm changes them without
+        raising their version.
         """
         same = {
             id(each)
@@ -259,14 +266,17 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if rows depend on random draws, or on one another, as far as the forward pass
-        shows.
+        """True if rows depend on random draws or on one another, as far as the forward
+        pass shows it.
         """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 
     def restore(self) -> None:
-        """Put random numbers and buffers back as they were before the pass."""
+        """Restore random numbers and buffers to their state before the pass.
+
+        Raises DeviceError if a buffer changed of which no copy was kept.
+        """
         self._numbers.restore()
         if any(
             copied is None and each._version != version for each, version, copied in self._buffers

@@ -1,16 +1,16 @@
-"""One step of a rank, from the batch that its loader gives to the sum of gradients over the ranks.
+"""One optimizer step of a rank, from the loader's batch to the sum of gradients over the ranks.
 Read this file first.
 
 A step trains one global batch of N rows, of which rank i computes n_i. What is learned is the
-gradient of the mean over all of them:
+gradient of the mean over all N rows:
 
     sum over the ranks of  (n_i / N) * (the gradient of the mean over rank i's rows)
 
-and what happens to a rank's rows on the way there, in order:
+On the way there, this happens to a rank's rows, in this order:
 
-    loader       gives them, and says how many rows each rank has          `LoaderSteps.begin`
+    loader       yields them, and says how many rows each rank has         `LoaderSteps.begin`
       |
-    passes       one or several, as memory holds them, with their weights  `take_parts`
+    passes       one or several, as memory allows, with their weights      `take_parts`
       |
       +--> pass    forward and backward of some rows; their gradients add  `Passes.take`
       |    |       up on this rank
@@ -24,10 +24,10 @@ and what happens to a rank's rows on the way there, in order:
       |
     loader       is asked for the next batch: shares may change            `LoaderSteps.done`
 
-A loop goes this way by `split.step(batch, loss)` or `split.parts(batch)`, and says with them which
-batch it computes. transformers' Trainer and Lightning make parts of their own, whose losses they
-weight themselves, and hand them to `Passes.take`. A loop that calls `loss.backward()` itself has
-one pass, which can't be computed again; which batch that is of is recognized (recognition.py).
+A loop that uses `split.step(batch, loss)` or `split.parts(batch)` takes this way, and names the
+batch that it computes. transformers' Trainer and Lightning make parts of their own, weight the
+losses themselves, and hand the parts to `Passes.take`. A loop that calls `loss.backward()` itself
+has a single pass, which can't be computed again; recognition.py finds out which batch it computes.
 """
 
 from __future__ import annotations
@@ -56,16 +56,19 @@ from .recovery import Recovery, RunningPass
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Begins a step with each batch of a loader, and ends it when the loop asks for the next one.
+    """Begins a step with each batch of a loader, and ends it when the loop asks for the next batch.
 
-    The steps of a validation aren't timed or reported.
+    Steps of a validation aren't timed or reported.
     """
 
     training: Any
     trains: bool
 
     def compare(self, digest: int) -> None:
-        """RequestError if the ranks would take rows twice, or wait for each other forever."""
+        """Raise RequestError if ranks have different orders or lengths, and so different digests.
+
+        They would compute rows twice, or wait for each other forever.
+        """
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
                 "The ranks drew different orders of rows from order=, or were given different "
@@ -77,7 +80,7 @@ class LoaderSteps(StepListener):
             )
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """The loop gets a batch, of which the ranks have `sizes` rows."""
+        """Begin a step as the loop gets a batch; `sizes` are the rows of each rank in it."""
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:
@@ -91,13 +94,13 @@ class LoaderSteps(StepListener):
             training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """The loop asks for the next batch: report this one, after which shares may change."""
+        """Report the current step as the loop asks for the next batch; then shares may change."""
         if self.trains:
             self.training.report(sizes[self.training.rank], tokens)
             self.training.end()
 
     def end(self, origin: Epoch) -> None:
-        """An epoch is over, or left."""
+        """Stop timing and auditing when an epoch is over, or its loop was left early."""
         if self.trains:
             self.training.audits.close()
             self.training.timer.pause()
@@ -105,8 +108,9 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Forward and backward of a batch in the passes of the plan, for `PlannedTraining.step`; this
-    rank's mean loss.
+    """Compute forward and backward of a batch in the plan's passes.
+
+    Returns this rank's mean loss. It is the implementation of `PlannedTraining.step`.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -121,7 +125,10 @@ def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None
 def take_parts(
     training: Any, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
 ) -> Generator[Part]:
-    """The passes of a batch for a loop to compute, for `PlannedTraining.parts`."""
+    """Yield the passes of a batch for a loop to compute.
+
+    It is the implementation of `PlannedTraining.parts`.
+    """
     weights = training.weights
     taken = weights.open_parts(batch)
     try:
@@ -135,7 +142,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """The rank's rows in as many passes as the plan says, each with its part of their mean."""
+    """Divide the rank's rows into the plan's passes, each with its weight in the rank's mean."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.dealt else training.ranks.micros[training.rank]
@@ -148,17 +155,17 @@ def _same(value: Any) -> Any:
 
 
 class Passes:
-    """Computes the passes of a rank's batches one after the other, for every trainer; one that runs
-    out of memory again, in smaller ones.
+    """Computes the passes of a rank's batches one after the other, for every trainer.
 
-    `said` is called with each pass that ran out of memory.
+    A pass that runs out of memory is computed again in smaller passes; `said` is called with
+    each such Retreat.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
         self._device = device
         self.recovery = Recovery(rank, device, said)
-        self._exchanges: list[Exchange] = []  # of the batch's gradients
-        self._given: set[Exchange] = set()  # that have gradients of earlier passes of the batch
+        self._exchanges: list[Exchange] = []  # that sum the current batch's gradients
+        self._given: set[Exchange] = set()  # with gradients from earlier passes of the batch
         self._running: RunningPass | None = None
 
     def take(
@@ -169,12 +176,12 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Each part of a batch, or its pieces, in turn; the `models` exchange gradients in the last
-        one only.
+        """Yield each part of a batch in turn, or smaller pieces of it after memory ran out.
 
-        The consumer computes a part in `with part:` and calls `part.backward`. Without `exchanges`
-        evener doesn't sum the gradients, and a pass can't be computed again. `begins`: they are the
-        first parts of a batch; with `move`, a part is on the device for its turn.
+        The consumer computes a part in `with part:` and calls `part.backward`. The `models`
+        exchange their gradients in the last part only. Without `exchanges`, evener doesn't sum the
+        gradients, and a pass can't be computed again. `begins` is True if these are the first parts
+        of a batch. With `move`, a part is on the device while it is computed.
         """
         recovery = self.recovery
         self._exchanges = list(exchanges)
@@ -195,14 +202,16 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, unsynced: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Have the consumer compute a part, on the device, without an exchange of the `unsynced`
-        models; `part.error` says afterwards whether memory ran out.
+        """Yield a part, moved to the device, for the consumer to compute.
+
+        The `unsynced` models don't exchange gradients in it. Afterwards `part.error` says whether
+        memory ran out.
         """
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
         part.passes = self
         try:
-            with part:  # its rows may find no room
+            with part:  # moving its rows may run out of memory
                 # A copy of the structure, which the program may change.
                 part.batch = each_tensor(self._send if move else _same, batch)
             if part.error:
@@ -224,7 +233,7 @@ class Passes:
     # -- a pass's own backward pass; Part.backward calls these, or the trainer's adapter
 
     def open(self) -> None:
-        """Prepare for the backward pass of the part that runs."""
+        """Prepare for the backward pass of the current part."""
         running = self._running
         if running is not None:
             running.opened = True
@@ -239,28 +248,29 @@ class Passes:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Finish after the backward pass of the part that runs."""
+        """Finish after the backward pass of the current part."""
         if self._running is not None:
             self._running.ended = True
         for exchange in self._exchanges:
             exchange.close()
 
     def note_backward(self) -> None:
-        """A loss goes backward; unless the part was opened for it, what it gives can't be
-        undone.
+        """Note that a loss goes backward.
+
+        If `open` wasn't called before, the resulting gradients can't be undone.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """The error as text if the part that runs can be computed again; else empty."""
+        """Return the error as text if the current part can be computed again, else ""."""
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
 
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Gradients of this pass stay."""
+        """Keep the gradients of a pass that was computed."""
         running.part.check_computed()
         for exchange in self._exchanges:
             if exchange.has_gradients():
@@ -269,15 +279,17 @@ class Passes:
             self.recovery.settle(running, self._exchanges)
 
     def _retry(self, running: RunningPass, queue: PassQueue) -> None:
-        """Undo a pass that ran out of memory, and have its rows come again in smaller ones."""
-        # Unless a failed pass is still being made good, gradients that were sent are whole for the
-        # rows of this one alone.
+        """Undo a pass that ran out of memory, and queue its rows again in smaller passes."""
+        # Unless an earlier failed pass is still being repeated, gradients that were sent are
+        # complete for the rows of this pass only.
         queue.retry(all(exchange.held.final is None for exchange in self._exchanges))
         self.recovery.undo(running, self._exchanges, self._least_rows())
         running.part.computed, running.part.error = False, ""
 
     def _least_rows(self) -> int:
-        """Rows that a pass must have; BatchNorm takes no statistics of one."""
+        """Return the fewest rows that a pass may have: 2 if BatchNorm trains, as it can't
+        normalize one row.
+        """
         for exchange in self._exchanges:
             if any(each.training for each in exchange.normalizers):
                 return 2

@@ -1,5 +1,5 @@
-"""The gradient weights of the batch that each forward pass computes, from the loader's step to the
-backward pass.
+"""The gradient weight of each batch, from the loader's step through the forward to
+the backward pass.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from .recognition import match_addresses
 from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, watch
 
 
-class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
-    """A loss that is checked asks the split for what makes it the whole batch's."""
+class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
+    """Raised when a loss that is being checked calls a function that makes it the
+    whole batch's loss.
+    """
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
-NUMBERS = 4  # of batches that ranks tell apart: their sum over 64 ranks is exact in bfloat16
+NUMBERS = 4  # batch numbers that ranks compare: their sum over 64 ranks is exact in bfloat16
 
 
 class BatchWeights(BatchTracker):
     """The rows and weight of one rank in the batch that it computes, by the `shares` in force.
 
-    `weigh` says who applies the weight: the sum of gradients; `scale`, to a loss; or a trainer's
-    adapter. `timer` is marked when a step's last gradient is there.
+    `weigh` says who applies the weight: the sum of gradients, `scale` to a loss, or a trainer's
+    adapter. `timer` is told when a step's last gradient is ready.
     """
 
     def __init__(
@@ -49,38 +51,40 @@ class BatchWeights(BatchTracker):
     ) -> None:
         super().__init__()
         self.shares, self.weigh = shares, weigh
-        # whose forward passes are looked at, in the order in which they were wrapped
+        # models whose forward passes are watched, in the order in which they were wrapped
         self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self._checking = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
-        self._looked = False  # for tensors that no module has
-        self.is_loops = False  # the loss of the newest batch: the split has no part in it so far
+        self._looked = False  # looked for tensors that no module has
+        self.is_loops = False  # the newest batch's loss is computed without the split so far
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = (
             weakref.WeakKeyDictionary()
-        )  # where no others train
-        self.noise = noise  # of the one model that is trained
-        self.in_pass = False  # of a trainer's, where shares take several
+        )  # with a single rank
+        self.noise = noise  # measured on the one trained model
+        self.in_pass = False  # in a trainer's pass, if shares take several
         self.equal_passes = False  # ranks meet in each pass of a sharded model
-        self.are_averaged = False  # gradients, over ranks by the library that has the model
+        self.are_averaged = False  # another library averages the gradients over ranks
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self.lengths_vary = False  # batches aren't padded to one length
-        self._shape: tuple[int, ...] | None = None  # of a row of the newest batch
+        self._shape: tuple[int, ...] | None = None  # shape of a row in the newest batch
         self._rank = shares.rank
         self.timer = timer
         # the backward pass in which a scaled loss was seen last
         self._scaled_pass: int | None = None
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Take the next batch of a loader; before the first one that is trained on, look at what
-        optimizers hold.
+        """Take the next batch of a loader; if it is for training, look for tensors
+        of optimizers before.
         """
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
 
     def look_for_tensors(self) -> None:
-        """Sum what optimizers train and no module has, by the weights of this training."""
+        """Sum the gradients of tensors that optimizers train and no module has, by
+        this training's weights.
+        """
         if self.shares.world == 1 or self.are_averaged:
             return
         LOOSE.device, LOOSE.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
@@ -89,8 +93,9 @@ class BatchWeights(BatchTracker):
             LOOSE.look()
 
     def weigh_tensors(self) -> float | None:
-        """The weight of gradients that come without a forward pass of a wrapped model; None where
-        nothing is trained.
+        """Return the weight of gradients that come without a forward pass of a wrapped model.
+
+        None if nothing is being trained.
         """
         if self._checking:
             return None
@@ -100,24 +105,25 @@ class BatchWeights(BatchTracker):
 
     @property
     def by_loss(self) -> bool:
-        """True if losses are weighted, and gradients are to be their mean over the ranks."""
+        """True if losses are weighted, so that gradients are averaged over the ranks."""
         return self.weigh != "gradients"
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of all ranks in the current batch; after an epoch, in its last; before the
-        first, in a full one.
+        """The rows of all ranks in the current batch.
+
+        After an epoch, those of its last batch; before the first epoch, those of a full batch.
         """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
 
     @property
     def weight(self) -> float:
-        """This rank's part of the current batch, 0 to 1."""
+        """This rank's fraction of the current batch, 0 to 1."""
         return gradient_weight(self.sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Note whether the rows of this batch have another shape than those of the last one."""
+        """Note whether the rows of this batch have another shape than those of the last batch."""
         shape = next((tuple(each.shape[1:]) for each in tensors_in(batch) if each.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -125,8 +131,9 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def take_on(self, model: Any) -> list[Exchange]:
-        """Sum the gradients of a trainer's model from now on: its exchange, or none where another
-        library sums them.
+        """Sum the gradients of a trainer's model from now on, and return its exchange in a list.
+
+        The list is empty if another library sums them.
         """
         if self.shares.world == 1:
             return [self._exchange_alone(model)]
@@ -141,7 +148,7 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def adopt(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weigh what a sharded model sums."""
+        """Weight the gradients that a sharded model sums."""
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -149,8 +156,9 @@ class BatchWeights(BatchTracker):
         self.follow(model, device)
 
     def attach(self, model: Any, exchange: Exchange | None) -> None:
-        """Weigh what the exchange of a wrapped model sums; where losses are weighted, it takes
-        their mean.
+        """Weight the gradients that the exchange of a wrapped model sums.
+
+        If losses are weighted, it averages the gradients instead.
         """
         self.models[model] = None
         if exchange is None:
@@ -169,8 +177,10 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _sample(self, exchange: Exchange) -> None:
-        """Take the noise scale of this model's gradients, if it is wanted; the model may have been
-        wrapped before.
+        """Measure the noise scale on this model's gradients, if requested.
+
+        The model may be wrapped for a second time. Raises RequestError if another
+        model is measured.
         """
         if self.noise is None:
             return
@@ -190,15 +200,17 @@ class BatchWeights(BatchTracker):
         return self._alone[model]
 
     def follow(self, model: Any, device: torch.device) -> None:
-        """Look at each of its forward passes."""
+        """Watch each forward pass of the model."""
         self.models[model] = None
         watch(model, device, self.forward)
 
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
     ) -> None:
-        """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in
-        the same pass.
+        """Set the weight of the gradients of a batch as its backward pass begins.
+
+        Raises RequestError if the rows of the batch are unknown, or if batches of different weights
+        are in one backward pass.
         """
         if isinstance(batch, RequestError):
             raise batch
@@ -206,7 +218,7 @@ class BatchWeights(BatchTracker):
             return
         exchange.number = (
             batch.origin.batches[-1].number % NUMBERS
-        )  # of the newest, which doesn't depend on addresses
+        )  # of the newest batch, as that doesn't depend on addresses
         if exchange.noise is not None:
             exchange.noise.note(batch)
         if self.weigh == "loss" and self._scaled_pass != backward_number():
@@ -237,8 +249,10 @@ class BatchWeights(BatchTracker):
         return self.in_parts
 
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
-        """The models that exchange the batch's gradients: those given, else all that are
-        wrapped.
+        """Return the models that exchange the batch's gradients: `given`, or all wrapped models.
+
+        Raises RequestError if there are none, or if one can't have different numbers of
+        passes on ranks.
         """
         models, dealt = list(self.models if given is None else given), batch.origin.dealt
         if self.shares.world == 1 or not (self.shares.in_passes or dealt):
@@ -261,21 +275,27 @@ class BatchWeights(BatchTracker):
         return models
 
     def list_exchanges(self) -> list[Exchange]:
-        """The exchanges of the wrapped models; made on first use if only one device trains."""
+        """Return the exchanges of the wrapped models; with a single rank they are made
+        on first use.
+        """
         if self.shares.world > 1:
             return list(self._exchanges)
         return list(map(self._exchange_alone, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """The passes that each rank needs of this batch, whose rows aren't dealt."""
+        """Return the passes that each rank needs for this batch, whose rows aren't
+        assigned by length.
+        """
         return [
             max(1, count_passes(*each))
             for each in zip(batch.sizes, self.shares.micros, strict=True)
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """The passes that all ranks take of a sharded model's batch: the most that one needs; 0 for
-        other models.
+        """Return the number of passes that all ranks take of a sharded model's batch; 0
+        for other models.
+
+        It is the most that any rank needs.
         """
         if not self.equal_passes:
             return 0
@@ -288,10 +308,10 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """RequestError while parts are computed: the ranks have different numbers of passes, and
-        would wait forever.
+        """Raise RequestError if parts are being computed; `name` is the called method.
 
-        WholeBatchLoss where a loss that is checked needs no check.
+        Ranks have different numbers of passes, so they would wait for each other forever. Raises
+        WholeBatchLoss instead if a loss that is being checked needs no check.
         """
         self.is_loops &= name not in ("loss", "gather")
         if self._checking and name in ("loss", "gather"):
@@ -308,7 +328,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """A context in which models compute without a step."""
+        """Enter a context in which models compute without being part of a step."""
         self._checking = True
         try:
             yield
@@ -316,8 +336,11 @@ class BatchWeights(BatchTracker):
             self._checking = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """The batch that a wrapped model computes now, whose sizes its gradients count by; or why
-        none can be.
+        """Return the batch that a wrapped model computes now, by whose sizes its
+        gradients are weighted.
+
+        None if no weight is needed. If no batch is known, raises RequestError, or returns it if the
+        model isn't in training mode and may have no backward pass.
         """
         if self._checking:
             return None
@@ -356,20 +379,18 @@ class BatchWeights(BatchTracker):
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """The mean loss of this rank's rows, weighted so that the mean over ranks is the mean over
-        the batch.
+        """Weight the mean loss of this rank's rows so that the mean over ranks is the mean
+        over the batch.
         """
         if self.current is not None and not self.current.used:
-            self.find((), True, match_addresses)  # refuses if several are in use
+            self.find((), True, match_addresses)  # raises RequestError if several are in use
         scaled = loss * (self.shares.world * self.weight)
         if getattr(scaled, "requires_grad", False):
             scaled.register_hook(self._note_scaled)
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """The gradients with which a backward pass of these losses begins, weighted as `scale`
-        weighs a loss.
-        """
+        """Return the initial gradients of a backward pass of these losses, weighted like `scale`."""
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):
@@ -378,7 +399,7 @@ class BatchWeights(BatchTracker):
         return made
 
     def check_trained(self, parameters: list[Any]) -> None:
-        """RequestError if an optimizer is about to apply gradients that nothing weighted."""
+        """Raise RequestError if an optimizer is about to apply gradients that were not weighted."""
         if self.are_averaged:
             return
         exchanged = exchanged_parameters()

@@ -1,4 +1,4 @@
-"""A model under a plan: its checks, and its wrapper, whose gradients an Exchange sums."""
+"""Models under a plan: their checks, and the wrapper whose Exchange sums their gradients."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from ..sums.exchange import Exchange
 
 
 def model_digest(model: Any) -> str:
-    """16 hexadecimal digits of the shapes and types of a module's parameters and buffers; names
-    don't count.
+    """Return 16 hexadecimal digits of the shapes and types of a module's parameters and buffers.
+
+    Names don't count.
     """
     parameters = [
         f"{tuple(each.shape)}:{each.dtype}:{each.requires_grad}" for each in model.parameters()
@@ -41,7 +42,7 @@ def model_digest(model: Any) -> str:
 
 
 def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
-    """Warn, or raise PlanError with `strict`, if the plan was measured with another model."""
+    """Warn if the plan was measured with another model; with `strict`, raise PlanError."""
     if plan is not None:
         for difference in check_fit(
             plan, devices=None, world=None, workload_digest=model_digest(model), strict=strict
@@ -58,13 +59,13 @@ _OTHER = {
 }
 _OPTIONS = (
     signature(DistributedDataParallel).parameters.keys() - _OTHER
-)  # most make no difference here
+)  # accepted, though most have no effect here
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
     """A model whose gradients are summed over the ranks; `module` is the model itself.
 
-    A copy of it has no exchange.
+    A copy of it has no exchange, so its gradients aren't summed.
     """
 
     exchange: Exchange | None = None
@@ -76,12 +77,12 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
         self.train(module.training)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """The output of the wrapped model."""
+        """Return the output of the wrapped model."""
         return self.module(*inputs, **options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose forward passes leave their gradients for a later sum."""
+        """Enter a context whose forward passes leave their gradients for a later sum."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -99,14 +100,13 @@ def take_on(
     options: dict[str, Any],
     by_loss: bool,
 ) -> tuple[Any, Exchange | None]:
-    """The model, wrapped if it isn't, and the exchange that sums its gradients; `forward` as in
-    `watch`.
+    """Return the model, wrapped if it wasn't, and the exchange that sums its gradients.
 
-    A model in DistributedDataParallel stays itself, and without an exchange where `take_over` finds
-    none.
+    `forward` is as in `watch`. A model in DistributedDataParallel is returned itself; its exchange
+    is None if `take_over` returns None.
     """
     found = find_wrapper(model)
-    if isinstance(found, Exchanged) and found.exchange is None:  # a copy
+    if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model
         model, found = found.module, None
     if found is None:
         made = wrap_module(model, device, options, forward)
@@ -121,8 +121,9 @@ def wrap_module(
     options: dict[str, Any] | None = None,
     forward: Callable[[Any, Any], Any] = lambda *_: None,
 ) -> Exchanged:
-    """The module on its device, with an exchange; RequestError for an option that an exchange
-    doesn't have.
+    """Move the module to its device and return it wrapped, with an exchange.
+
+    Raises RequestError for an option that an exchange doesn't have.
     """
     given = options or {}
     if unknown := sorted(set(given) - _OPTIONS):
@@ -145,12 +146,13 @@ def wrap_module(
 
 
 def take_over(model: Any, by_loss: bool) -> Exchange | None:
-    """An exchange in place of a DistributedDataParallel's own, whose sums can't be weighted or
-    taken up again.
+    """Replace a DistributedDataParallel's own sum of gradients by an exchange, and
+    return the exchange.
 
-    The model stays what it is, and its `no_sync` and `module` go on to work. A communication hook,
-    mixed_precision and sparse gradients need its own sums: None where losses are weighted
-    (`by_loss`), else RequestError.
+    Its own sums can't be weighted or repeated after a failure. The model stays a
+    DistributedDataParallel, and its `no_sync` and `module` still work. With a communication hook,
+    mixed_precision or sparse gradients it needs its own sums; then the result is None if losses are
+    weighted (`by_loss`), and RequestError is raised otherwise.
     """
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     if needs_own_sums(model) or (by_loss and sparse):
@@ -175,11 +177,10 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
 
 
 def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]) -> None:
-    """Call `forward` with the model and its inputs before each forward pass, and tell its exchange
-    of the outputs.
+    """Call `forward` with the model and its inputs before each forward pass.
 
-    What it returns is the batch that the exchange hears of. Inputs are moved to `device`, if there
-    is one.
+    The result of `forward` is the batch that the model's exchange is told, with the outputs of the
+    forward pass. Inputs are moved to `device` unless it is None.
     """
     hook = _find_hook(model)
     if hook is None:
@@ -190,12 +191,14 @@ def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any],
 
 
 class _ForwardHook:
-    """Looks at a wrapped model's forward passes; a copy of the model has one that doesn't."""
+    """The hooks before and after a wrapped model's forward passes; in a copy of the model,
+    they do nothing.
+    """
 
     def __init__(self) -> None:
         self.forward: Callable[[Any, Any], Any] | None = None
         self.device: torch.device | None = None
-        self._batch: Any = None  # of the forward pass that runs
+        self._batch: Any = None  # of the forward pass that is running
 
     def before(self, model: Any, arguments: Any, keywords: Any) -> Any:
         if self.forward is None:
@@ -216,7 +219,7 @@ class _ForwardHook:
         tensors = tensors_in(outputs)
         leaves = any(
             each.is_leaf and each.requires_grad for each in tensors
-        )  # a parameter, which would keep the hook
+        )  # a hook on a parameter would stay there
         if leaves:
             outputs = each_tensor(lambda tensor: tensor.view_as(tensor), outputs)
             tensors = tensors_in(outputs)
@@ -248,9 +251,10 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """The DistributedDataParallel or Exchanged that `model` is, compiled or not, or None.
+    """Return the DistributedDataParallel or Exchanged that `model` is, compiled or not;
+    None if neither.
 
-    RequestError if one lies deeper in it.
+    Raises RequestError if a part of the model is wrapped already.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):
@@ -274,10 +278,10 @@ def is_sharded(model: Any) -> bool:
 
 
 def has_own_work(model: Any, rebalances: bool) -> bool:
-    """True if no rank waits for another within a pass, as they do in FSDP2's layers and in
-    normalization over ranks.
+    """True if no rank waits for another within a pass, so that its compute time can be measured.
 
-    RequestError if one does, and shares are to follow own work.
+    Ranks do wait in FSDP2's layers and in normalization over ranks. Raises RequestError if they do
+    and shares are to be rebalanced.
     """
     if not (
         is_sharded(model)
@@ -294,7 +298,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """RequestError if another library exchanges the gradients, or the parts of a row."""
+    """Raise RequestError if another library exchanges gradients, or splits rows over ranks."""
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
@@ -319,9 +323,7 @@ def _class_names(model: Any) -> set[str]:
 
 
 def check_not_inside_ddp() -> None:
-    """RequestError in the forward pass of a wrapped model that is a part of another
-    DistributedDataParallel.
-    """
+    """Raise RequestError if a wrapped model is computed inside another DistributedDataParallel."""
     if is_in_ddp_forward():
         raise RequestError(
             "A model from split.wrap is inside another DistributedDataParallel, which "
@@ -333,10 +335,10 @@ def check_not_inside_ddp() -> None:
 
 
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
-    """Warn of normalization over a device's own rows; RequestError for what mixes the ranks'
-    gradients unweighted.
+    """Warn of normalization over a device's own rows.
 
-    `passes` are the rows of each pass of a full batch, of all ranks.
+    Raises RequestError if the model mixes the ranks' gradients before they are weighted. `passes`
+    are the rows of each pass of a full batch, of all ranks.
     """
     kinds = [
         type(module)
@@ -384,8 +386,9 @@ def _warn_of_own_rows(kind: str) -> None:
 
 
 def check_passes(model: Any) -> None:
-    """RequestError for a model whose ranks meet in each forward pass, of which they have different
-    numbers.
+    """Raise RequestError for a model whose ranks meet in each forward pass.
+
+    Ranks have different numbers of passes, so they would wait for each other forever.
     """
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise RequestError(
@@ -399,8 +402,9 @@ def check_passes(model: Any) -> None:
 
 
 def watch_frozen(model: Any) -> None:
-    """Refuse the first gradient of a parameter that is frozen now: DistributedDataParallel won't
-    exchange it.
+    """Make the first gradient of a parameter that is frozen now raise RequestError.
+
+    It would not be exchanged, as the parameter was frozen when the model was wrapped.
     """
     for parameter in model.parameters():
         handle = _frozen_hooks.pop(parameter, None)
