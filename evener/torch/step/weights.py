@@ -390,7 +390,7 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients of a backward pass of these losses, weighted like `scale`."""
+        """Return the initial gradients of these losses' backward pass, weighted like `scale`."""
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):

@@ -1,5 +1,5 @@
-"""Flat buckets of gradients, and the gradients of passes before one that may have to be computed
-again.
+"""Flat buckets of gradients, and the gradients of earlier passes while a pass may have
+to be repeated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
 FUSED = {
     "cpu": 1 << 12,
     "cuda": 1 << 21,
-}  # numbers of a mean gradient from which weighting it as it is copied gains
-MOST_PATTERNS = 64  # of flags that a bucket keeps
+}  # mean numbers in a gradient from which weighting during the copy is faster
+MOST_PATTERNS = 64  # patterns of flags that a bucket caches
 MOST_KEPT = 64 << 20  # bytes of buffers that are compared with a copy
 SAMPLED = 8  # weights that ranks compare at a time
-TAIL = 3 + SAMPLED  # numbers of a bucket that are no gradient's
-# roundings by which ranks' weights differ that aren't the same: unlike devices take 4 in 600 steps
+TAIL = 3 + SAMPLED  # numbers at the end of a bucket, after the flags
+# a difference between ranks' weights, in units of rounding; unlike devices reach 4 in 600 steps
 APART = 1e4
 MOST_APART = 0.1  # in any case, with 16 bits
 
@@ -35,12 +35,12 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """The gradients of some parameters, one after the other, a flag for each that says whether
-    there is one, a tail.
+    """A flat buffer with the gradients of some parameters, a flag for each gradient, and a tail.
 
-    `last` is the parameter whose gradient should come last. The tail says whether a rank's buffers
-    have changed, the number of the batch, by which ranks see whether they sum the same one, and how
-    far their weights are apart.
+    A flag says whether there is a gradient. `last` is the parameter whose gradient is
+    expected last. The tail says whether a rank's buffers have changed; it has the number of
+    the batch, by which ranks check that they sum the same batch, and how far the ranks'
+    weights have drifted apart.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -50,33 +50,32 @@ class Bucket:
         self.flat = torch.zeros(
             sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device
         )
-        self._views = _cut(
-            self.flat.data, parameters
-        )  # which count their changes apart from the bucket's
+        self._views = _cut(self.flat.data, parameters)  # with version counters of their own
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self.tail, self._targets = self.flat[-TAIL:], [*self._views, self._flags]
         self._sent = [torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and tail
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
-        self._absent: list[int] = []  # without a gradient when it was gathered
+        self._absent: list[int] = []  # places without a gradient when the bucket was gathered
         mean = self.gradients.numel() / len(sizes)
         self._fuses = mean > FUSED.get(
             self.flat.device.type, math.inf
-        )  # multiplies as it copies: memory is read once
+        )  # multiplies during the copy, to read memory once
         self._work: Any = None
-        self._version = 0  # of the gradients as they were sent
+        self._version = 0  # version of the gradients when they were sent
 
     def has_come(self, came: set[int] | None) -> bool:
-        """True if all gradients are among those that `came`, by id; without it, if each parameter
-        has one.
+        """True if all gradients of the bucket are there: the ids of the parameters are in `came`.
+
+        If `came` is None, each parameter's gradient must not be None.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
         return self.ids <= came
 
     def check_sent(self) -> None:
-        """RequestError if a gradient was changed since it was sent."""
+        """Raise RequestError if a gradient was changed after it was sent."""
         if self._views[0]._version != self._version:
             raise RequestError(
                 "A parameter got a second gradient in one backward pass, unlike in the first: "
@@ -85,7 +84,7 @@ class Bucket:
             )
 
     def gather(self) -> None:
-        """Make gradients views of the bucket, also where zero_grad set them to None."""
+        """Make the gradients views of the bucket, also after zero_grad set them to None."""
         gradients = list(map(GRADIENT, self._parameters))
         self._absent = [place for place, each in enumerate(gradients) if each is None]
         pairs = enumerate(zip(gradients, self._views, strict=True))
@@ -97,8 +96,8 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Gather and multiply gradients that are all new, with the flags, in as few calls as there
-        can be.
+        """Gather and multiply gradients that are all new, and write the flags, in as few
+        calls as possible.
         """
         if self._fuses and weight not in (0.0, 1.0):
             self._copy(self._views, gradients, weight)
@@ -110,7 +109,11 @@ class Bucket:
             parameter.grad = view
 
     def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
-        """Copy gradients, times the weight, into views of the bucket."""
+        """Copy gradients, multiplied by the weight, into views of the bucket.
+
+        Raises RequestError for gradients that can't be summed: sparse, of another
+        type, or differentiable.
+        """
         if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
             raise RequestError(
                 "A gradient was computed with create_graph=True, and its sum over ranks can't "
@@ -138,21 +141,23 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def _multiply(self, weight: float) -> None:
-        """Multiply the gradients; a weight of 0 keeps infinities out."""
+        """Multiply the gradients by a weight; a weight of 0 sets them to 0, even if
+        they are infinite.
+        """
         if weight == 0.0:
             self.gradients.zero_()
         elif weight != 1.0:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Apply this weight to the gradients so far, as those that come now have another one."""
+        """Apply this weight to the gradients so far, as later gradients have another weight."""
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)
         self.flat.zero_()
 
     def weigh(self, weight: float, number: int) -> None:
-        """Gather, and multiply by the weight of this rank."""
+        """Gather the gradients, and multiply them by this rank's weight."""
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
             self._absent, self._hold = [], None
@@ -167,7 +172,7 @@ class Bucket:
         self._add_held()
 
     def _add_held(self) -> None:
-        """Add the gradients that have been weighed before, if there are any."""
+        """Add the gradients that were weighted earlier, if any."""
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
@@ -178,8 +183,10 @@ class Bucket:
         self._work = group.allreduce(self._sent)  # dist.all_reduce takes longer to start it
 
     def receive(self) -> None:
-        """Wait for the sum. A parameter that only other ranks used has a gradient too; one that
-        none used has none.
+        """Wait for the sum.
+
+        A parameter that only other ranks used then has a gradient too; one that no rank
+        used has none.
         """
         self._work.wait()
         self._work = None
@@ -190,12 +197,14 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Forget what was kept of a gradient that the loop has dropped."""
+        """Drop what was kept of a gradient that the loop has discarded."""
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
-        """A flag for each gradient that is there and `counts`, and the tail."""
+        """Return the flags and the tail; a flag is 1 if its gradient is there and `counts` is
+        True, else 0.
+        """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
             if len(self._patterns) >= MOST_PATTERNS:
@@ -211,8 +220,9 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Buckets of one type and device each, in the order in which they are full as gradients come in
-    this order.
+    """Return buckets of one type and device each, in the order in which they fill up.
+
+    `parameters` are in the order in which their gradients come.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -241,8 +251,9 @@ _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
-    """Warn of hooks on gradients beside our `own`: they get a rank's gradient, which isn't the
-    whole batch's yet.
+    """Warn of hooks on gradients other than evener's `own`.
+
+    They get this rank's gradient, which isn't the whole batch's yet.
     """
     if any(set(gradient_hooks(each)) - own for each in parameters):
         warnings.warn(
@@ -254,7 +265,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
 
 class HostCopy:
-    """Figures of a device on their way to the host, which doesn't wait for them."""
+    """A copy of values from a device to the host, for which the host doesn't wait."""
 
     def __init__(self, figures: torch.Tensor) -> None:
         self._figures = figures.to("cpu", non_blocking=True, copy=True)  # into pinned memory
@@ -263,28 +274,31 @@ class HostCopy:
             self._event.record()
 
     def is_there(self) -> bool:
-        """True if they can be read without waiting."""
+        """True if the values can be read without waiting."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[Any]:
-        """The figures, waited for."""
+        """Return the values; waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return list(self._figures.tolist())
 
 
 class Tails:
-    """Reads the tails of sums: after the first a step late where a device is behind, so that nobody
-    waits for it.
+    """Reads the tails of summed buckets.
+
+    On a GPU, all but the first are read one step late, so that the host doesn't wait
+    for the device.
     """
 
     def __init__(self) -> None:
         self._copied: HostCopy | None = None
-        self._expected = 0  # the number in it
+        self._expected = 0  # the batch number in the copy
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """True if a rank's buffers have changed; RequestError for another number than expected, or
-        other weights.
+        """Return True if a rank's buffers have changed.
+
+        Raises RequestError if ranks have summed different batches, or if their weights differ.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (
@@ -316,26 +330,22 @@ class Tails:
 
 
 class Buffers:
-    """A module's buffers, but for those whose names are `ignored`, and whether their values have
-    changed.
-    """
+    """A module's buffers, except `ignored` names, and whether their values have changed."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._module, self._ignored = module, ignored
         _REGISTRATION_HOOKS.hold(self)
         self._owners: list[tuple[str, Any]] = []
-        self._listed = -1  # modules and buffers that had been registered then
-        self._kept_at = -1  # those that had been when the values were kept
+        self._listed = -1  # modules and buffers registered when owners were listed
+        self._kept_at = -1  # the same when the values were kept
         self._places: list[tuple[int, int]] = []
         self._known: list[
             tuple[list[torch.Tensor], torch.Tensor]
-        ] = []  # of each device: bytes, and what they were
+        ] = []  # for each device: the bytes, and the kept copy
 
     def all(self) -> list[torch.Tensor]:
-        """Every buffer, once."""
-        if (
-            self._listed != _registered[0]
-        ):  # else the modules are those that were found: they are many
+        """Return every buffer once."""
+        if self._listed != _registered[0]:  # else reuse the list, as there may be many modules
             owners = (
                 (f"{name}." if name else "", each._buffers)
                 for name, each in self._module.named_modules()
@@ -350,7 +360,9 @@ class Buffers:
         return list(found.values())
 
     def keep(self) -> bool:
-        """Keep the values, for `add_changes`; False if they would take too much memory."""
+        """Keep a copy of the values for `add_changes`; return False if that would take
+        too much memory.
+        """
         self._kept_at, self._places, self._known = _registered[0], self._find_places(), []
         buffers = self.all()
         if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:
@@ -361,9 +373,10 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add to the flag if values aren't those that were kept; no device is waited for.
+        """Add 1 to the flag if values differ from the kept copy; doesn't wait for a GPU.
 
-        Values are compared, as PyTorch counts no changes by `buffer.data`, nor those of BatchNorm.
+        Values are compared, as PyTorch's version counter misses changes by `buffer.data`
+        and by BatchNorm.
         """
         may_differ = self._places or self._kept_at != _registered[0]  # else there are none
         if may_differ and self._find_places() != self._places:
@@ -398,7 +411,7 @@ _REGISTRATION_HOOKS = ProcessHooks(_register)
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """What it takes of its storage, where it is."""
+    """Return the bytes of the storage that a buffer spans, without a copy."""
     last = sum(
         (size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     )
@@ -406,23 +419,24 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class Held:
-    """Gradients of earlier passes while a pass is computed that may have to be computed again.
+    """Gradients of earlier passes, kept while a pass runs that may have to be computed again.
 
-    If rows depend on random draws or on one another (`late`), nothing of a pass may stay if it
-    fails. Otherwise each gradient that is there is the whole pass's, and is final: a second try
-    leaves it as it is.
+    If rows depend on random draws or on one another (`late`), nothing of a failed pass may stay.
+    Otherwise each gradient that is there is complete for the whole pass, and final: a second try
+    leaves it unchanged.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
-        # parameters that have theirs of a failed pass, computed again, by id
+        # ids of parameters whose gradients of a failed pass are complete
         self.final: set[int] | None = None
         self._kept: list[Any] | None = None  # gradients from before the pass
         self.opened = self.late = self.apart = False
 
     def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one
-        another.
+        """Prepare for the backward pass.
+
+        `dependent` is True if rows depend on random draws, or on one another.
         """
         self.opened, self.late = True, dependent or self.final is not None
         self.apart = self.late and (
@@ -434,7 +448,7 @@ class Held:
                 each.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients to those that were kept, except for final ones."""
+        """Add the pass's gradients, except final ones, to those that were kept."""
         if self._kept is None:
             return
         kept = [
@@ -457,11 +471,11 @@ class Held:
         self.opened = self.late = self.apart = False
 
     def settle(self) -> None:
-        """Forget a failed pass whose rows are now all computed."""
+        """Forget a failed pass, all of whose rows are computed now."""
         self.final = None
 
     def fail(self, came: set[int]) -> None:
-        """Undo the pass, or remember what of it is final."""
+        """Undo the pass, or remember which of its gradients are final."""
         if self._kept is not None:
             for parameter, kept in zip(self._parameters, self._kept, strict=True):
                 parameter.grad = kept

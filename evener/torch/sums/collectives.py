@@ -1,7 +1,7 @@
-"""Exchanges between ranks apart from gradients: rows of a batch, and sums of figures.
+"""Collectives other than the sum of gradients: rows of a batch, and sums of metrics.
 
-A rank that takes a pass in pieces would meet the others more often than they meet it: collectives
-that are not of evener itself are counted.
+A rank that computes a pass in pieces would call the program's own collectives more often than other
+ranks do. So collectives that others than evener begin are counted.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _own = 0  # collectives that evener has begun
 
 
 def count_foreign() -> int:
-    """The collectives that others than evener have begun in this process, among several ranks."""
+    """Count the collectives among several ranks in this process that evener hasn't begun."""
     return sum(count_exchanges().values()) - _own
 
 
 def note_own() -> None:
-    """Count one that evener begins."""
+    """Count a collective that evener begins."""
     global _own
     _own += 1
 
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """A context whose collectives are evener's own."""
+    """Enter a context whose collectives count as evener's own."""
     global _own
     before = count_foreign()
     try:
@@ -44,12 +44,13 @@ def own_collectives() -> Iterator[None]:
 
 
 class MeetingError(RequestError):
-    """A loss that is computed on one rank alone meets the others."""
+    """Raised if a loss that one rank computes alone calls a collective."""
 
 
 def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for this rank alone: MeetingError at the end of a call that has met other
-    ranks.
+    """Return the function with a check for use on this rank alone.
+
+    It raises MeetingError after a call that began a collective with other ranks.
     """
 
     def checked(*arguments: Any) -> Any:
@@ -66,8 +67,9 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """The collectives that this process has begun among several ranks, by process group and
-    device.
+    """Count the collectives that this process has begun among several ranks.
+
+    Returns the count for each process group and device.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -77,13 +79,13 @@ def count_exchanges() -> dict[str, int]:
 def gather_rows(
     rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
 ) -> torch.Tensor:
-    """(n_i, ...) of every rank as (N, ...), in the batch's order; `sizes` are the n_i, and a rank
-    with 0 gives any row.
+    """Gather rows of every rank, (n_i, ...), into (N, ...) in the batch's order.
 
-    The gradient of each rank's own rows is that of the ranks' losses weighted by their rows, so it
-    is exact if every rank has the whole batch's loss, and if each has the mean over its own rows;
-    `by_loss`: the losses are weighted already, else the model's gradients will be. The `timer`
-    leaves the exchange out. RequestError for other shapes.
+    `sizes` are the n_i; a rank with 0 may give any row. The gradient of a rank's own rows is that
+    of all ranks' losses, weighted by their rows. So it is exact if every rank has the whole batch's
+    loss, and if each rank has the mean over its own rows. `by_loss` is True if losses are weighted
+    already, False if the model's gradients will be. The `timer` doesn't count the exchange as own
+    work. Raises RequestError if the number of rows, or their shape or type, doesn't fit.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
@@ -100,8 +102,9 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """The sum of a figure over the ranks: in float64, or in int64 for whole numbers in a tensor
-    with dimensions.
+    """Return the sum of a value over the ranks.
+
+    It is in int64 for a tensor of whole numbers with dimensions, else in float64.
     """
     figure = torch.as_tensor(value).detach()
     whole = figure.ndim and not figure.is_floating_point()
@@ -113,8 +116,9 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """A figure of each rank's rows as that of all; one that is equal everywhere stays, to its last
-    digit.
+    """Return the mean over all rows of a value that each rank has for its own rows.
+
+    If it is equal on all ranks, the value itself is returned, without rounding.
     """
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]
@@ -166,8 +170,9 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Weighted before the sum over ranks; the model's gradients are weighted after this, so its
-        own part isn't.
+        """Sum the ranks' gradients, each weighted, and return this rank's rows of the sum.
+
+        They are divided by this rank's weight, as the model's gradients are weighted afterwards.
         """
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.meeting():

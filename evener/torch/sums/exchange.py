@@ -48,9 +48,9 @@ from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_bucke
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
-BUCKETS = 6  # about as many: each costs the host the same, and more of them hide little more
-MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
-EVERY = 4  # sums of which one compares some of the ranks' weights
+BUCKETS = 6  # about as many; each costs the host the same, and more hide little more communication
+MOST_ARRIVED = 1 << 20  # more than the gradients of any pass
+EVERY = 4  # in one of so many sums, some of the ranks' weights are compared
 
 
 def _find_normalizers(module: Any) -> list[Any]:
@@ -58,24 +58,26 @@ def _find_normalizers(module: Any) -> list[Any]:
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """The parameters or buffers of a module, each once, without those of `ignored` names."""
+    """Return the parameters or buffers of a module, each once, without `ignored` names."""
     return list({id(each): each for name, each in named if name not in ignored}.values())
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """The size of a bucket: about BUCKETS of them, none too small or too large to send."""
+    """Return the size of a bucket in bytes: about BUCKETS buckets, within a least and
+    a largest size.
+    """
     whole = sum(int(each.numel()) * int(each.element_size()) for each in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
 
 class Exchange:
-    """Sums the gradients of `module` over `group` (None: every process), this rank's times
-    `weight`.
+    """Sums the gradients of `module` over `group` (None: all processes), this
+    rank's times `weight`.
 
-    A backward pass through what `watch` was given is summed at its end where `sync` says so.
-    `begun` is called as one comes to such outputs, with the batch that they are of and the one of
-    those before in this pass; `ready` when the last gradient is there, `sent` when all are on their
-    way, and `done` when the sums are there.
+    A backward pass through the outputs that `watch` was given ends in a sum if its `sync` is True.
+    The callbacks: `begun` as a backward pass reaches such outputs, with their batch and the batch
+    of outputs before them in this pass; `ready` when the last gradient is there; `sent` when all
+    gradients are on their way; `done` when the sums are there.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Exchange:
         self.normalizers = _find_normalizers(module)  # they mix rows
         self.group, self.alone, self.weight = group, alone, 1.0
         self._world = 1 if alone else dist.get_world_size(group)
-        for each in EXCHANGES:  # a sharded model refuses
+        for each in EXCHANGES:  # raises RequestError for a sharded model
             each.has_any(set(map(id, taking_part)))
         if not alone:
             buffers = _list_taking_part(module.named_buffers(), ignored)
@@ -106,7 +108,7 @@ class Exchange:
         self.noise: Any = None  # a RankNoise, which sees what is summed
 
         self.number = 0  # of the batch in its epoch
-        self.resting = False  # what is computed now is no part of a step
+        self.resting = False  # what is computed now isn't part of a step
         self.waits = False  # a forward pass was watched since the last sum
         self.sums = 0  # sums that have been made
         self.ran = False
@@ -118,12 +120,12 @@ class Exchange:
         self._early = False  # buckets may go before the backward pass ends
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
-        self._begins: list[Any] = []  # hooks that see the backward pass of outputs that aren't seen
-        self._hidden_task = -1  # that pass
+        self._begins: list[Any] = []  # hooks that notice the backward pass of hidden outputs
+        self._hidden_task = -1  # the number of that pass
         self._broken = False  # a backward pass has failed when part of its gradients were sent
-        self._hooks: list[Any] = []  # by which parameters say that their gradients have come
+        self._hooks: list[Any] = []  # that record whose gradients have come
         self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
-        self._came: set[int] = set()  # those of this backward pass that were looked at, by id
+        self._came: set[int] = set()  # ids of those recorded in this backward pass
         self._repeats = False  # a parameter's gradient came in parts
         self._listen()
 
@@ -135,18 +137,18 @@ class Exchange:
         self._spreads = shares_buffers and not self._compares
         self._bytes = _choose_bytes(self.parameters) if bucket_bytes is None else bucket_bytes
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
-        self._sent = 0  # buckets that are on their way
+        self._sent = 0  # number of buckets that are on their way
         for hooks in (self._hooks, self._begins):
             weakref.finalize(self, _remove, hooks)
         EXCHANGES.add(self)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """True if it sums gradients of these parameters, given by id."""
+        """True if this exchange sums gradients of any of these parameters, given by id."""
         return not self.alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Begin with the first rank's weights; RequestError where ranks have other ones to
-        train.
+        """Copy the first rank's weights to all ranks; raise RequestError if ranks
+        wrap different models.
         """
         with torch.no_grad():
             digest = crc32(str([each.numel() for each in tensors]).encode())
@@ -157,8 +159,9 @@ class Exchange:
             spread(tensors, self.group)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of gradients that come from now on; those that wait for their sum keep
-        their own.
+        """Set the weight of gradients that come from now on.
+
+        Gradients that wait for their sum keep their own weight.
         """
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
@@ -168,7 +171,9 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
+        """Watch for backward passes through these outputs of the model; with `sync`, they end
+        in a sum.
+        """
         if self.resting:
             return
         _forget_failed_passes()
@@ -188,8 +193,9 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Watch for the backward pass of outputs in an object that hides them: it begins with the
-        first gradient.
+        """Watch the parameters instead, if the outputs are in an object that hides its tensors.
+
+        The backward pass then begins with the first gradient.
         """
         reference = weakref.ref(self)
 
@@ -213,14 +219,15 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Have parameters say that their gradients have come, if there are some already; else one
-        sees it anyway.
+        """Register hooks that record when gradients come, if they are needed.
+
+        They aren't if no parameter has a gradient yet: then a gradient that isn't None has come.
         """
         if not self._hooks and (self.alone or self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
-        """A backward pass begins, or goes on."""
+        """Note that a backward pass begins, or reaches more outputs."""
         task = backward_number()
         begins = _open.get(self) != task
         self.begun(batch, batch if begins else self._batch)
@@ -243,10 +250,10 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Note the parameters whose gradients have come, and whether some got another part of
-        theirs.
+        """Note the parameters whose gradients have come, and whether a gradient came
+        in several parts.
 
-        A layer does that is shared by reentrant checkpoints.
+        That happens in a layer that reentrant checkpoints share.
         """
         if not self._hooks:
             self._came = {id(each) for each in self.parameters if each.grad is not None}
@@ -260,9 +267,7 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _look(self, bucket: Bucket) -> None:
-        """Send what is complete, as the gradient is there that came last in this bucket in the
-        first pass.
-        """
+        """Send complete buckets when the gradient that is expected last in this bucket has come."""
         if not self._armed or self.held.apart:
             return
         if self._early and self._sync and not self.held.late:
@@ -273,8 +278,9 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send in order what is complete, unless a model before this one in the backward pass isn't
-        done.
+        """Send complete buckets in order.
+
+        If an earlier model in the backward pass still has buckets to send, wait for it.
         """
         for other in _open:
             if other is self:
@@ -301,8 +307,9 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write whether buffers have changed; in turn some weights, of which equal ones add up to
-        0, and their size.
+        """Write the tail: whether buffers have changed, and in turn some weights and their size.
+
+        The weights are signed so that equal ones add up to 0 over the ranks.
         """
         if self._compares:
             self._common.add_changes(tail[:1])
@@ -317,7 +324,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """Send the buckets that are left once the backward pass has no more gradients."""
+        """Send the remaining buckets when the backward pass has no more gradients."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -332,7 +339,7 @@ class Exchange:
         self.held.close()
 
     def _wait(self) -> None:
-        """End the sum, if one is under way."""
+        """Wait for the sum, if one is under way."""
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
             return
@@ -357,8 +364,9 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Take the first rank's order of gradients; buckets go early from now on, unless a gradient
-        came in parts.
+        """Arrange the buckets by the first rank's order of gradients.
+
+        From now on buckets are sent early, unless a gradient came in parts.
         """
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(
@@ -391,7 +399,7 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """Prepare for a backward pass; `dependent` as in Held."""
+        """Prepare for a backward pass; `dependent` is as in Held."""
         self._arrived.clear()
         self._armed, self._came = self.alone, set()
         self.held.open(dependent)
@@ -406,20 +414,18 @@ class Exchange:
             self.held.close()
 
     def has_gradients(self) -> bool:
-        """True if a parameter has one."""
+        """True if any parameter has a gradient."""
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """End a pass with an error: gradients that were sent stay, and those that can't stay are
-        undone.
-        """
+        """End a pass that failed: undo its gradients, except those that are final."""
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
         self._armed = False
 
 
-# Those that a backward pass goes through, with its number, in the order of all ranks.
+# The exchanges that a backward pass goes through, with its number, in the same order on all ranks.
 _open: dict[Exchange, int] = {}
 EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # and shards, which sum gradients too
 own_hooks: set[int] = set()  # on parameters, by the id of their handle
@@ -431,7 +437,7 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """The backward pass is over: all models send before one waits."""
+    """End a backward pass: all models send their buckets before any waits for its sum."""
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
         exchange._finish_pass()
@@ -441,12 +447,12 @@ def _end(task: int) -> None:
 
 
 def goes_through(task: int) -> bool:
-    """True if a wrapped model's sum at the end of this backward pass is still to come."""
+    """True if a wrapped model still has to make its sum at the end of this backward pass."""
     return task in _open.values()
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """The parameters of this process whose gradients are summed, by id: whether they ever were."""
+    """Return the ids of the parameters whose gradients are summed, with whether they ever were."""
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     return {
         id(each): exchange.ran
@@ -457,7 +463,7 @@ def exchanged_parameters() -> dict[int, bool]:
 
 
 def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
-    if frozen := not parameter.requires_grad:  # it takes no hook
+    if frozen := not parameter.requires_grad:  # a frozen parameter takes no hook
         parameter.requires_grad_(True)
     handle = parameter.register_post_accumulate_grad_hook(function)
     if frozen:
@@ -467,7 +473,7 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 
 
 def _forget_failed_passes() -> None:
-    """Close the exchanges of backward passes that have ended with an error."""
+    """Close the exchanges of backward passes that ended with an error."""
     if backward_number() != -1:
         return
     for each in _open:

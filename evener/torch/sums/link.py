@@ -1,5 +1,6 @@
-"""The speed of the link between ranks, by all-reduces of a small and a large tensor, and whether
-what arrives is the sum of what was sent.
+"""Measures the link between ranks by all-reduces of a small and a large tensor.
+
+It also checks that what arrives is the sum of what was sent.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ WHOLE_NUMBERS = 1009  # prime: values of a pattern repeat at no power of two
 
 
 class LinkSums(NamedTuple):
-    """What sums between ranks took; `wrong` says how the first one differed, if one did.
+    """The times of all-reduces between ranks; `wrong` says how the first sum differed, if it did.
 
-    `bytes_per_second` is of the data that crosses a link: 2 (n - 1) / n times a tensor's bytes for
-    each sum of n ranks, as in nccl-tests.
+    `bytes_per_second` counts the data that crosses a link: 2 (n - 1) / n times a tensor's bytes for
+    each sum over n ranks, as in nccl-tests.
     """
 
     latency_seconds: float
@@ -35,14 +36,14 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """This process as a rank on one device, which measures links with others."""
+    """This process as a rank on one device, which measures links to other ranks."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, file: str, world: int, seconds: float) -> None:
-        """Meet the others in this file, within these seconds."""
+        """Join the process group of `world` ranks through this file; the timeout is in seconds."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self._device)
@@ -55,15 +56,15 @@ class LinkMember:
         )
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the link between these ranks, of which this is one."""
+        """Measure the link between these ranks, of which this process is one."""
         if members not in self._groups:
             self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
 
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
-    """Measure the link between the members of a group, each by its own number among all ranks; all
-    of them call this at once.
+    """Measure the link between the members of a group, given as ranks of all; all call
+    this at once.
     """
 
     def add_up(tensor: Any) -> None:
@@ -84,9 +85,9 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """How a sum of whole numbers differs from what was sent; empty if it is the same.
+    """Return how a sum of whole numbers differs from the expected one; empty if it doesn't.
 
-    Each rank sends another pattern, whose sums are exact in float32.
+    Each rank sends a different pattern; the sums are exact in float32.
     """
     numbers = torch.arange(size, device=device)
 
@@ -107,7 +108,7 @@ def find_wrong(
 
 
 def _time(call: Callable[[], None], times: int) -> float:
-    """The median seconds of a call."""
+    """Return the median seconds of a call."""
     for _ in range(WARM_UP):
         call()
     seconds = []

@@ -1,8 +1,8 @@
-"""Samples of a training's noise scale, taken as ranks sum their gradients anyway.
+"""Samples of a training's gradient noise scale, taken while ranks sum their gradients anyway.
 
-In one of EVERY steps each rank takes the squared norm of its own gradient, and beside it that of
-their sum, before anything is clipped. The device isn't waited for: a sample is read once it is
-there. Weights aren't touched.
+In one of EVERY steps, each rank takes the squared norm of its own gradient and that of the
+sum, before clipping. Nothing waits for the device: a sample is read once it has arrived.
+Weights aren't changed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum
 
 
 class RankNoise:
-    """Takes the noise scale of one model's gradient, in rows, by comparing the ranks' own; equal on
-    all ranks.
+    """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
 
-    `begin` is called for each batch with the rows of each rank, none if they aren't known, after
-    this many updates of the weights. `note` is called with the batch that a backward pass is of,
-    where that is known: a loop may get a batch before it has trained the last one.
+    The result is equal on all ranks. `begin` is called for each batch with the rows of each rank
+    (empty if unknown) and the number of weight updates so far. `note` is called with the batch of a
+    backward pass, if it is known, as a loop may fetch a batch before it has trained the one before.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -38,7 +37,7 @@ class RankNoise:
         self.every = every
         self.steps = 0  # sums of gradients
         self.accumulated = 1  # batches of these rows that `begin` stands for
-        self._batch = 0  # rows of the last one that was looked at
+        self._batch = 0  # rows of the last sampled batch
         self._pending: deque[_Sample] = deque()
         # rows of each rank in the batches since the last sum, and the batches themselves
         self._begun: list[tuple[int, ...]] = []
@@ -46,9 +45,9 @@ class RankNoise:
         # updates of the weights by the last batch, and at the last sum
         self._updates = 0
         self._summed_at = -1
-        self._own: list[torch.Tensor] = []  # norms of the buckets that were sent
-        self._sum: Any = None  # under way: the work, with what it sums
-        self._sample: _Sample | None = None  # of a batch that may not be over
+        self._own: list[torch.Tensor] = []  # norms of the buckets sent so far
+        self._sum: Any = None  # the sum under way: its work and its tensor
+        self._sample: _Sample | None = None  # a sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch."""
@@ -59,7 +58,7 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Note the batch that gradients are of; it has `sizes`."""
+        """Note the batch that gradients belong to; its `sizes` are the rows of each rank."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
@@ -69,8 +68,9 @@ class RankNoise:
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Sum sum_i n_i |g_i|^2 over the ranks once all gradients are sent; n_i / N * g_i is what
-        rank i has sent.
+        """Begin to sum sum_i n_i |g_i|^2 over the ranks once all gradients are sent.
+
+        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i.
         """
         if self._is_sampled():
             sizes = self._rows()
@@ -81,8 +81,8 @@ class RankNoise:
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def receive(self, buckets: Iterable[Bucket]) -> None:
-        """Take the norm of the summed gradients, which `buckets` have."""
-        # where this is another sum of the same batch: neither has its whole gradient
+        """Take the norm of the summed gradients in `buckets`."""
+        # if this is another sum of the same batch, neither sum has the whole gradient
         self._sample = None
         if self._sum is not None:
             work, weighted = self._sum
@@ -98,56 +98,60 @@ class RankNoise:
         self.steps += 1
 
     def scale(self) -> NoiseScale | None:
-        """The noise scale by the samples that the device has computed; None before there are
-        enough.
-        """
+        """Return the noise scale by the samples that have arrived; None until there are enough."""
         while self._pending and self._pending[0][1].is_there():
             sizes, figures = self._pending.popleft()
             self.window.add(separate(sizes, *figures.read()))
         return self.window.scale()
 
     def describe(self) -> str:
-        """A sentence of the noise scale beside the last batch; empty before there is one."""
+        """Return a sentence that compares the noise scale with the last batch; empty until
+        it is known.
+        """
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
-        """True if the step is looked at: it is its turn, and its batches have the same rows, on two
-        ranks or more.
+        """True if this step is sampled.
+
+        It has to be its turn, and its batches must have the same rows, on two ranks or more.
         """
         if (
             self.steps % self.every or self._updates == self._summed_at
-        ):  # gradients are added to those of a sum
+        ):  # gradients are added to an earlier sum
             return False
         batches = self._batches()
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Rows of each rank in the batches that the gradients are of."""
+        """The rows of each rank in the batches that the gradients belong to."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Rows of each rank that the sum is a mean over."""
+        """The rows of each rank that the sum is a mean over."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
-    """The norm, summed up in float32 at least, on the device: one kernel, as steps may wait for the
-    host.
+    """Return the norm, accumulated in float32 or wider, on the device.
+
+    It is one kernel, as steps may wait for the host.
     """
     return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the norms' squares in float64, of one element, on the first one's device."""
+    """Return the sum of the squared norms as a float64 tensor of one element, on the
+    first one's device.
+    """
     if len({(each.device, each.dtype) for each in norms}) > 1:
         norms = [each.to(norms[0].device, torch.float64) for each in norms]
     return torch.stack(list(norms)).double().square().sum(0, keepdim=True)
 
 
 def refuse_noise(library: str) -> RequestError:
-    """The error where another library sums the gradients, so that a rank's own aren't seen."""
+    """Return the error for a library that sums the gradients itself, hiding each rank's own."""
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
         f"noise scale.",
