@@ -1,9 +1,9 @@
-"""A notice that this machine is about to be taken away: SIGTERM, as SLURM, Kubernetes and spot
-machines send it some time before they end what runs.
+"""A notice that this machine is about to be taken away: SIGTERM, which SLURM, Kubernetes and spot
+machines send some time before they end a job.
 
-One rank may get it alone, and ranks that stop at different steps wait for each other for ever. So
-the ranks ask each other, over gloo and on the host, four times a second: that is a message of 16
-bytes, and nothing in the steps between.
+Possibly only one rank gets it, and ranks that stop at different steps wait for each other forever.
+So the ranks ask each other four times a second, by an all-reduce of 16 bytes over gloo on the host.
+Steps between two questions cost nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from ..sums.collectives import own_collectives
 
-ASK_SECONDS = 0.25  # between two questions; steps that take longer have one each
-MOST_STEPS = 1000  # between two questions, should steps take no time at all
+ASK_SECONDS = 0.25  # between two questions; longer steps have one question each
+MOST_STEPS = 1000  # between two questions, however short steps are
 
 
 class Notice:
-    """Whether a notice has reached any rank: the same answer on each of them, at the same step.
+    """Whether a notice has reached any rank; all ranks get the same answer at the same step.
 
-    Every rank has to make it, and to call `has_come` equally often: after each step.
+    Every rank has to make one, and to call `has_come` equally often, after each step.
     """
 
     def __init__(self, world: int) -> None:
@@ -43,15 +43,16 @@ class Notice:
             self._earlier = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        """Take note of the signal. It may come several times, from the launcher and from what ended
-        that one.
+        """Record the signal, and call the handler from before.
+
+        The signal may come more than once, from the launcher and from whatever ended the launcher.
         """
         self._received = True
         if callable(self._earlier):
             self._earlier(number, frame)
 
     def close(self) -> None:
-        """Let SIGTERM do again what it did before."""
+        """Restore the earlier handler of SIGTERM."""
         if signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, self._earlier)
 
@@ -66,11 +67,13 @@ class Notice:
         return self._agreed
 
     def _ask(self) -> None:
-        """Ask all ranks, and agree with them after how many steps to ask again."""
+        """Ask all ranks for a notice, and agree with them on the number of steps until
+        the next question.
+        """
         now = time.monotonic()
         step_seconds = max(now - self._asked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(ASK_SECONDS / step_seconds)))
-        # the largest of both: any notice counts, and the rank with the longest steps decides
+        # the maximum of both: any notice counts, and the rank with the fewest steps decides
         figures = torch.tensor([float(self._received), -float(steps)], dtype=torch.float64)
         with own_collectives():
             dist.all_reduce(figures, dist.ReduceOp.MAX, group=self._group)

@@ -1,8 +1,8 @@
-"""The other ranks' ends: what a rank that ends leaves in the group's store, and how one that waits
-for it hears of it.
+"""How ranks learn that another rank has ended: a rank leaves a note in the group's store
+as it ends.
 
-NCCL waits for minutes for a rank that has ended, and says nothing. A thread of each rank on a GPU
-looks at the store once a second, so a step costs nothing.
+NCCL waits for minutes for a rank that has ended, and reports nothing. On a GPU, a thread of each
+rank reads the store once a second, so steps aren't slowed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..private import LEAVING, abort_group, default_store
 from ..sums.collectives import count_exchanges
 
 LOOK_SECONDS = 1.0
-# for what the other ranks have to say, and until a rank that doesn't go on is stuck
+# timeout for the other ranks' notes, and until a rank that makes no progress counts as stuck
 WAIT_SECONDS = 3.0
 _LOST_SIGNS = (
     "gloo/",
@@ -38,19 +38,21 @@ _LOST_SIGNS = (
     "Connection reset by peer",
     "Broken pipe",
     "NCCL",
-)  # of lost ranks
+)  # texts in errors about lost ranks
 _left: list[Any] = []  # process groups, until the interpreter ends
 
 
 class LastNote(msgspec.Struct, frozen=True):
     """The note that a rank leaves as it ends."""
 
-    words: str | None = None  # its error; empty for an end without one, None where it left nothing
+    words: str | None = None  # its error; empty if it had none, None if it left no note
     batches: int = 0  # that it had begun
     exchanges: dict[str, int] = {}  # that it had begun, by process group
 
     def describe(self, rank: int) -> str:
-        """A sentence on the end of the `rank` that left this note, for one that waits for it."""
+        """Return a message about the end of `rank`, which left this note, for a rank that
+        waits for it.
+        """
         end = "ended", self.words
         if self.words is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
@@ -64,8 +66,9 @@ class LastNote(msgspec.Struct, frozen=True):
 
 
 class Others:
-    """The other ranks of the default process group; `now` gives the batches that this rank has
-    begun, and its doing.
+    """The other ranks of the default process group.
+
+    `now` returns the number of batches that this rank has begun, and what it is doing.
     """
 
     newest: Others | None = None
@@ -84,7 +87,7 @@ class Others:
         self._place = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
         self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._place}")
         self.notes: dict[int, LastNote] = {}  # of the others that have ended
-        self._words: str | None = None  # that this rank has left
+        self._words: str | None = None  # the note that this rank has left
         self._over = Event()
         self._computing: list[Thread] = []
         self._thread = Thread(target=self._watch, name="evener-others", daemon=True)
@@ -95,18 +98,16 @@ class Others:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, words: str) -> None:
-        """Note this rank's end, once."""
+        """Leave a note of this rank's end; only the first call counts."""
         if self._words is None:
             self._words = words
             note = LastNote(words, self._now()[0], count_exchanges())
-            with suppress(
-                RuntimeError, ValueError
-            ):  # of a store that has gone with the process that it was in
+            with suppress(RuntimeError, ValueError):  # the store has ended with its process
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Note this rank's end once its GPU is done, and wait for the others to come to theirs, for
-        a while.
+        """Leave a note once this rank's GPU is done, then wait some seconds for the other
+        ranks to end.
         """
         if self._over.is_set():
             return
@@ -116,7 +117,7 @@ class Others:
         self.note("")
         end = time.monotonic() + WAIT_SECONDS * (
             self.on_gpu or not self._words
-        )  # gloo says itself that a rank left
+        )  # gloo itself reports that a rank has left
         while len(self.notes) < len(self._ranks) and time.monotonic() < end:
             self._look_soon()
         self._over.set()
@@ -138,7 +139,7 @@ class Others:
             self.notes.setdefault(0, LastNote("it was killed, or its output says why"))
 
     def _is_gone(self, rank: int) -> bool:
-        """True if the rank's process is of this machine, and has ended."""
+        """True if the rank's process was on this machine and has ended."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
@@ -151,7 +152,7 @@ class Others:
             return True
 
     def explain(self) -> str:
-        """A sentence on why this rank has lost the others; waits for what they have to say."""
+        """Return a message on why this rank has lost the others, after waiting for their notes."""
         self._words, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
             self._store.set(self._key("lost", self._rank), "")
@@ -165,8 +166,9 @@ class Others:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """A sentence on the rank whose end comes first: one with an error, else one without, else
-        one that is gone.
+        """Return a message about one rank that has ended.
+
+        A rank with an error comes first, then one without an error, then one that left no note.
         """
         rank = min(
             self.notes,
@@ -175,8 +177,9 @@ class Others:
         return self.notes[rank].describe(rank)
 
     def _compute(self) -> Thread:
-        """A thread that lives until the GPU has computed what it was given; any call may have to
-        wait for that.
+        """Return a thread that lives until the GPU has finished its work.
+
+        Any call to the GPU may block until then, so this is done in a thread of its own.
         """
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
@@ -185,8 +188,9 @@ class Others:
         return thread
 
     def join_threads(self) -> None:
-        """Wait for threads that the group's end has freed: one in torch as Python ends would abort
-        the process.
+        """Wait for threads that the end of the group has released.
+
+        A thread that is in torch as Python exits would abort the process.
         """
         for thread in (self._thread, *self._computing):
             if thread.is_alive():
@@ -202,9 +206,9 @@ class Others:
                 self._end()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """True if this rank waits for one that has ended, and still does after a while.
+        """True if this rank waits for a rank that has ended, and still does after WAIT_SECONDS.
 
-        In a call that leaves a group NCCL waits for all ranks.
+        It may also wait in a call that leaves a group, in which NCCL waits for all ranks.
         """
         notes = list(self.notes.values())
         computed = self._compute() if any(note.words != "" for note in notes) else None
@@ -217,7 +221,7 @@ class Others:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _end(self) -> None:
-        """End this process, with the error that its own thread is stuck in, if there is one."""
+        """End this process, and print the error in which its main thread is stuck, if any."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -225,12 +229,12 @@ class Others:
             abort_if_lost(error)
         if self._words != "lost":  # else that has said it
             say(f"evener: {self._describe()}")
-        end_process(1)  # its own thread waits in NCCL
+        end_process(1)  # as the main thread waits in NCCL
 
 
 def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
-    """Hear of the ends of this process group's other ranks from now on, and let them hear of this
-    one's.
+    """Watch for the ends of the other ranks in this process group, and let them see
+    this rank's end.
     """
     newest = Others.newest
     if newest is None:
@@ -245,10 +249,11 @@ def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> No
 
 
 def leave_group() -> None:
-    """Leave the process group, if there still is one, together with the other ranks.
+    """Leave the process group, if there is one, together with the other ranks.
 
-    Its last reference isn't a model's: DistributedDataParallel that is dropped right after would
-    wait for gloo's thread, which may wait for the interpreter's lock to drop its last tensors.
+    A reference to the group is kept until the interpreter ends. Otherwise the last reference might
+    be that of a DistributedDataParallel, which waits for gloo's thread as it is dropped, and gloo's
+    thread may wait for the interpreter's lock to drop its last tensors.
     """
     others = Others.newest
     if others is not None:
@@ -272,10 +277,10 @@ class _Ends:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Let an error that ends the program be followed by what the person can do, or by the rank that
-    it came from; and leave the process group.
+    """Print advice, or the rank at fault, after an error that ends the program; leave the
+    group at exit.
 
-    The last training of a process has the say, if it is still there.
+    `advise` is a method of the newest training, if that still exists.
     """
     _Ends.advise = advise
     _register_end()
@@ -296,8 +301,9 @@ def _end_of_program() -> None:
 
 
 def explain_end(error: BaseException) -> None:
-    """Say below an error that ends this program what the person can do, or which rank it came from;
-    and let the other ranks hear of it.
+    """Print advice, or the rank at fault, below an error that ends this program.
+
+    The other ranks are told of the error.
     """
     advise = None if _Ends.advise is None else _Ends.advise()
     words = "" if advise is None else advise(error)
@@ -313,13 +319,13 @@ def explain_end(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """An error in a line; empty for none, and for sys.exit()."""
+    """Return an error in one line; empty if there is none, and for sys.exit()."""
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}".rstrip(": .") if isinstance(error, Exception) else ""
 
 
 def find_error() -> BaseException | None:
-    """The error that the program's own thread is handling."""
+    """Return the error that the main thread is handling; None if there is none."""
     found: Any = sys._current_exceptions().get(main_thread().ident or 0)
     error: BaseException | None = (
         found[1] if isinstance(found, tuple) else found
@@ -328,7 +334,7 @@ def find_error() -> BaseException | None:
 
 
 def is_leaving() -> bool:
-    """True if the program's own thread is in a call that leaves the default process group."""
+    """True if the main thread is in a call that leaves the default process group."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     while frame is not None and frame.f_code not in LEAVING:
         frame = frame.f_back
@@ -342,7 +348,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """True if the error is that of a rank which other ranks have left."""
+    """True if an error arose because other ranks have left."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)

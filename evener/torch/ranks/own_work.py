@@ -1,9 +1,7 @@
-"""The timing of one rank's steps, divided into its own work, waiting for other ranks, and waiting
-for data.
+"""Times the steps of one rank: its compute time (own work), waiting for other ranks, and for data.
 
 The sum of gradients makes every rank's backward pass equally long. Ranks differ in the time until
-the last gradient is ready, as the exchange of all gradients can't end before it is ready on every
-rank.
+their last gradient is ready, as the exchange of all gradients can't end before that on any rank.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ from .ranks import RankShares
 
 KEPT_STEPS = 25  # that medians are taken over
 KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
-TIMED_AT_ONCE = 16  # steps, as one at a time would find none of the code in the CPU's cache
+TIMED_AT_ONCE = 16  # steps; timing one at a time would find a cold CPU cache
 WARM_STEPS = 3  # of a training, which no sum counts: kernels are chosen, memory is allocated
 SAMPLED = (
     4  # of so many steps, one is asked for what all threads compute, as that takes microseconds
 )
-LEAST_FILE_SECONDS = 1e-3  # between two steps, in which they may have written files
-LEAST_FILE_BYTES = 64 << 10  # that they wrote then, from which files took the time
+LEAST_FILE_SECONDS = 1e-3  # between two steps, for them to count as time for files
+LEAST_FILE_BYTES = 64 << 10  # written between two steps, for the same
 Phase = Literal[Doing, "validation", "files"]
 OWN: Doing = "own work"
 SUM: Doing = "sum"
@@ -69,64 +67,64 @@ BETWEEN: Doing = "between steps"
 INPUT: Doing = "input"
 VALIDATION: Final = "validation"
 FILES: Final = "files"
-PARTS_END = StepSums.__struct_fields__.index("between_s") + 1  # of fields that don't overlap
+PARTS_END = (
+    StepSums.__struct_fields__.index("between_s") + 1
+)  # the end of the fields that don't overlap
 
 
 class HostClock:
-    """The clock of a CPU, which computes at once: marks points of time whose distance is known once
-    they are past.
-    """
+    """The clock of a CPU, which computes at once; its marks are points of time in seconds."""
 
     mark = staticmethod(time.perf_counter)
     computed = staticmethod(time.thread_time)  # seconds that the CPU has computed for this thread
     computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
-        """True for every mark."""
+        """True for every mark, as a CPU has computed everything before it."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
-        """The seconds between two marks."""
+        """Return the seconds between two marks."""
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Do nothing: numbers need no second use."""
+        """Do nothing, as marks of a CPU are plain numbers."""
 
 
 class GpuClock:
-    """The clock of a GPU, which computes later than the loop runs: events on the current stream."""
+    """The clock of a GPU, which computes later than the loop runs; its marks are CUDA events."""
 
     def __init__(self, make_event: Callable[..., Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """An event after all that is enqueued now."""
+        """Record and return an event after all work that is enqueued now, on the current stream."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record()
         return event
 
     def computed(self) -> float:
-        """NaN: whether a GPU computes all the time isn't known."""
+        """Return NaN, as it isn't known whether a GPU computes all the time."""
         return math.nan
 
     computed_by_all = computed
 
     def is_past(self, mark: Any) -> bool:
-        """True if the GPU has come to a mark; doesn't wait."""
+        """True if the GPU has reached a mark; doesn't wait."""
         return bool(mark.query())
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The seconds of the GPU between two marks."""
+        """Return the GPU's seconds between two marks."""
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Take back events to record them again, which takes less time than new ones."""
+        """Take back events to record them again, which is faster than making new ones."""
         self._free.extend(marks)
 
 
 class TimedStep(NamedTuple):
-    """Seconds of one step; NaN for what isn't known."""
+    """The seconds of one step; NaN for a time that isn't known."""
 
     sizes: tuple[int, ...]  # rows of each rank
     own_work_s: float  # from the batch's arrival until the last gradient is ready
@@ -145,7 +143,7 @@ class TimedStep(NamedTuple):
 
 
 class _Marked(NamedTuple):
-    """A step's marks."""
+    """A step that is over, with its marks, before it is timed."""
 
     sizes: tuple[int, ...]
     asked: Any  # for this batch; None where a loop began with it
@@ -163,10 +161,11 @@ class _Marked(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of one rank's training; `alone` if no gradient waits for another rank's.
+    """Times the steps of one rank's training; `alone` is True if there are no other ranks
+    to wait for.
 
-    A step without gradients, such as one of two batches that are taken together, isn't counted; its
-    time is part of the sums.
+    A step without gradients, such as the first of two accumulated batches, isn't counted as a step,
+    but its time is in the sums.
     """
 
     def __init__(self, clock: Any, alone: bool) -> None:
@@ -205,7 +204,7 @@ class StepTimer:
         self.release = _OPTIMIZER_HOOKS.hold(self)  # and be told of steps of optimizers no more
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch of which the ranks have these rows."""
+        """Begin a batch; `sizes` are the rows of each rank in it."""
         self.sizes = sizes
         self._before = ()
         if self._apart:
@@ -225,13 +224,11 @@ class StepTimer:
         self.begun(sizes, self._updates)
 
     def disturb(self) -> None:
-        """Note that the current step isn't one as others are: evener checks a loss in it, or memory
-        has run out.
-        """
+        """Mark the current step as unusual: evener checks a loss in it, or memory has run out."""
         self._disturbed = True
 
     def _enter(self, doing: Phase, *after: Phase) -> None:
-        """Begin `doing` if one of `after` goes on."""
+        """Begin the phase `doing` if the current phase is one of `after`."""
         if self._marks and self._marks[-1][0] in after:
             self._note_files(self._marks)
             self._marks.append((doing, self._clock.mark()))
@@ -239,15 +236,15 @@ class StepTimer:
                 self._begin_between()
 
     def _begin_between(self) -> None:
-        """Begin time between two steps, in which files may be written."""
+        """Begin the time between two steps, in which files may be written."""
         self._between_at = time.perf_counter()
         if self._writes is not None:
             self._written = self._writes.count_bytes()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Note that files were written in the time between two steps that ends now, if so.
+        """Attribute the time between two steps, which ends now, to files if any were written.
 
-        Bytes are counted from the first time on that was long enough.
+        Bytes are counted only after the first time that was long enough to matter.
         """
         if not marks or marks[-1][0] != BETWEEN:
             return
@@ -259,7 +256,7 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def note_gradients(self) -> None:
-        """Note that the last gradient is ready; with several passes, called for each."""
+        """Note that the last gradient is ready; called for each pass if there are several."""
         if not (self.has_own_work or self._alone):
             return
         self._computed = True
@@ -276,7 +273,7 @@ class StepTimer:
     def note_sent(self) -> None:
         """Note that the host has enqueued the sum of all gradients.
 
-        A GPU that hasn't come to the last gradient by now is behind its host.
+        If the GPU hasn't computed the last gradient by now, it is behind its host.
         """
         if self._on_host or not math.isnan(self._clock.computed()):
             return
@@ -284,11 +281,11 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_backward(self) -> None:
-        """Note that the backward pass has ended, with its waiting for other ranks."""
+        """Note that the backward pass has ended, and with it the waiting for other ranks."""
         self._enter(BETWEEN, SUM)
 
     def note_update(self) -> None:
-        """Note that an optimizer begins."""
+        """Note that an optimizer's step begins."""
         marks = self._marks
         if not (self.has_own_work or self._alone):
             if marks and marks[-1][0] == BETWEEN:  # another backward pass, before this update
@@ -301,11 +298,11 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN)
 
     def note_updated(self) -> None:
-        """Note that an optimizer has ended."""
+        """Note that an optimizer's step has ended."""
         self._enter(BETWEEN, UPDATE)
 
     def note_validation(self) -> None:
-        """Note that a batch of a validation begins; nothing while a step computes."""
+        """Note that a batch of a validation begins; does nothing while a training step computes."""
         marks = self._marks or self._apart
         if not marks or marks[-1][0] not in (BETWEEN, VALIDATION):
             return
@@ -320,7 +317,7 @@ class StepTimer:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """A context in which evener waits for other ranks, which is no own work."""
+        """Enter a context in which evener waits for other ranks, which isn't own work."""
         if self._validates:  # which goes on
             with own_collectives():
                 yield
@@ -333,18 +330,20 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin to wait for other ranks within a pass; False, and nothing, outside of own work."""
+        """Begin to wait for other ranks within a pass; return False, and do nothing,
+        outside own work.
+        """
         if not self._marks or self._marks[-1][0] != OWN:
             return False
         self._marks.append((SUM, self._clock.mark()))
         return True
 
     def end_wait(self) -> None:
-        """End what `begin_wait` has begun."""
+        """End the wait that `begin_wait` began."""
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """The number of batches begun, and what the loop is doing now; a GPU may be behind it."""
+        """Return the number of batches begun, and what the loop does now; a GPU may be behind."""
         if not self._marks:
             return self._batches, BETWEEN if self._asked is None else INPUT
         doing = self._marks[-1][0]
@@ -353,8 +352,9 @@ class StepTimer:
         return self._batches, BETWEEN if doing == FILES else doing
 
     def finish(self) -> bool:
-        """End a step as the loop asks for its next batch; True if its gradients were computed and
-        exchanged.
+        """End a step as the loop asks for its next batch.
+
+        Returns True if its gradients were computed and exchanged.
         """
         if not self._marks and self._asked is not None:
             return False  # it has asked already
@@ -384,7 +384,7 @@ class StepTimer:
         return computed
 
     def pause(self) -> None:
-        """End a loop: time before the next batch is part of no step, but of the sums."""
+        """End a loop; the time until the next batch belongs to no step, but is in the sums."""
         left = self._asked
         self._forget()
         if left is not None:
@@ -397,13 +397,13 @@ class StepTimer:
         self._computed = self._applied = self._validates = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """The steps among the last `count` that the device has computed."""
+        """Return those of the last `count` steps that the device has computed."""
         self._time_past()
         missing = sum(each.counts for each in self._marked)
         return list(self._steps)[-max(0, count - missing) :] if count > missing else []
 
     def _time_past(self) -> None:
-        """Time the steps that the device has computed since the last time."""
+        """Time the steps that the device has computed since the last call."""
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
             step = self._time(marked)
@@ -415,21 +415,21 @@ class StepTimer:
             self._clock.reuse([mark for _, mark in (*marked.apart[1:], *marked.marks)])
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """The last steps in their parts, oldest first."""
+        """Return the last steps, oldest first, each divided into its parts."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
 
     def behind_part(self) -> float:
-        """The part of the last steps in which the GPU was behind its host; -1 if that isn't
-        known.
+        """Return the fraction of the last steps in which the GPU was behind its host;
+        -1 if unknown.
         """
         known = [step.behind for step in self.last() if not math.isnan(step.behind)]
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """The medians of the last steps, 0 for unknown ones: of this device, and of the whole
-        step.
+        """Return the medians of the last steps, for this device and for the whole step;
+        0 if unknown.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -475,8 +475,8 @@ class StepTimer:
     def _add_spans(
         self, marks: Sequence[tuple[Phase, Any]], end: Any
     ) -> tuple[dict[Phase, float], float]:
-        """The seconds of each phase, from the first mark to `end`, and those after the last
-        mark.
+        """Return the seconds of each phase from the first mark to `end`, and those after
+        the last mark.
         """
         seconds, took_s = self._clock.seconds, 0.0
         spans: dict[Phase, float] = {}
@@ -490,7 +490,9 @@ class StepTimer:
     def _sum_up(
         self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """All of a step's seconds, with those since the loop before."""
+        """Return all of a step's seconds, including those since the loop before,
+        in StepSums' order.
+        """
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s = spans.get(BETWEEN, 0.0), 0.0
@@ -525,18 +527,18 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Input, own work, the meeting, and what lies between steps; sums are as in StepSums."""
+    """Return the seconds of input, own work, meeting and between steps, from those in StepSums."""
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
 
 def _idle_seconds() -> float:
-    """Seconds in which this thread hasn't computed, from some point of time on."""
+    """Return the seconds in which this thread hasn't computed, counted from an arbitrary time."""
     return time.perf_counter() - time.thread_time()
 
 
 def make_timer(device: torch.device, alone: bool) -> StepTimer:
-    """A timer for the steps of a rank on `device`."""
+    """Return a timer for the steps of a rank on `device`."""
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), alone)
 
 
@@ -545,10 +547,11 @@ RETREATS = "evener/retreats"  # lines of ranks whose journal the first one keeps
 
 
 class StepReporter:
-    """Reports the steps of one rank to the monitor; with `journal`, and under a launcher, the first
-    rank keeps one of the whole training.
+    """Reports the steps of one rank to the monitor, and keeps the journal of the training
+    on rank 0.
 
-    `shares` are those in force, and `timer` has the times of the steps.
+    There is a journal with `journal`, and under a launcher. `shares` are those in force, and
+    `timer` has the times of the steps.
     """
 
     def __init__(
@@ -578,9 +581,7 @@ class StepReporter:
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """A step on this rank's rows is done; `tokens` are those of the rows, without and with
-        padding.
-        """
+        """Report that a step on this rank's rows is done; `tokens` are without and with padding."""
         now = self.shares
         self._reporter.report(
             rows,
@@ -591,15 +592,16 @@ class StepReporter:
         )
 
     def note_change(self, change: ShareChange) -> None:
-        """Note that shares have changed: for the monitor, and in the journal at once, as the
-        training may end before it is told of again.
+        """Note a change of shares, for the monitor and the journal.
+
+        The journal is written at once, as the training may end before its next regular entry.
         """
         self.changes.append(change)
         if self._journal is not None:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Say, and note, that a pass ran out of memory and that smaller ones follow."""
+        """Print and note that a pass ran out of memory and smaller ones follow."""
         line = retreat.describe(self.shares.share.name or self.shares.share.device)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
@@ -611,7 +613,7 @@ class StepReporter:
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
-        """Give the journal the retreats of other ranks."""
+        """Add the retreats of other ranks to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # of a group that is gone
@@ -623,8 +625,9 @@ class StepReporter:
                 self._lines = len(lines)
 
     def _read_memory(self) -> tuple[int, int]:
-        """The most bytes that this process has held of its device, and those that there are; asked
-        for every few seconds.
+        """Return the most bytes of its device that this process has held, and the device's bytes.
+
+        They are read again every MEMORY_SECONDS.
         """
         now = time.monotonic()
         if now >= self._memory_at + MEMORY_SECONDS:
@@ -632,7 +635,7 @@ class StepReporter:
         return self._memory
 
     def close(self) -> None:
-        """The monitor forgets this training."""
+        """Stop reporting, so that the monitor removes this training."""
         self._collect_retreats()
         self._memory_at = -math.inf
         self._reporter.close()
@@ -666,8 +669,9 @@ class StepReporter:
 
 
 def _read_memory(device: torch.device) -> tuple[int, int]:
-    """The most bytes that this process has held of its device, and those that there are; 0 where
-    that isn't known.
+    """Return the most bytes of its device that this process has held, and the device's bytes.
+
+    The latter are 0 if unknown.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -684,8 +688,10 @@ def _tell(note: Callable[[StepTimer], None], *_: Any) -> None:
 
 
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Tell timers that an optimizer begins: once its closure, if it has one, has computed the
-    gradients, as Lightning's has. The optimizer itself is the first of the arguments.
+    """Tell timers that an optimizer's step begins.
+
+    If the step has a closure, as Lightning's has, they are told once the closure has computed the
+    gradients. The first of the arguments is the optimizer itself.
     """
     closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
     if closure is None or not _timers:

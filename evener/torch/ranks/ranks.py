@@ -1,6 +1,4 @@
-"""The place of a PyTorch training process: its rank, its device, its process group, and the rows of
-all ranks.
-"""
+"""The setup of a PyTorch training process: its rank, device, process group, and all ranks' rows."""
 
 from __future__ import annotations
 
@@ -33,16 +31,14 @@ from ...training.share_order import RankInfo, check_agreement, divide_by_ratios,
 from ..messages import gather_messages
 
 MOST_FETCHING_THREADS = 8
-LARGE_BYTES = (
-    1 << 18
-)  # of a piece of memory that is returned when it is freed, where units are gathered
-_ALLOWED = allowed_cpus()  # before any slice was settled on
-_GATHERINGS = count()  # every rank counts alike
+LARGE_BYTES = 1 << 18  # a block at least as large is returned to the system when it is freed
+_ALLOWED = allowed_cpus()  # before this process was pinned to a slice
+_GATHERINGS = count()  # the same count on every rank
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class Stand(msgspec.Struct, frozen=True):
-    """A process among those that train together; `local_rank` counts on its machine."""
+    """A process's place among those that train together; `local_rank` counts on its machine."""
 
     rank: int
     world: int
@@ -50,8 +46,9 @@ class Stand(msgspec.Struct, frozen=True):
 
 
 def find_stand() -> Stand:
-    """This process's place: by its process group, else torchrun's variables, else alone; PlanError
-    for a wrong one.
+    """Find this process's rank among all: from its process group, else from torchrun's variables.
+
+    Without either, it is alone. Raises PlanError if the variables are invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return Stand(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank()))
@@ -68,7 +65,7 @@ def find_stand() -> Stand:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """PlanError unless the variables are set that several processes find each other by."""
+    """Raise PlanError if several processes can't find each other, as a variable is missing."""
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
@@ -89,23 +86,23 @@ def _number(name: str, default: int) -> int:
 
 
 def visible_gpus() -> dict[str, int]:
-    """The GPUs that PyTorch sees in this process: UUID -> its number for PyTorch."""
+    """Return the GPUs that PyTorch sees in this process: UUID -> index in PyTorch."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
 
 def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> Any:
-    """The `torch.device` of this process: the plan's GPU by its UUID, else the GPU of its local
-    rank, else the CPU.
+    """Return the `torch.device` of this process.
 
-    DeviceError where the plan names GPUs and fewer are here than processes.
+    It is the plan's GPU by its UUID, else the GPU of the local rank, else the CPU. Raises
+    DeviceError if the plan has this rank on a GPU and there are fewer GPUs than processes.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")
     if share is not None and share.device in gpus:
         return torch.device("cuda", gpus[share.device])
     if share is None and len(gpus) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return torch.device("cuda", 0)  # a launcher that shows each process its own
+        return torch.device("cuda", 0)  # from a launcher that shows each process only its own GPU
     if stand.local_rank < len(gpus):
         return torch.device("cuda", stand.local_rank)
     if share is not None and share.on_gpu:
@@ -118,16 +115,16 @@ def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> An
 
 
 def is_cpu(share: Share) -> bool:
-    """True if a share is that of a CPU slice."""
+    """True if a share is computed by a CPU slice."""
     return share.device.startswith("cpu-")
 
 
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
-    """Set up this process for its device, as a probe does: make a GPU the current one, or run on a
-    CPU slice's cores with one thread each.
+    """Set up this process for its device, as a probe does.
 
-    evener launch has started the process on its cores already. Several `trainings` of a pack share
-    the cores.
+    A GPU becomes the current device. On a CPU slice, the process runs on the slice's cores, with
+    one thread each; evener launch has started it there already. `trainings` is the number of packed
+    trainings that share the cores.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -139,7 +136,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
         and not launched_device()
         and (cores := slice_cores(share.device, _ALLOWED))
     ):
-        # also threads of a trainer's earlier group: on other cores they would slow other ranks
+        # also threads of a trainer's earlier group, which would slow ranks on other cores
         pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))
         # what a step frees is kept for the next one: by its own choice glibc maps and unmaps 15 %
@@ -148,15 +145,18 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Threads that fetch rows for a GPU beside other processes of this machine that do: 8, or its
-    part of the cores.
+    """Return the number of threads that fetch rows for a GPU: 8, or the process's part
+    of the cores.
+
+    `processes` is the number of processes on this machine that fetch rows.
     """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
 
 def return_memory() -> None:
-    """Let glibc return large pieces as they are freed: gathered units would leave gaps as large as
-    the model.
+    """Let glibc return large blocks to the system as soon as they are freed.
+
+    Gathered units would otherwise leave gaps as large as the model.
     """
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
@@ -169,8 +169,9 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
-    """The RankInfo of every rank, in the order of ranks, before a device is chosen; every rank
-    calls it.
+    """Return the RankInfo of every rank, in rank order, before a device is chosen.
+
+    Every rank has to call it.
     """
     if stand.world == 1:
         return [own]
@@ -179,7 +180,7 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
     store = _open_store()
     kept = (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # with what the ranks before a restart wrote
+    )  # with values from before a restart
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
     every = meet(
         store,
@@ -194,8 +195,9 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
 def meet(
     store: Any, place: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """The values of all ranks, exchanged by a store under a new name; with `seconds`, none if one
-    comes later.
+    """Exchange values of all ranks through a store under a new name, and return them in rank order.
+
+    With `seconds` as timeout, the result is empty if a rank comes later.
     """
     keys = [f"{place}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -216,8 +218,8 @@ def meet(
 
 @cache
 def _open_store() -> Any:
-    """The store in which ranks that a launcher started find each other, before they have a process
-    group.
+    """Return the store through which launched ranks find each other before they have
+    a process group.
     """
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
@@ -225,8 +227,9 @@ def _open_store() -> Any:
 
 
 def join(device: Any, backend: str | None) -> None:
-    """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs, if it isn't
-    there.
+    """Create the process group that torchrun described, unless there is one.
+
+    The backend is NCCL for GPUs and gloo for CPUs by default.
     """
     if dist.is_initialized():
         return
@@ -240,7 +243,9 @@ def join(device: Any, backend: str | None) -> None:
 
 
 class RankShares(msgspec.Struct, frozen=True):
-    """A plan as the ranks of this training have it; what is of several ranks is in their order."""
+    """A plan as the ranks of this training see it; tuples have a value for each rank,
+    in rank order.
+    """
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
@@ -261,12 +266,12 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def world(self) -> int:
-        """Processes that train together."""
+        """The number of processes that train together."""
         return len(self.batches)
 
     @property
     def global_batch(self) -> int:
-        """Rows of a full global batch."""
+        """The rows of a full global batch."""
         return sum(self.batches)
 
     @property
@@ -281,14 +286,17 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """The rows of each pass of a full batch, of all ranks."""
+        """Iterate over the rows of each pass of a full batch, of all ranks."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """The plan or its file; without one, that of evener launch, if it started this process."""
+    """Return the plan, loaded if it is a path; by default the plan of evener launch.
+
+    None if there is no plan.
+    """
     if isinstance(plan, Plan):
         return plan
     path = launched_plan(plan)
@@ -304,12 +312,13 @@ def find_shares(
     strict: bool = False,
     device: Any = None,
 ) -> RankShares:
-    """The shares of all ranks, by a plan or that of evener launch, or by `ratios`; every rank calls
-    it.
+    """Return the shares of all ranks, by a plan, by evener launch's plan, or by `ratios`.
 
-    `device` is this process's, where it is settled on one. PlanError, on every rank, if one can't
-    read its plan, if not each share has a process, or with `strict` if the plan was measured on
-    other devices, which is a warning else; RequestError if `options` aren't the same on every rank.
+    Every rank has to call it. `device` is this process's, if it is fixed already.
+
+    Raises PlanError on every rank if one can't read its plan, or if the number of processes isn't
+    that of the shares. If the plan was measured on other devices, that is a PlanError with `strict`
+    and a warning without. Raises RequestError if `options` differ between ranks.
     """
     note_use()  # also of ratios, which are a plan by hand
     if plan is not None and ratios is not None:
@@ -319,7 +328,7 @@ def find_shares(
     stand, gpus = find_stand(), visible_gpus()
     try:
         chosen = None if ratios is not None else open_plan(plan)
-    except EvenerError as fault:  # no rank then waits for one that can't read its plan
+    except EvenerError as fault:  # so that no rank waits for one that can't read its plan
         gather_infos(RankInfo(socket.gethostname(), "", fault=fault.message), stand)
         raise
     if chosen is None:
@@ -338,14 +347,14 @@ def find_shares(
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
-    """The id of this process's GPU among those that it sees, by their index; "" if it has none."""
+    """Return the id of this process's GPU, by its index among those it sees; "" if it has none."""
     if device is None or device.type != "cuda":
         return ""
     return next((name for name, index in gpus.items() if index == device.index), "")
 
 
 def _meet(own: RankInfo, stand: Stand, options: Mapping[str, bool | str]) -> list[RankInfo]:
-    """What all ranks are, in their order; RequestError if they don't agree."""
+    """Return the RankInfo of all ranks in rank order; raise RequestError if they don't agree."""
     training = secrets.token_hex(8)
     told = msgspec.structs.replace(own, options=dict(options), training=training)
     ranks = gather_infos(told, stand)
@@ -388,7 +397,7 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """The shares of all ranks, each found by its host and its device."""
+    """Return the shares of all ranks, each matched to its rank by host and device."""
     active = plan.layout.active
     order = order_shares(active, ranks)
     for difference in differences:
@@ -396,7 +405,7 @@ def _share_by_plan(
     held = ", ".join(
         f"{describe(share)} limited to {share.limit}" for share in active if share.limit
     )
-    if held and stand.rank == 0:  # one process says it for all
+    if held and stand.rank == 0:  # only one process warns
         warnings.warn(
             f"The plan was measured with {held}; a training has no such limit.", stacklevel=4
         )
@@ -417,7 +426,9 @@ def _share_by_plan(
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """The devices that any rank sees, for comparison with a plan's; None where it needs no GPU."""
+    """Return the devices that any rank sees, to compare with a plan's; None if the plan
+    needs no GPU.
+    """
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)

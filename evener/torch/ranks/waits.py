@@ -1,7 +1,8 @@
-"""The waiting of a rank for others within its passes, where FSDP exchanges in each layer.
+"""Measures how long a rank waits for others within its passes, where FSDP communicates
+in each layer.
 
-Ranks that meet in each layer come to the end of a step together. What a rank computes between two
-meetings is its own work: all but the time in which it waits for an exchange.
+Ranks that meet in each layer reach the end of a step together. So a rank's compute time (own work)
+is all the time of a pass in which it doesn't wait for an exchange.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """Count what a rank waits for in passes as no own work of this timer from now on.
+    """Exclude waiting within passes from this timer's own work from now on.
 
-    On a CPU that is waiting for an exchange; on a GPU, where the host doesn't wait, what its stream
-    does until another one has exchanged.
+    On a CPU, that is waiting for an exchange. On a GPU the host doesn't wait; there it is the time
+    in which a stream waits for another stream that communicates.
     """
     _timers.add(timer)
     _watch(dist.Work, "wait")
