@@ -1,14 +1,12 @@
-"""Train a Keras model by a plan: unequal shares of each batch on unequal devices, with the same
-result.
+"""Train a Keras model on unequal devices as if on one, by the shares of a plan.
 
     from evener.keras import Split
 
     split = Split("plan.toml")
     model = split.build(make_model)          # make_model returns a compiled Keras model
-    model.fit(x, y, epochs=5)                # the batch size is the plan's
+    model.fit(x, y, epochs=5)                # uses the plan's global batch
 
-There are two engines: towers (one process, the default) and multiworker (a process for each
-device).
+There are two engines: towers (one process, the default) and multiworker (one process per device).
 """
 
 from __future__ import annotations

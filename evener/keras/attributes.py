@@ -1,8 +1,7 @@
-"""Tensors that a call of the model leaves in attributes, such as `self.z_mean` of a VAE, for a loss
-that reads them.
+"""Tensors that a call of the model leaves in attributes, such as `self.z_mean` in a VAE.
 
-A tower's call leaves those of its own rows. They are collected after each call, put together in the
-order of the rows, and written back before the loss is computed.
+A loss may read them. A tower's call leaves only the tensors of its own rows, so they are collected
+after each call, joined in the order of the rows, and written back before the loss is computed.
 """
 
 from __future__ import annotations
@@ -17,45 +16,49 @@ import tensorflow as tf
 from .compatibility import ROWS, all_layers, plain_variables
 from .keras_step import main_part
 
-DEEPEST = 4  # containers within an attribute
+DEEPEST = 4  # levels of containers within an attribute
 LIBRARIES = ("keras.", "tensorflow.", "numpy.")
 
-Leaves = dict[str, Any]  # tensors by the name of the place where they are
+Leaves = dict[str, Any]  # tensors by the name of their place
 
 
 class PlainVariables:
-    """The `tf.Variable`s of a model that a call may assign, such as a count of its calls. Each
-    device and pass of a step begins with what they were before the step.
+    """The `tf.Variable`s of a model that a call may assign, such as a counter of calls.
+
+    Each device and each pass of a step starts with the values from before the step.
     """
 
     def __init__(self, model: Any) -> None:
         self._before = [(each, tf.identity(each)) for each in plain_variables(model)]
 
     def restore(self) -> None:
-        """Put back what they were as this was made."""
+        """Assign the values that the variables had when this object was made."""
         for variable, value in self._before:
             variable.assign(value)
 
 
 class TensorPlace(NamedTuple):
-    """A place that has a tensor or a tuple of some: an attribute, an item of a list or a dict."""
+    """A place that holds tensors: an attribute, or an item of a list or dict.
+
+    Its value is a tensor or a tuple of tensors.
+    """
 
     name: str
     container: Any
     key: Any
 
     def leaves(self) -> Leaves:
-        """Its tensors."""
+        """Return the tensors at this place, by name."""
         flat = tf.nest.flatten(self.container[self.key])
         return {f"{self.name}/{place}": leaf for place, leaf in enumerate(flat)}
 
 
 class CallTensors:
-    """The tensors that a call of the model puts into attributes of its layers, and into lists,
-    dictionaries and plain objects there.
+    """The tensors that a call of the model leaves in attributes of its layers.
 
-    Make it before the first call. After each call, `collect` what it has left; before the next one,
-    `restore` what was there before the first.
+    They may also be in lists, dictionaries and plain objects in such attributes. Make this object
+    before the first call. After each call, `collect` the tensors that it left; before the next
+    call, `restore` what was there before the first.
     """
 
     def __init__(self, model: Any) -> None:
@@ -67,13 +70,13 @@ class CallTensors:
         self._contents = [_copy(each) for each in self._containers]
 
     def collect(self) -> Leaves:
-        """The tensors that weren't there before."""
+        """Return the tensors that weren't there when this object was made."""
         slots = self._find_slots([])
         found = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
 
     def restore(self) -> None:
-        """Put back what held tensors when this was made, or holds some now."""
+        """Restore attributes and containers that hold tensors, or did when this was made."""
         for layer, before in zip(self._layers, self._attributes, strict=True):
             now = _users_attributes(layer)
             for name in {**before, **now}:
@@ -87,14 +90,17 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace tensors that the last call has left."""
+        """Replace tensors that the last call left by those of the same name in `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
             slot.container[slot.key] = value
 
     def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
-        """All places that have tensors; `containers` gets the lists and dicts in which they are."""
+        """Return all places that hold tensors.
+
+        The lists and dicts that contain them are appended to `containers`.
+        """
         return [
             slot
             for number, layer in enumerate(self._layers)
@@ -105,7 +111,10 @@ class CallTensors:
 
 @functools.cache
 def keras_attributes() -> frozenset[str]:
-    """Attributes that every model and layer has. A name of its own leaves Keras' counters alone."""
+    """Return the names of the attributes that every model and layer has.
+
+    The model that is made to find them has a name, so that Keras' name counters don't change.
+    """
     return frozenset(vars(keras.Model(name="without_layers")))
 
 
@@ -116,7 +125,7 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
 def _slots(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
-    """The places with tensors in an item of a container."""
+    """Yield the places that hold tensors within one item of a container."""
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):
         flat = tf.nest.flatten(value)
@@ -132,7 +141,10 @@ def _slots(
 
 
 def _open(value: Any) -> Any:
-    """The list or dict that may hold tensors: the value itself, or a plain object's attributes."""
+    """Return the list or dict that may hold tensors; None for values that can't.
+
+    It is the value itself, or the attributes of a plain object.
+    """
     if isinstance(value, list | dict):
         return value
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
@@ -150,7 +162,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Give a list or dict this content, if it has another one."""
+    """Make the content of a list or dict equal to `content`, changing only what differs."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]
@@ -170,10 +182,11 @@ def join_leaves(
     kinds: Mapping[str, str],
     pad: Callable[[Any], Any],
 ) -> Leaves:
-    """The tensors of a whole batch, given those of each device's rows.
+    """Return the tensors of a whole batch, given the tensors of each device's rows.
 
-    `sizes` are the devices' rows that count, `parts` the same by the rows of the batch. Tensors
-    that `kinds` names, such as a mean over rows, add up as it says. Others are rows.
+    `sizes` are the numbers of rows that count on each device, `parts` the same divided by the rows
+    of the batch. Tensors that `kinds` names, such as means over rows, are added up by their kind;
+    other tensors consist of rows and are concatenated.
     """
     joined = {}
     for name in every[0]:
@@ -191,7 +204,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """All rows, or none where they are those of a filler row."""
+    """Return all rows of the tensor, or no rows if `size` is 0 and it belongs to a filler row."""
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

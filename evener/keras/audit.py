@@ -1,8 +1,9 @@
-"""Audits of a Keras training: does the engine give the gradient that one device would?
+"""Audits of a Keras training: does the engine compute the same gradient as one device?
 
 Before an audited step, a few rows of its batch are trained on twice, in graphs that leave nothing
-behind: by Keras' own step on one device, and by the engine, with its shares and passes.
-`evener/training/audit.py` says when, which difference is more than rounding, and what follows.
+behind: with Keras' own step on one device, and with the engine's step, shares and passes.
+`evener/training/audit.py` decides when to audit, which differences exceed rounding, and what
+follows from them.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from .loss_kinds import first_line
 from .measuring import peek
 from .passes import is_seed
 
-FEW = 8  # rows that are audited in late steps, where the batch has them
-MOST = 32  # in the first EARLY ones
-LATE = 1_000_000  # a step in which all that grows by steps has grown
-ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # of the numbers in a repeat
-FINEST_ROUNDING = 2e-7  # models of float64 often compute something in float32
-FIGURES_DIFFER = 1e-5  # of a logged figure
-# Of the largest output: other kernels add in another order.
+FEW = 8  # rows that are audited in late steps, if the batch has so many
+MOST = 32  # the most rows in the first EARLY steps
+LATE = 1_000_000  # a step so late that everything that grows with the steps has grown
+ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # relative rounding error of the numbers in a repeat
+FINEST_ROUNDING = 2e-7  # float64 models often compute something in float32
+FIGURES_DIFFER = 1e-5  # relative difference of logged values that causes a warning
+# Relative to the largest output: different kernels add in a different order.
 OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 5e-2}
-STATES_DIFFER = 1e-3  # of the change of a state; convolutions in float32 were seen to round so far
+STATES_DIFFER = 1e-3  # relative to a state's change; float32 convolutions round that much
 HOST = "CPU:0"
 
 ALONE = "Train it on one device."
@@ -80,18 +81,18 @@ Steps = tuple[TracedStep, TracedStep]  # Keras' own on one device, and the engin
 
 
 class Finding(msgspec.Struct):
-    """What an audit has found: a difference, and what is said of it."""
+    """A difference that an audit has found, with its message."""
 
     difference: GradientDifference
     said: str
-    remedy: str = ""  # another one than that of most differences
+    remedy: str = ""  # if different from the usual remedy
 
 
 class StepAudit:
-    """The audits of a model's trainings by an engine.
+    """The audits of a model's training by an engine.
 
-    With `strict` a confirmed difference ends the training at any time. `pass_rows` are those of the
-    engine's largest pass, where it takes passes.
+    With `strict`, a confirmed difference ends the training at any time. `pass_rows` is the number
+    of rows in the engine's largest pass; None without passes.
     """
 
     def __init__(self, engine: Engine, strict: bool, pass_rows: int | None) -> None:
@@ -104,21 +105,21 @@ class StepAudit:
         self._traced: dict[Any, Steps | None] = {}
         self._specs: dict[Any, Any] = {}
         self._compiled = 0
-        self._varied: set[Any] = set()  # signatures whose hidden differences were looked for
+        self._varied: set[Any] = set()  # signatures that were checked for hidden differences
         self._told: set[str] = set()
-        self._moment = ""  # of the audit, at the begin of a sentence
+        self._moment = ""  # the start of a message: when the audit took place
         self._fails = False  # the step can't be run on the rows of this audit
-        self._spec: Any = None  # of the last iterator, and its text
+        self._spec: Any = None  # element spec of the last iterator, and its text
         self._spec_text = ""
 
     def begin_anew(self) -> None:
-        """The model was compiled again, or its step is made again."""
+        """Discard all graphs, because the model was compiled again or its step is made again."""
         self._compiled += 1
         self._traced.clear()
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Keras' function of some steps, with an audit before those that are due."""
+        """Wrap Keras' function of some steps, with an audit before steps that are due for one."""
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -137,7 +138,10 @@ class StepAudit:
         return run_audited
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """The types and shapes of batches, without their number of rows where a batch tells."""
+        """Return the types and shapes of batches as text.
+
+        It omits the number of rows if the batches aren't an iterator of TensorFlow.
+        """
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
             return repr([(np.shape(leaf)[1:], str(getattr(leaf, "dtype", ""))) for leaf in leaves])
@@ -148,7 +152,7 @@ class StepAudit:
         return self._spec_text
 
     def look(self, batch: Tensors, signature: Any = None) -> None:
-        """Audit a batch; RequestError for a difference, or a warning."""
+        """Audit a batch; warn about a difference, or raise RequestError."""
         self._moment = f"In step {self.audits.step}"
         with _plain_float32():
             rows = self._take_rows(batch)
@@ -169,7 +173,7 @@ class StepAudit:
         warn(f"{finding.said} The training goes on; strict=True would end it. {remedy}")
 
     def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Keras' function of some test steps, with an audit before the first one."""
+        """Wrap Keras' function of some test steps, with an audit before the first one."""
         is_first = True
 
         def run_audited(batches: Any) -> Any:
@@ -184,7 +188,7 @@ class StepAudit:
         return run_audited
 
     def _look_at_test(self, batch: Tensors) -> None:
-        """Evaluate a few rows in both ways; RequestError where their losses or states differ."""
+        """Evaluate a few rows in both ways; raise RequestError if losses or states differ."""
         self._moment = "In an evaluation"
         with _plain_float32():
             rows = self._take_rows(batch)
@@ -201,7 +205,10 @@ class StepAudit:
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
-        """A few rows of the whole batch, (x, y, weight), in every process."""
+        """Return a few rows of the whole batch, (x, y, weight), the same in every process.
+
+        Return None if the processes can't exchange them.
+        """
         with tf.device(HOST):
             triple = _read_triple(batch)
             whole = self._count_batch(batch)
@@ -213,7 +220,7 @@ class StepAudit:
             return self._gather(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """The first rows of each process' share, of all; None where they can't be sent."""
+        """Gather the first rows of each process's share; None if they can't be sent."""
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
         if any(few > own for few, own in zip(cut.sizes(rows), shares, strict=True)):
@@ -235,7 +242,7 @@ class StepAudit:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(whole_leaves), own)
 
     def _trace_tests(self, rows: Tensors) -> Steps | None:
-        """Keras' own test step, and the engine's, as graphs; None where they can't be audited."""
+        """Trace Keras' own test step and the engine's; None if they can't be audited."""
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             with tf.device(self._engine.device):
@@ -253,14 +260,14 @@ class StepAudit:
         self._say_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
-        """The steps, if random numbers can be made the same for a row wherever it is computed."""
+        """Return the steps; None if their random numbers depend on where a row is computed."""
         if steps is not None and any(step.draws for step in steps):
             self._say_once("it draws random numbers that aren't Keras'; use keras.random")
             return None
         return steps
 
     def _trace(self, rows: Tensors, signature: Any) -> Steps | None:
-        """Keras' own step, and the engine's, as graphs; None where they can't be audited."""
+        """Trace Keras' own step and the engine's; None if they can't be audited."""
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
         if before is not None:
@@ -286,7 +293,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Let each device take two passes of these rows where it takes passes."""
+        """Make each device take two passes for this number of rows, if the engine takes passes."""
         cut = self._engine.cut
         if not cut.in_passes:
             yield
@@ -300,10 +307,10 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> Finding | None:
-        """The finding that rows can't be computed without the others of their batch, or have other
-        outputs then.
+        """Find out whether rows depend on the other rows of their batch.
 
-        Where the whole batch can't be computed either, the training's own step will say why.
+        Returns a finding if rows can't be computed without the others, or have different outputs
+        then. If the whole batch can't be computed either, the training's own step will report why.
         """
         self._fails = False
         count = int(count_rows(rows))
@@ -324,12 +331,17 @@ class StepAudit:
         return self._compare_outputs(plain, rows)
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """True if a step of the user's own may do so, which every engine gives the whole batch."""
+        """True if the user overrides the step, which may then mix rows.
+
+        Every engine runs such a step on the whole batch.
+        """
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """The finding that outputs of rows depend on the rows beside them: by two unequal parts,
-        which needn't be those of the shares, and by each row alone, if it can be computed so.
+        """Compare the outputs of rows with those of the same rows in parts.
+
+        Returns a finding if they differ. The parts are two of unequal size, which needn't be the
+        shares', and each row alone, if the model can compute single rows.
         """
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
@@ -349,20 +361,23 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """True if sums of outputs are the same but for rounding."""
+        """True if sums of outputs are equal except for rounding."""
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
         near = OUTPUTS_DIFFER.get(kind, OUTPUTS_DIFFER["float32"]) * largest
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """True if the whole batch can be computed, which some of its rows can't for this error."""
+        """True if this error of a part of the batch doesn't occur with the whole batch.
+
+        In a group, no process has all rows, so the type of the error decides.
+        """
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
         return not isinstance(self._try(plain, _read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
-        """Of these rows, those of each pass, or device, of this process."""
+        """Yield the rows of each pass of this process; one pass per device without passes."""
         cut, total = self._engine.cut, int(count_rows(rows))
         edges = [int(edge) for edge in cut.bounds(total)]
         for device, (start, stop) in enumerate(pairwise(edges)):
@@ -374,23 +389,23 @@ class StepAudit:
                     yield cut_rows(rows, first, last)
 
     def _count_batch(self, batch: Tensors) -> int:
-        """The rows of a batch, in all processes."""
+        """Return the number of rows of a batch, in all processes together."""
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(_read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """The finding that a step can't compute some rows of a batch without the others."""
+        """Return the finding that a step can't compute some rows of a batch without the others."""
         said = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{said.rstrip('.')}.", ALONE)
 
     def _try(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """The result of a step on these rows, or its error."""
+        """Return the result of a step on these rows, or its exception."""
         try:
             return step.run(rows, self._list_seeds())
         except Exception as error:  # whatever the user's program raises
             return error
 
     def _compare(self, steps: Steps, rows: Tensors, signature: Any) -> Finding | None:
-        """What differs between the steps on these rows."""
+        """Compare the two steps on these rows; return the first difference, if any."""
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps[0])
         found = found or unequal
@@ -411,11 +426,14 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """A difference of gradients, figures or states, with these values of variables."""
+        """Compare gradients, losses, logs and states, with these values of variables.
+
+        Returns a finding if they differ; logs only cause a warning.
+        """
         plain, shared = steps
         values = {**self._list_seeds(), **values}
         reference = None
-        # values and labels that the program can't compute with say nothing of its own
+        # values and labels that the program can't compute with don't count against it
         with suppress(Exception):
             reference = plain.run(rows, values)
         if not self._all(reference is not None) or reference is None:
@@ -435,7 +453,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """A difference of the losses or states of an evaluation of these rows."""
+        """Compare losses and states of evaluations of these rows; return a difference or None."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -457,7 +475,7 @@ class StepAudit:
     def _run_shared(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """The result of the engine's step; RequestError where parts can't be put together."""
+        """Run the engine's step; raise RequestError if the parts can't be put together."""
         try:
             return shared.run(rows, values)
         except tf.errors.InvalidArgumentError as error:
@@ -468,7 +486,7 @@ class StepAudit:
             ) from error
 
     def _cause(self, training: bool) -> LikelyCause:
-        """The likeliest cause of a difference."""
+        """Return the likeliest cause of a difference."""
         return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
 
     def _compare_results(
@@ -478,7 +496,11 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """A difference of gradients, or of losses, which gradients of 0 may hide."""
+        """Return a difference of gradients, or of losses, which gradients of 0 may hide.
+
+        `repeats` are results of the reference step with rounding errors, which determine the
+        tolerance.
+        """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
         one, other = reference.gradients.loss, trained.gradients.loss
@@ -493,8 +515,10 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Values of the states that Keras draws from: the same in all processes, which may have
-        drawn unequally often, and others in each step.
+        """Return values for the states that Keras draws random numbers from.
+
+        They are the same in all processes, which may have drawn unequally often, and
+        change in each step.
         """
         seeds = [each for each in self._model.non_trainable_variables if is_seed(each)]
         return {
@@ -505,7 +529,7 @@ class StepAudit:
     def _repeat(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """The step again, of numbers that differ by rounding."""
+        """Repeat the step with inputs and weights that differ by rounding."""
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
         for number in range(REPEATS):
@@ -520,7 +544,7 @@ class StepAudit:
         return found
 
     def _round(self, value: Any, number: int) -> Any:
-        """The numbers, each changed by rounding."""
+        """Return the value with each number changed by about its rounding error."""
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value
         kind = self._model.compute_dtype
@@ -529,7 +553,7 @@ class StepAudit:
         return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
 
     def _compare_figures(self, reference: StepResult, trained: StepResult) -> None:
-        """Warn of a logged figure that differs where the gradients don't."""
+        """Warn about a logged value that differs although the gradients don't."""
         for name, one in reference.figures.items():
             other = trained.figures.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
@@ -544,8 +568,10 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """A state of the model that the step leaves otherwise, or another one, as of the loss,
-        that changes what is learned from it.
+        """Return a finding about a state that differs after the two steps, or None.
+
+        Variables that aren't the model's, for example the loss's, count only if the training
+        depends on their value.
         """
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
@@ -574,13 +600,14 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """True if what is learned from the rows depends on which of two values a variable has."""
+        """True if the gradient of these rows depends on which of two values a variable has."""
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """A decision that parts of the rows may take otherwise than all of them, and that changes
-        what is learned.
+        """Return a finding about a decision that parts of the rows may make differently, or None.
+
+        The decision counts only if it changes the gradient.
         """
         plain, shared = steps
         whole = plain.run(rows).margins
@@ -610,12 +637,12 @@ class StepAudit:
         return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """The rows of each device that has some."""
+        """Return the rows of each device that has any."""
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _list_states(self, plain: TracedStep) -> list[StepVariable]:
-        """Variables of the program that a step may assign, besides weights and metrics."""
+        """Return the variables that a step may assign, other than weights, metrics and seeds."""
         model = self._model
         others = [
             *model.trainable_variables,
@@ -631,7 +658,7 @@ class StepAudit:
         ]
 
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
-        """A variable whose values aren't the same in all processes."""
+        """Return a finding about a variable whose values differ between processes, or None."""
         if self._group is None:
             return None
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
@@ -664,7 +691,10 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """What the first rows may hide: names, values of variables, and rows."""
+        """Yield variants that may reveal what the first rows hide.
+
+        Each is (description, values of variables, rows).
+        """
         values, names = self._raise_zeros(plain)
         if values:
             yield f"with {' and '.join(names[:2])} above 0", values, rows
@@ -676,7 +706,10 @@ class StepAudit:
             yield f"with {said}", values, (x, changed, weight)
 
     def _raise_zeros(self, plain: TracedStep) -> tuple[dict[int, Any], list[str]]:
-        """Variables that are 0 as other numbers, and counters as those of a late step."""
+        """Return nonzero values for variables that are 0, and late-step values for counters.
+
+        Also returns the names of these variables.
+        """
         values: dict[int, Any] = {}
         names = []
         iterations = id(self._model.optimizer._iterations.value.handle)
@@ -700,14 +733,14 @@ class StepAudit:
     # ---------------------------------------------------------------- sharing and saying
 
     def _all(self, fine: bool) -> bool:
-        """True if all processes could compute the reference."""
+        """True if `fine` is true in all processes."""
         if self._group is None:
             return fine
         (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
         return bool(failed == 0)
 
     def _share(self, finding: Finding | None) -> Finding | None:
-        """The finding of the first process that has one, in all of them."""
+        """Return, in all processes, the finding of the first process that has one."""
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size
@@ -750,7 +783,10 @@ def _is_finite(gradients: Sketch) -> bool:
 
 
 def find_users_line(error: BaseException) -> str:
-    """The last line of the user's own code in an error's traceback, as ` (train.py, line 3)`."""
+    """Return the last line of user code in an error's traceback, such as ` (train.py, line 3)`.
+
+    Return "" if there is none.
+    """
     own = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "site-packages" not in frame.filename and not frame.filename.startswith(own):
@@ -760,7 +796,7 @@ def find_users_line(error: BaseException) -> str:
 
 @contextmanager
 def _plain_float32() -> Iterator[None]:
-    """GPUs multiply float32 as it is, not as TensorFloat-32."""
+    """Disable TensorFloat-32, so that GPUs multiply float32 at full precision."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
@@ -770,7 +806,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _read_triple(batch: Tensors) -> Tensors:
-    """(x, y, weight) of a batch, or of the rows that this process has of it, as tensors."""
+    """Return (x, y, weight) of a batch, or of this process's rows of it, as tensors."""
     data = batch.data if isinstance(batch, OwnRows) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 
@@ -782,7 +818,7 @@ def _to_tensor(each: Any) -> Any:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """The kind of tensors of two kinds, with the axes open that aren't equally long."""
+    """Return a type that fits both tensor types: axes of different length are open."""
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
     sizes = zip(one.shape, other.shape, strict=True)
@@ -802,14 +838,16 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """The distance of two values as a part of their size."""
+    """Return the distance of two values relative to the larger one's norm."""
     size = max(_norm(one), _norm(other))
     return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
 
 
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
-    """True if two values that a state has after a step differ by more than rounding: of what it
-    has changed by, or of its own size. What isn't numbers doesn't.
+    """True if two values of a state after a step differ by more than rounding.
+
+    Rounding is judged relative to the state's change and to its size. Values that
+    aren't numbers never differ.
     """
     if one.shape != other.shape or not _is_number(one):
         return False
@@ -829,7 +867,7 @@ def _as_float64(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """Two sums of a variable's sizes, which are unequal where values are."""
+    """Return two sums of a variable's absolute values, by which different values are detected."""
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
     columns = value.shape[-1] if value.shape.rank else 1
@@ -841,12 +879,12 @@ def _summary(value: Any) -> Any:
 
 
 def _unknown_difference() -> GradientDifference:
-    """A difference that can't be given in figures."""
+    """Return a difference without numbers, for findings that can't be measured."""
     return GradientDifference("", math.inf, 0.0, math.nan, math.nan, (math.nan, math.nan))
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:
-    """The difference with numbers that JSON has."""
+    """Return the difference with infinities and NaN replaced by numbers that JSON can hold."""
     fields = {
         name: each if math.isfinite(each) else math.copysign(1e300, each)
         for name, each in (
@@ -862,7 +900,7 @@ def _with_finite(difference: GradientDifference) -> GradientDifference:
 
 
 def _mixed_labels(y: Any) -> Any:
-    """Labels in another order."""
+    """Return the labels in a different order."""
     if not isinstance(y, tf.Tensor) or y.shape.rank == 0:
         return y
     order = np.random.default_rng(5).permutation(int(y.shape[0]))
@@ -870,7 +908,7 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _missing_labels(missing: float, y: Any) -> Any:
-    """Labels of which some are this number."""
+    """Return the labels, some of them replaced by this number."""
     if not isinstance(y, tf.Tensor) or not _is_number(y) or y.dtype.is_bool:
         return y
     if not y.dtype.is_floating and not (y.dtype.min < 0 and math.isfinite(missing)):

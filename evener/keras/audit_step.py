@@ -1,7 +1,7 @@
-"""A train step as a graph of its own that leaves nothing behind: what an audit compares.
+"""A train step in a separate graph that leaves nothing behind, for an audit to compare.
 
-The step is Keras' own on one device, or an engine's. Its gradients are summed up where the
-optimizer would get them, and all variables that the graph touches are put back after each run.
+The step is Keras' own on one device, or an engine's. Its gradients are intercepted and summed up
+when they reach the optimizer, and all variables that the graph touches are restored after each run.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ DRAWING = ("Random", "Multinomial", "TruncatedNormal", "Rng")  # in the names of
 SEED = (7, 7)
 PLAIN = (bool, int, float, str, type(None))
 
-Values = dict[int, Any]  # of variables, by their keys
+Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepResult(NamedTuple):
-    """The result of a step on some rows: gradients, figures, and variables as it left them."""
+    """The result of a step on some rows: gradients, logs, and the variables it assigned."""
 
     gradients: Sketch
     figures: dict[str, float]
     states: Values
-    margins: Margins  # of its decisions
-    outputs: list[Any]  # of the model, each summed up by rows
+    margins: Margins  # margins of the step's decisions
+    outputs: list[Any]  # outputs of the model, each summed up by rows
 
 
 class StepVariable(NamedTuple):
-    """A variable that the graph of a step touches; `key` is the same in every graph."""
+    """A variable that the graph of a step uses; `key` is the same in every graph."""
 
     key: int
     name: str
@@ -51,21 +51,22 @@ class StepVariable(NamedTuple):
     dtype: Any
 
     def read(self) -> Any:
-        """Its value; no copy is made."""
+        """Return the variable's value, without a copy."""
         return gen_resource_variable_ops.read_variable_op(self.handle, self.dtype)
 
     def assign(self, value: Any) -> None:
-        """Give it a value."""
+        """Assign a value to the variable."""
         gen_resource_variable_ops.assign_variable_op(self.handle, value)
 
 
 class TracedStep:
-    """The graph of a step that takes batches of this kind, (x, y, weight), of any number of rows.
+    """The graph of a step for batches (x, y, weight) of this type with any number of rows.
 
-    `variables` are those that it reads or assigns, by key, `assigned` the keys of those that it may
-    assign. With `shifted`, its decisions can be brought to either side; a `plain` step computes one
-    loss, and has the outputs by which. `draws` is True if it draws numbers that can't be made the
-    same for a row wherever it is computed.
+    `variables` are those that the step reads or assigns, by key; `assigned` are the keys of
+    those that it may assign. With `shifted`, its decisions can be forced to either side. A
+    `plain` step computes one loss, and its results contain the outputs from which that loss is
+    computed. `draws` is True if the step draws random numbers that can't be made independent of
+    where a row is computed.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class TracedStep:
         self._model = model
         self._plain = plain
         self._shifts = Shifts() if shifted else None
-        self._places: list[str] = []  # of decisions
+        self._places: list[str] = []  # places of decisions
         self._step = step
-        self._kinds: dict[str, str] = {}  # types of gradients
+        self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
         with kept_attributes(model), draws_alike(model), calls_of_steps():
             traced = tf.function(self._run, autograph=False)
             seed = tf.TensorSpec([2], tf.int32)
@@ -91,7 +92,7 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
-        """The result, with these amounts added to the left sides of a place's decisions."""
+        """Run the step with these amounts added to the left sides of the decisions at `place`."""
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
         try:
@@ -100,9 +101,7 @@ class TracedStep:
             self._shifts.clear()
 
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
-        """The result of the step on these rows, with these values of variables; none stays
-        changed.
-        """
+        """Run the step on these rows, with these values of variables; restore all variables."""
         given = {key: value for key, value in (values or {}).items() if key in self.variables}
         changed = [self.variables[key] for key in sorted(self.assigned | given.keys())]
         before = [(each, each.read()) for each in changed]
@@ -125,8 +124,10 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, [each.numpy() for each in outputs])
 
     def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any]:
-        """The gradients' random sums, a row for each name in `_kinds`, what the step logs, the
-        margins of its decisions, in `_places`, and the sums of the model's outputs.
+        """Run the step while it is traced.
+
+        Returns the gradients' random sums (a row for each name in `_kinds`), the logs, the margins
+        of decisions (in the order of `_places`), and sums of the model's outputs.
         """
         found: list[tuple[Any, Any]] = []
         outputs: list[Any] = []
@@ -145,7 +146,7 @@ class TracedStep:
 
     @contextmanager
     def _noting(self, outputs: list[Any]) -> Iterator[None]:
-        """Keep the outputs by which a plain step computes its loss."""
+        """Collect in `outputs` the outputs from which a plain step computes its loss."""
         if not self._plain:
             yield
             return
@@ -161,7 +162,7 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """The margins of the decisions of the graph that is being traced."""
+        """Return the margins of the decisions in the graph that is being traced."""
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]
         margins = [read_margin(operation) for _, operation in found]
@@ -172,11 +173,12 @@ class TracedStep:
 
 
 def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
-    """PROJECTIONS sums of each gradient's numbers with random signs, a row for each gradient.
+    """Return PROJECTIONS sums of each gradient's numbers with random signs.
 
-    A number's sign is that of its row times that of its column: the sums are products of matrices,
-    and the mean of a sum's square is the square of the gradient's norm, as for signs of their own.
-    All gradients take theirs from the same rows and columns of signs, so that few are drawn.
+    The result has a row for each gradient. A number's sign is the product of its row's and its
+    column's sign. The sums are therefore matrix products, and the mean of a sum's square is the
+    squared norm of the gradient, as it is for independent signs. All gradients use the same row and
+    column signs, so that few are drawn.
     """
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
@@ -199,7 +201,10 @@ def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """The sums of matrices of one row, in few operations, as there are many such as biases."""
+    """Return the sums for matrices with one row, such as biases.
+
+    There are many of them, so they are computed together in few operations.
+    """
     sizes = [each.shape[1] for each in vectors]
     joined = tf.concat([tf.cast(each, tf.float64) for each in vectors], 1)
     signs = _draw_signs(sum(sizes), seed)[tf.float64]
@@ -209,7 +214,7 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """The gradient's numbers, with its last axis as columns."""
+    """Reshape the gradient to a matrix whose columns are its last axis."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -226,7 +231,7 @@ def _has_rows(output: Any) -> bool:
 
 
 def _sum_rows(output: Any, seed: Any) -> Any:
-    """PROJECTIONS sums of the numbers of each row."""
+    """Return PROJECTIONS sums of the numbers in each row."""
     if output.dtype.is_complex:
         output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
     flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
@@ -239,20 +244,20 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """A matrix of 1 and -1 with PROJECTIONS columns, in each type."""
+    """Return, for each type, the same random matrix of 1 and -1, `count` by PROJECTIONS."""
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
 
 def _read_figures(figures: Any) -> dict[str, float]:
-    """Single numbers that a step logs."""
+    """Return the scalars that a step logs."""
     found = figures.items() if isinstance(figures, dict) else ()
     pairs = [(name, tf.convert_to_tensor(each)) for name, each in found]
     return {name: float(each) for name, each in pairs if each.shape.rank == 0}
 
 
 def _name_weights(model: Any) -> dict[int, str]:
-    """The paths of trainable weights by their ids; numbered where two have the same."""
+    """Return the paths of trainable weights by id, numbered if two weights have the same path."""
     names: dict[int, str] = {}
     for weight in model.trainable_weights:
         path = weight.path
@@ -262,13 +267,13 @@ def _name_weights(model: Any) -> dict[int, str]:
 
 
 def computes_in_half(model: Any) -> str:
-    """The 16-bit type in which a layer computes; "" if none does."""
+    """Return the 16-bit type in which some layer computes; "" if there is none."""
     kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
     return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
 
 
 def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
-    """The variables that a graph has captured."""
+    """Yield the variables that a graph has captured."""
     known = {}
     every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     for variable in every:
@@ -290,7 +295,7 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """The keys of variables that a graph may assign: what takes them does more than to read."""
+    """Return the keys of variables that a graph may assign: those with uses other than reading."""
     found = set()
     for outer, inner in graph.captures:
         uses = {operation.type for operation in inner.consumers()}
@@ -300,7 +305,7 @@ def _find_assigned(graph: Any) -> set[int]:
 
 
 def _list_operations(graph: Any) -> Iterator[str]:
-    """The types of all operations, in functions that the graph calls too."""
+    """Yield the types of all operations in a graph and in the functions that it calls."""
     definition = graph.as_graph_def()
     yield from (node.op for node in definition.node)
     for function in definition.library.function:
@@ -314,8 +319,9 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _not_rewritten() -> Iterator[None]:
-    """Graphs that this thread calls are run as they were traced: to rewrite one takes longer than
-    the few runs that an audit makes of it.
+    """Run graphs that this thread calls without rewriting (optimizing) them.
+
+    Rewriting a graph takes longer than the few runs that an audit makes.
     """
     now = context.context()
     before = now.function_call_options
@@ -330,7 +336,7 @@ def _not_rewritten() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[None]:
-    """Put back tensors and plain numbers in the attributes of layers and the loss."""
+    """Restore tensors and plain values in the attributes of layers and of the loss."""
     left = CallTensors(model)
     holders = [vars(each) for each in (model, *all_layers(model)) if hasattr(each, "__dict__")]
     if hasattr(model.loss, "__dict__"):

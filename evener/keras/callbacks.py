@@ -1,6 +1,6 @@
-"""Callbacks that keep a group's fit as one process would do it.
+"""Callbacks that make the `fit` calls of a group's processes act like a `fit` in one process.
 
-A group starts from one state, stops together and writes files once.
+All processes start from the same state and stop together, and only the first one writes files.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class Together(kinds.Callback):  # type: ignore[misc]
-    """The last callback of a fit: starts every process from the first one's state, and stops all
-    when one stops.
+    """Keep the processes of a group in step; this is the last callback of a `fit`.
+
+    It starts every process from the state of the first one, and stops all of them when one stops.
     """
 
     def __init__(self, engine: Any, share_weights: Callable[[], None], backup: Any) -> None:
@@ -36,7 +37,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self._backup = backup
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin with what the first process has restored."""
+        """Give all processes the weights and initial epoch that the first process has restored."""
         if self._backup is not None:
             _match_epoch(self._backup)
         epoch = getattr(self.model, "_initial_epoch", None) or 0
@@ -45,19 +46,23 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self._share_weights()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The first process has written its files by then."""
+        """Agree on stopping, and check that all processes have trained on the same data.
+
+        This callback is last, so the first process has already written its files.
+        """
         self.agree()
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop if any process wants to."""
+        """Stop training in all processes if it stops in one of them."""
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """The callbacks of this process: only the first one's write files; what comes last keeps all in
-    step.
+    """Return the callbacks of this process, the last of which is `Together`.
+
+    Callbacks that write files are kept only in the first process.
     """
     group = engine.group
     own = keras.tree.flatten(
@@ -75,7 +80,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
     last = Together(engine, share_weights, backup)
     if (
         stopping > 0
-        # one of them may stop in the middle of an epoch: together, at the price of one more sum a
+        # a callback may stop in the middle of an epoch: stopping together takes one all-reduce per
         # batch
     ):
         last.on_train_batch_end = last.agree
@@ -83,8 +88,10 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 
 
 def _may_stop(callback: Any) -> bool:
-    """True if a callback looks at batches, and isn't one of Keras' that do the same in every
-    process.
+    """True if a callback may stop the training within an epoch.
+
+    This holds if it has a hook for batches and isn't one of Keras' or evener's own callbacks, which
+    do the same in every process. A LambdaCallback runs the user's code, so it may stop.
     """
     kind = type(callback)
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback
@@ -96,14 +103,15 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool:
-    """A ModelCheckpoint that keeps its best figure, and writes nothing."""
+    """Update a ModelCheckpoint's best value, but return False so that it writes no file."""
     judge(*figures, **named)
     return False
 
 
 def _save_backup(backup: Any) -> None:
-    """Save as BackupAndRestore does, but a process that is killed at any moment leaves the weights
-    of a known epoch.
+    """Save like BackupAndRestore, but so that the epoch of the saved weights is always known.
+
+    This holds even if the process is killed while it saves.
     """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,8 +128,9 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """The epoch of the weights that were restored: those of the save before, if the last one was
-    interrupted.
+    """Set the initial epoch to that of the weights that were restored.
+
+    If the last save was interrupted, the weights are those of the save before it.
     """
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
@@ -134,8 +143,9 @@ def _match_epoch(backup: Any) -> None:
 def save_whole(
     rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """`save` or `save_weights` in one step: a reader always finds a whole file, even if the process
-    is killed.
+    """Call `save` or `save_weights` so that the file appears in one step, complete.
+
+    A reader always finds a complete file, even if the process is killed while it saves.
     """
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False

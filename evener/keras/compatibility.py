@@ -1,5 +1,6 @@
-"""Checks of models before the first step: what an engine can't train exactly is refused, or warned
-of.
+"""Checks of a model before its first step.
+
+They refuse models that an engine can't train exactly, or issue a warning.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from ..training.launched import ask_for_processes
 
 
 def model_digest(model: Any) -> str:
-    """16 hexadecimal digits of the model's input shapes and weights' shapes and types; names don't
-    count.
+    """Return a digest (16 hexadecimal digits) of the model's architecture.
+
+    It covers the shapes of inputs and the shape, type and trainability of weights, but no names.
     """
     inputs = [str(tuple(each.shape)) for each in getattr(model, "inputs", None) or []]
     weights = [
@@ -33,16 +35,16 @@ NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
-    """The training will run, but something differs from what the plan or the user may expect."""
+    """A warning that the training runs, but differs from what the plan or the user may expect."""
 
 
 def warn(sentence: str) -> None:
-    """Issue a SplitWarning; Python shows each sentence once."""
+    """Issue a SplitWarning with this message; Python shows each message once."""
     warnings.warn(sentence, SplitWarning, stacklevel=3)
 
 
 def check_backend() -> None:
-    """Refuse Keras on another backend: the engines' steps are TensorFlow's."""
+    """Raise RequestError unless Keras runs on TensorFlow, which the engines' steps need."""
     backend = keras.config.backend()
     if backend != "tensorflow":
         raise RequestError(
@@ -52,7 +54,10 @@ def check_backend() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is not a Keras model, such as the result of a function without a return."""
+    """Raise RequestError unless `model` is a Keras model.
+
+    A typical cause is a function that forgot to return the model.
+    """
     if not isinstance(model, keras.Model):
         raise RequestError(
             f"A split takes a Keras model, not {type(model).__name__}.",
@@ -61,7 +66,7 @@ def check_model(model: Any) -> None:
 
 
 def check_compiled(model: Any) -> None:
-    """Refuse a model without a loss to train by."""
+    """Raise RequestError if the model isn't compiled and therefore has no loss."""
     if not model.compiled:
         raise RequestError(
             "The model isn't compiled.", "Call model.compile(optimizer, loss) before fit."
@@ -69,7 +74,10 @@ def check_compiled(model: Any) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Refuse what no engine can split: a model without a loss, or with states of rows."""
+    """Raise RequestError for a model that no engine can split.
+
+    Such a model isn't compiled, or has a layer that keeps a state for each row (`stateful=True`).
+    """
     check_compiled(model)
     for layer in all_layers(model):
         if getattr(layer, "stateful", False):
@@ -81,8 +89,10 @@ def check_step(model: Any) -> None:
 
 
 def check_test_step(model: Any) -> None:
-    """Refuse a test_step of the user's own where it would take one device's rows for the whole
-    batch.
+    """Raise RequestError if the model overrides `test_step`.
+
+    Engine multiworker would pass that method the rows of one device as if they
+    were the whole batch.
     """
     if overrides(model, "test_step"):
         raise RequestError(
@@ -93,7 +103,7 @@ def check_test_step(model: Any) -> None:
 
 
 def check_towers(model: Any) -> None:
-    """Refuse what towers can't do; warn of what differs from one device."""
+    """Raise RequestError if towers can't train the model; warn if the result may differ."""
     check_step(model)
     for layer in list_normalizations(model, synchronized=True)[:1]:
         refuse_in_one_process(
@@ -103,7 +113,10 @@ def check_towers(model: Any) -> None:
 
 
 def check_workers(model: Any) -> None:
-    """Refuse what a process per device can't do: it computes the loss of its own rows only."""
+    """Raise RequestError if engine multiworker can't train the model.
+
+    Each process of this engine computes the loss of its own rows only.
+    """
     check_step(model)
     if model.run_eagerly:
         raise RequestError(
@@ -115,8 +128,9 @@ def check_workers(model: Any) -> None:
 
 
 def check_passes(model: Any, rows: int) -> None:
-    """Refuse what is exact only where one loss is computed for a device's whole share; `rows`: of a
-    pass.
+    """Raise RequestError for a model whose training isn't exact in passes.
+
+    `rows` is the number of rows in the largest pass.
     """
     check_compiled(model)
     if model.run_eagerly:
@@ -133,8 +147,9 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Refuse a model that assigns its trainable weights when it is called: each device has a copy
-    of them.
+    """Raise RequestError if a call of the model assigned one of these trainable weights.
+
+    Each device has its own copy of the weights, so such an assignment would be lost.
     """
     if weights:
         seen = (
@@ -145,15 +160,17 @@ def check_assigned(weights: Sequence[Any]) -> None:
 
 
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
-    """Refuse what needs a process for each device, unless evener launch will start them; `other`
-    goes without.
+    """Refuse a model that needs a process for each device.
+
+    If `evener launch` can start such processes, exit so that it does. Otherwise raise RequestError;
+    `other` is a remedy that needs only one process.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
-    """Warn of data that never fill the plan's batch."""
+    """Warn if the data have fewer rows than the plan's global batch."""
     if planned is not None and rows < planned:
         warn(
             f"The data have {rows} rows, fewer than the plan's global batch of {planned}: "
@@ -163,8 +180,9 @@ def warn_small_data(rows: int, planned: int | None) -> None:
 
 
 def warn_inner_metric(state: Any) -> None:
-    """Warn of a metric that the model updates when it is called: it may be given rows, or a mean
-    over them.
+    """Warn that the model updates a metric while it is called.
+
+    The metric is exact if it is given rows, but not if it is given their mean.
     """
     metric = state.path.rpartition("/")[0]
     warn(
@@ -174,7 +192,7 @@ def warn_inner_metric(state: Any) -> None:
 
 
 def warn_loss_metric(state: Any) -> None:
-    """Warn of a metric that a compute_loss updates, of a part of the batch at a time."""
+    """Warn that `compute_loss` updates a metric with only a part of the batch at a time."""
     metric = state.path.rpartition("/")[0]
     warn(
         f"{metric} is updated in compute_loss, which each process or pass calls with its own "
@@ -184,8 +202,10 @@ def warn_loss_metric(state: Any) -> None:
 
 
 def warn_summed_metrics(model: Any) -> None:
-    """Warn of metrics that aren't Keras' own, and may not add up over rows, where outputs can't be
-    put together.
+    """Warn about metrics that may not add up over rows.
+
+    Metrics other than Keras' own are affected if the outputs are too large to be
+    sent to every process.
     """
     metrics = model._compile_metrics.metrics if model._compile_metrics else []
     own = [
@@ -202,23 +222,22 @@ def warn_summed_metrics(model: Any) -> None:
 
 
 def all_layers(model: Any) -> list[Any]:
-    """Every layer of a model, including those of inner models, of wrappers and of the user's own
-    layers.
-    """
+    """Return every layer of a model, including those inside inner models and other layers."""
     found: list[Any] = model._flatten_layers(include_self=False)
     return found
 
 
 def plain_variables(model: Any) -> list[Any]:
-    """The `tf.Variable`s in attributes of a model and its layers, each once; Keras doesn't know
-    them.
+    """Return each `tf.Variable` in attributes of a model and its layers once.
+
+    Keras doesn't track these variables.
     """
     every = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
     return list({id(each): each for each in every if isinstance(each, tf.Variable)}.values())
 
 
 def overrides(model: Any, name: str) -> bool:
-    """True if the model's class has a method of its own in place of Keras'."""
+    """True if the model's class replaces Keras' method of this name."""
     return getattr(type(model), name) not in (
         getattr(keras.Model, name),
         getattr(keras.Sequential, name),
@@ -226,8 +245,9 @@ def overrides(model: Any, name: str) -> bool:
 
 
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """The layers that normalize over rows: those of each replica, the synchronized ones, or with
-    None all.
+    """Return the model's BatchNormalization layers.
+
+    `synchronized` selects layers by their `synchronized` argument; None selects all.
     """
     found = [
         each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
@@ -250,32 +270,35 @@ COUNTS = (
     "steps",
     "labels",
     "weights",
-)  # units beside rows that a loss may be a mean over, counted in each step
+)  # units other than rows that a loss may be averaged over, counted in each step
 OTHER = ""  # none of them
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """Relations between parts of a batch and the whole; by default every loss is a mean over rows.
+    """How quantities of parts of a batch combine into those of the whole batch.
 
-    `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of
-    COUNTS, or OTHER. `states` has the same for the changes of states by their place in
-    `model.non_trainable_variables`: ROWS, SUM, SAME; `attributes` for tensors that a call leaves in
-    attributes, and that aren't rows.
+    By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
+    ROWS, SUM, one of COUNTS, or OTHER. `states` gives the kind (ROWS, SUM, SAME or OTHER) of each
+    state's change, by its place in `model.non_trainable_variables`. `attributes` gives the kind of
+    tensors that a call leaves in attributes and that don't consist of rows.
     """
 
     loss: str = ROWS
     added: tuple[str, ...] = ()
     states: dict[int, str] = {}
     attributes: dict[str, str] = {}
-    seen: str = ""  # a sentence on the loss, where it is OTHER
+    seen: str = ""  # a message about the loss, if it is OTHER
 
     def added_kind(self, place: int) -> str:
-        """The way in which an added loss adds up."""
+        """Return how the added loss at this place adds up."""
         return self.added[place] if place < len(self.added) else ROWS
 
 
 def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
-    """Refuse a loss that can't be put together from those of an engine's devices or passes."""
+    """Raise RequestError if the batch's loss can't be computed from its parts' losses.
+
+    The parts are the rows of the engine's processes or passes.
+    """
     who = "A plan with passes" if in_passes else f"engine={engine!r}"
     if found.loss == OTHER:
         seen, remedy = found.seen.rstrip("."), f"{TOWERS} {NO_PASSES}" if in_passes else TOWERS

@@ -1,9 +1,8 @@
-"""Arrays as batches: which rows each step of each epoch takes, in an order that every process of a
-group can repeat.
+"""Batches from arrays, in an order that every process of a group can reproduce.
 
 The order of an epoch is a keyed permutation, so a step's rows follow from its number alone: a
-process gathers its own rows of a global batch and no others, and the next epoch's first batch is
-made while this epoch's last one trains.
+process gathers only its own rows of a global batch, and the next epoch's first batch is prepared
+while this epoch's last one trains.
 """
 
 from __future__ import annotations
@@ -25,22 +24,24 @@ from ..training.dealing import Dealer
 from .compatibility import all_layers
 from .keras_step import OwnRows, Tensors, call_model, cut_rows, widen_if_empty
 
-SAME = 1e-3  # outputs of a row that differ by less, relative to the largest, are the same
+SAME = 1e-3  # outputs of a row that differ by less, relative to the largest output, are equal
 
 _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without lengths."
 
 
 class DealtArrays(NamedTuple):
-    """A global batch, device after device."""
+    """A global batch whose rows are sorted by device."""
 
     data: Tensors
-    edges: Any  # where the rows of each device begin, and where the last one's end
+    edges: Any  # where the rows of each device begin, and where the last device's end
     longest: Any  # tokens of each device's longest row
 
 
 def deal_arrays(dealer: Dealer, tokens: Any) -> tuple[Any, Any, Any]:
-    """The order of a batch's rows, device after device, the edges between devices, and each one's
-    longest row.
+    """Assign the rows of a batch to devices by length.
+
+    Returns the order of the rows (device after device), the edges between devices, and the length
+    in tokens of each device's longest row.
     """
 
     def deal(lengths: Any) -> tuple[Any, ...]:
@@ -64,8 +65,9 @@ def deal_arrays(dealer: Dealer, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def read_lengths(lengths: Any, x: Tensors, rows: int, dealer: Dealer) -> Any:
-    """The tokens of each row, as int64; RequestError unless they can be those of the padded arrays
-    x.
+    """Return the number of tokens in each row as int64.
+
+    Raises RequestError unless `lengths` fits the padded arrays x.
     """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -79,7 +81,7 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, dealer: Dealer) -> Any:
 
 
 def _check_padding(tokens: Any, steps: int | None) -> None:
-    """RequestError for a row of more tokens than the padded arrays have steps."""
+    """Raise RequestError if a row has more tokens than the padded arrays have steps."""
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
         raise RequestError(
@@ -89,7 +91,7 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, dealt: DealtArrays) -> list[tuple[Tensors, Any]]:
-    """Each device's rows of x, cut to their longest, and how many of them count."""
+    """Return each device's rows of x, cut to the longest of them, and how many of them count."""
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(dealt.edges), tf.unstack(dealt.longest)
         return [
@@ -99,7 +101,7 @@ def cut_pieces(x: Tensors, dealt: DealtArrays) -> list[tuple[Tensors, Any]]:
 
 
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
-    """The first steps of every tensor whose second axis is as long as the first one's."""
+    """Cut the second axis of tensors to `steps` where it is as long as the first tensor's."""
     whole = _count_steps(x)
     return keras.tree.map_structure(
         lambda each: each[:, :steps] if each.shape.rank > 1 and each.shape[1] == whole else each, x
@@ -107,8 +109,9 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Outputs of cut rows with as many steps as x has, where their number is open; masks leave the
-    padding out.
+    """Pad the outputs of shortened rows to the number of steps that x has.
+
+    Only outputs whose number of steps is open are padded; their masks exclude the padding.
     """
     whole = _count_steps(x)
 
@@ -130,8 +133,10 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 
 
 def check_padding(model: Any, batch: DealtArrays) -> None:
-    """RequestError unless a row of the batch computes the same without its padding, and the loss
-    leaves that out.
+    """Check that padding doesn't change the training.
+
+    Raises RequestError unless a row of the batch gives the same outputs without its padding, and
+    the loss ignores the padding.
     """
     if model.run_eagerly:
         raise RequestError(
@@ -160,8 +165,9 @@ def check_padding(model: Any, batch: DealtArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """RequestError unless an output of a padded row is that of the row without padding, which must
-    count nothing.
+    """Check that an output of a padded row equals that of the row without padding.
+
+    Raises RequestError if it differs, or if neither a mask nor weights exclude the padding.
     """
     if whole.shape != short.shape:
         counted = [
@@ -192,29 +198,28 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
 
 
 def _count_steps(x: Tensors) -> int | None:
-    """The second axis of the first input; None if it has none."""
+    """Return the length of the first input's second axis; None if it has none."""
     shape = keras.tree.flatten(x)[0].shape
     return shape[1] if len(shape) > 1 else None
 
 
 PREFETCHED_BATCHES = 2
 ENDLESS_STEPS = 1 << 62
-MOST_THREADS = 4  # that gather rows at once
+MOST_THREADS = 4  # that gather rows at the same time
 
 as_it_is = (
     tf.autograph.experimental.do_not_convert
-)  # functions without tensors in their conditions: a faster start
+)  # for functions without tensors in their conditions, to start faster
 Take = Callable[
     [Any, Any, Any], Any
 ]  # epoch, first row, row after the last -> an element of a dataset
 
 
 class ArrayBatches:
-    """Nested arrays of (x, y, weight), as far as they are given, `batch` rows a step and the rest
-    in a last one.
+    """Batches of `batch` rows from nested arrays (x, y, weight); y and weight may be missing.
 
-    `rows` is the length of an epoch, for which the arrays are repeated. RequestError for arrays of
-    unequal or no rows.
+    The last batch of an epoch has the remaining rows. An epoch has `rows` rows, for which the
+    arrays are repeated. Raises RequestError if the arrays have unequal numbers of rows, or none.
     """
 
     def __init__(
@@ -229,19 +234,18 @@ class ArrayBatches:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch."""
+        """The number of steps in an epoch."""
         return math.ceil(self.rows / self.batch)
 
     def global_batches(self, endless: bool = False) -> Any:
-        """A tf.data.Dataset of global batches: one epoch, or `endless` ones without a pause between
-        them.
+        """Return a tf.data.Dataset of global batches of one epoch.
+
+        With `endless`, epochs follow each other without a pause.
         """
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """A dataset of `OwnRows`: the rows of each global batch that the process of this rank
-        computes.
-        """
+        """Return a dataset of `OwnRows`: the rows of each global batch for the process `rank`."""
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
@@ -253,8 +257,9 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
-        """A dataset of `DealtArrays`: global batches whose rows, of these `tokens`, are dealt to
-        devices.
+        """Return a dataset of `DealtArrays`: global batches with rows dealt to devices by length.
+
+        `tokens` are the lengths of all rows.
         """
 
         def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
@@ -281,7 +286,7 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """The steps of one epoch; each iteration is another epoch."""
+        """Return a dataset of (epoch, step); each iteration over it is another epoch."""
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
         numbers = epoch.flat_map(
@@ -295,7 +300,7 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """The numbers of the arrays' rows that are an epoch's rows from `start` to `stop`."""
+        """Return the indices in the arrays of an epoch's rows `start` to `stop`."""
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
@@ -306,8 +311,9 @@ class ArrayBatches:
 def pack_arrays(
     x: Any, y: Any = None, weight: Any = None, class_weight: Any = None
 ) -> tuple[Any, ...]:
-    """(x, y, weight) without what isn't given; RequestError for weights without y, or of both
-    kinds.
+    """Return (x, y, weight) without the missing ones.
+
+    Raises RequestError for weights without y, or if both kinds of weights are given.
     """
     weight = _fold_weights(y, weight, class_weight)
     if y is None and weight is not None:
@@ -316,7 +322,10 @@ def pack_arrays(
 
 
 def array_rows(data: Any) -> int:
-    """Rows of nested arrays; RequestError if they differ or there are none."""
+    """Return the number of rows of nested arrays.
+
+    Raises RequestError if the arrays have unequal numbers of rows, or none.
+    """
     shapes = [array.shape for array in keras.tree.flatten(data) if array is not None]
     if not all(shapes):
         raise RequestError(
@@ -341,9 +350,7 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """`class_weight` as sample weights, as Keras does it: by the label, or the column of a one-hot
-    row.
-    """
+    """Convert `class_weight` to sample weights like Keras: by label, or column of a one-hot row."""
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:
@@ -361,7 +368,10 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
 
 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
-    """A tf.data.Dataset of batches: its own, or `size` of its single samples each."""
+    """Return the dataset if it gives batches; otherwise batch its single samples by `size`.
+
+    Raises RequestError for single samples without a size.
+    """
     if gives_batches(dataset, inputs) is not False:
         return dataset
     if not size:
@@ -372,10 +382,9 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """True if a dataset's elements are batches, False for single samples, None where shapes don't
-    tell.
+    """True if a dataset's elements are batches, False for single samples, None if unknown.
 
-    `inputs` are those of the model, if it has them already.
+    The shapes decide; `inputs` are the model's inputs, if it already has them.
     """
     spec = dataset.element_spec
     if isinstance(spec, DealtArrays):
@@ -392,10 +401,10 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if these shapes are those of a model's inputs without the axis of the batch.
+    """True if these shapes are those of the model's inputs without the batch axis.
 
-    Each of them has an axis less. Where an input has as many axes as a batch of another would,
-    an open axis of the inputs, or a known first one of the samples, tells.
+    Each shape then has one axis less than its input. If an input has as many axes as a batch of
+    another input would, an open axis of the inputs or a known first axis of the samples decides.
     """
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -405,7 +414,10 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """What first axes tell: batches have an open one, samples of several shapes unequal ones."""
+    """Tell by the first axes whether these are shapes of batches; None if they don't tell.
+
+    Batches have an open first axis. Samples with several arrays have first axes of unequal length.
+    """
     leading = {shape[0] for shape in shapes}
     if leading == {None}:
         return True
@@ -415,7 +427,7 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Rows of a dataset's whole batches, as far as it says."""
+    """Return the number of rows in a dataset's full batches, or None if it can't be determined."""
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
@@ -430,7 +442,7 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """Dense arrays, whole epochs, one step at a time."""
+    """True for dense arrays that are trained on in whole epochs, one step per execution."""
     given = [tf.nest.flatten(chosen[key]) for key in ("x", "y", "sample_weight")]
     leaves = [leaf for every in given for leaf in every if leaf is not None]
     arrays = all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
@@ -444,7 +456,10 @@ def is_plain(chosen: dict[str, Any], model: Any) -> bool:
 
 
 def split_for_validation(chosen: dict[str, Any]) -> None:
-    """Keep the first rows of arrays to train on and the last ones to validate, as Keras does."""
+    """Split off the last rows of the arrays as validation data, like Keras' `validation_split`.
+
+    Raises RequestError if no rows are left to train on, or to validate.
+    """
     part = chosen["validation_split"]
     chosen["validation_split"] = 0.0
     if chosen["validation_data"] is not None:
@@ -471,15 +486,16 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """A tensor in host memory, floats in Keras' float type, as fit converts them."""
+    """Return a tensor in host memory; floats get Keras' float type, as in Keras' `fit`."""
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 
 def _own_threads(count: int) -> Any:
-    """A thread pool of its own and no larger, so that neither a waiting collective nor the training
-    delays a batch.
+    """Return options for a private thread pool of `count` threads.
+
+    With it, neither a waiting collective nor the training delays a batch.
     """
     options = tf.data.Options()
     options.threading.private_threadpool_size = count

@@ -1,9 +1,9 @@
-"""Decisions in the graph of a step: comparisons of figures that aren't one for each row, as of the
-mean confidence of a batch with a threshold.
+"""Decisions in the graph of a step: comparisons of values that don't belong to single rows.
 
-Such a figure is another one for parts of a batch, so a part may take the other branch than the
-whole. Most batches don't show that, as their figure and those of their parts lie on one side. An
-audit looks at the figures instead, and at what is learned on both sides.
+An example is the comparison of a batch's mean confidence with a threshold. Such a value is
+different for parts of a batch, so a part may take a different branch from the whole. Most batches
+don't show that, because the values of the batch and of its parts lie on the same side. An audit
+therefore compares the values, and the gradients on both sides.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ import numpy as np
 import tensorflow as tf
 
 COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
-MOST_NUMBERS = 4096  # that one comparison may have
-ROUNDING = 1e-6  # of a figure
+MOST_NUMBERS = 4096  # the most elements that one comparison may have
+ROUNDING = 1e-6  # relative, of a margin
 OWN = f"{Path(__file__).parent}/"
 TENSORFLOW = f"{Path(tf.__file__).parent}/"
 KERAS = f"{Path(keras.__file__).parent}/src/"
-CALLED = tuple(f"{KERAS}{each}/" for each in ("ops", "backend", "utils"))  # by users and by Keras
+CALLED = tuple(
+    f"{KERAS}{each}/" for each in ("ops", "backend", "utils")
+)  # called by users and by Keras
 
-Margins = dict[str, list[Any]]  # left less right side of comparisons, by where they are
+Margins = dict[str, list[Any]]  # left minus right sides of comparisons, by place
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """The comparisons of users' code in a graph, each with its place; not those of each row."""
+    """Yield the comparisons of users' code in a graph with their places.
+
+    Comparisons that have a result for each row are left out.
+    """
     for operation in graph.get_operations():
         if operation.type not in COMPARISONS:
             continue
@@ -40,10 +45,10 @@ def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_place(operation: Any) -> str:
-    """The line of a user's code that made an operation, such as `train.py, line 3`; "" for what is
-    Keras' own.
+    """Return the line of user code that made an operation, such as `train.py, line 3`.
 
-    An operation of a functional model has no line: its name tells it.
+    Return "" for Keras' own operations. An operation of a functional model has no such line and is
+    identified by its name.
     """
     for frame in reversed(operation.traceback):
         path = frame.filename
@@ -58,14 +63,15 @@ def find_place(operation: Any) -> str:
 
 
 def read_margin(operation: Any) -> Any:
-    """The left side of a comparison less the right one."""
+    """Return the margin of a comparison: its left side minus its right side."""
     left, right = operation.inputs
     return tf.cast(left, tf.float64) - tf.cast(right, tf.float64)
 
 
 class Shifts:
-    """Amounts that are added to the left sides of a graph's comparisons: 0 but where `assign` has
-    given others.
+    """Amounts that are added to the left sides of a graph's comparisons.
+
+    They are 0 unless `assign` has set others.
     """
 
     def __init__(self) -> None:
@@ -84,20 +90,20 @@ class Shifts:
         operation._update_input(0, left + amount)
 
     def assign(self, place: str, amounts: Sequence[Any]) -> None:
-        """Give the comparisons of a place these amounts."""
+        """Set the amounts of the comparisons at a place."""
         pairs = zip(self._amounts[place], amounts, strict=True)
         self._amounts[place] = [amount.astype(before.dtype) for before, amount in pairs]
 
     def clear(self) -> None:
-        """Make all of them 0."""
+        """Set all amounts to 0."""
         for every in self._amounts.values():
             every[:] = [np.zeros_like(each) for each in every]
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """By place, how far the figures of parts of a batch are from those of the whole, if they are.
+    """Return, by place, how far the margins of parts of a batch are from those of the whole.
 
-    `others` has all margins of a place that parts have.
+    `others` has all margins of the parts at a place. Places where all margins agree are left out.
     """
     found = {}
     for place, margins in whole.items():
@@ -108,15 +114,17 @@ def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str,
 
 
 def _farthest(margin: Any, others: Sequence[Any]) -> Any:
-    """The largest distances from a margin; those that are rounding are 0."""
+    """Return the largest distances of other margins from `margin`; rounding counts as 0."""
     distances = [np.abs(other - margin) for other in others if other.shape == margin.shape]
     farthest = np.max(distances, axis=0) if distances else np.zeros_like(margin)
     return np.where(farthest > ROUNDING * (1 + np.abs(margin)), farthest, 0.0)
 
 
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
-    """Amounts that bring margins to one side of 0, and to the other: half of the distance to those
-    of parts. A margin that all parts have stays.
+    """Yield amounts that move margins to the positive side of 0, then to the negative side.
+
+    The moved margins are half as far from 0 as the whole's margins are from the parts'. Margins
+    that all parts share aren't moved.
     """
     for side in (0.5, -0.5):
         yield [

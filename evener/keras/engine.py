@@ -1,8 +1,8 @@
-"""What an engine is: a way to train a Keras model on devices, behind Keras' own `fit`.
+"""The interface of an engine: a way to train a Keras model on devices, behind Keras' own `fit`.
 
-`Solo` is Keras' own on one device, `Towers` one process with several devices, `Workers` one process
-of a group. `FitHooks` asks an engine for its steps, for data in its form and for what comes around
-them, and knows no engine by name.
+`Solo` is Keras' own training on one device, `Towers` one process with several devices, `Workers`
+one process of a group. `FitHooks` gets the steps, the form of the data and the wrappers of Keras'
+functions from an engine, and contains no code for a particular one.
 """
 
 from __future__ import annotations
@@ -29,65 +29,68 @@ class Engine(Protocol):
     name: str
     model: Any
     cut: Cut
-    kinds: defaultdict[bool, PartKinds]  # of training, of evaluation
-    device: str  # that this process computes losses on
-    group: Any  # of processes; None in one process
-    splits: bool  # the engine's steps take the place of Keras'
+    kinds: defaultdict[bool, PartKinds]  # True: of training, False: of evaluation
+    device: str  # the device on which this process computes losses
+    group: Any  # the group of processes; None in one process
+    splits: bool  # the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where Keras' own steps run as they are."""
+        """Return the scope in which Keras' own steps run unchanged."""
 
     def check_model(self) -> None:
-        """Refuse a model that the engine can't train, at the begin of `fit`."""
+        """Raise RequestError at the start of `fit` if the engine can't train this model."""
 
     def check_step(self) -> None:
-        """Refuse what can't be trained as it is compiled, before a train function is made."""
+        """Raise RequestError, before a train function is made, if the engine can't train the model.
+
+        This considers how the model is compiled.
+        """
 
     def check_test_step(self) -> None:
-        """Refuse what can't be evaluated."""
+        """Raise RequestError if the model can't be evaluated."""
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on a batch; the figures of the whole batch."""
+        """Train on a batch and return the logs of the whole batch."""
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate a batch; the figures of the whole batch."""
+        """Evaluate a batch and return the logs of the whole batch."""
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """The outputs for a batch."""
+        """Return the model's outputs for a batch."""
 
     def judges_parts(self, training: bool) -> bool:
-        """True if losses are computed of parts of a batch."""
+        """True if a separate loss is computed for each part of a batch."""
 
     def around_training(self, run: Steps) -> Steps:
-        """Keras' function that trains some steps, with what the engine does around them."""
+        """Wrap Keras' function that trains some steps in what the engine does around it."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Keras' function that evaluates some batches, with what the engine does around them."""
+        """Wrap Keras' function that evaluates some batches in what the engine does around it."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Methods of the model besides its steps that are another one's by this engine."""
+        """Return replacements for methods of the model other than its steps, by name."""
 
     def build(self, x: Any) -> None:
-        """Make the weights by the first rows of x, where they are needed before the first step."""
+        """Create the weights from the first rows of x, if they are needed before the first step."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """A dataset of arrays in the form that the steps take."""
+        """Return a dataset of the arrays in the form that the engine's steps take."""
 
     def draw_seed(self) -> int:
-        """The seed of the order of epochs, by `keras.utils.set_random_seed`."""
+        """Draw a seed for the order of epochs; `keras.utils.set_random_seed` determines it."""
 
     def begin_fit(self, callbacks: Any) -> Any:
-        """A `fit` begins; its callbacks, which may restore weights, save, and end it."""
+        """Prepare for a `fit` and return its callbacks, adapted if they restore, save or stop."""
 
     def share_weights(self) -> None:
-        """Give all processes the same weights and optimizer."""
+        """Give all processes the same weights and optimizer state."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """The times of each device in the last steps; none where they can't be told apart."""
+        """Return each device's times in the last steps; empty if they can't be told apart."""
 
 
 class OneProcess:
-    """What engines of one process have in common: Keras' data, files and callbacks are as ever."""
+    """The base class of engines with one process; data, files and callbacks are Keras' own."""
 
     name = ""
     splits = True
@@ -101,78 +104,78 @@ class OneProcess:
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where Keras' own steps run as they are: the first device."""
+        """Return the scope in which Keras' own steps run unchanged: the first device."""
         scope: AbstractContextManager[Any] = tf.device(self.device)
         return scope
 
     def check_test_step(self) -> None:
-        """Refuse nothing: a `test_step` of the user's own runs whole."""
+        """Accept every model: a `test_step` that the user overrides runs on the whole batch."""
 
     def judges_parts(self, training: bool) -> bool:
-        """True if losses are computed of parts of a batch."""
+        """True if a separate loss is computed for each part of a batch: in training with passes."""
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:
-        """Keras' function as it is."""
+        """Return Keras' function unchanged."""
         return run
 
     def around_tests(self, run: Steps) -> Steps:
-        """Keras' function as it is."""
+        """Return Keras' function unchanged."""
         return run
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Nothing."""
+        """Return no replacements."""
         return {}
 
     def build(self, x: Any) -> None:
-        """Do nothing: the first batch makes the weights."""
+        """Do nothing: the first batch creates the weights."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Global batches."""
+        """Return a dataset of global batches."""
         return arrays.global_batches(endless)
 
     def draw_seed(self) -> int:
-        """The seed of the order of epochs."""
+        """Draw a seed for the order of epochs."""
         return draw_number()
 
     def begin_fit(self, callbacks: Any) -> Any:
-        """The callbacks as they are."""
+        """Return the callbacks unchanged."""
         return callbacks
 
     def share_weights(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is only one process."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """None: the devices of one graph wait for each other within it."""
+        """Return nothing: the devices of one graph wait for each other within it."""
         return ()
 
 
 class Solo(OneProcess):
-    """Keras' own steps on one device."""
+    """The engine that runs Keras' own steps on one device."""
 
     name = "solo"
     splits = False
 
     def check_model(self) -> None:
-        """Refuse a model without a loss."""
+        """Raise RequestError if the model isn't compiled."""
         check_compiled(self.model)
 
     def check_step(self) -> None:
-        """Refuse a model without a loss."""
+        """Raise RequestError if the model isn't compiled."""
         check_compiled(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """The model's own step."""
+        """Run the model's own step."""
         logs: dict[str, Any] = self._whole("train_step", data)
         return logs
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """The model's own step."""
+        """Run the model's own step."""
         logs: dict[str, Any] = self._whole("test_step", data)
         return logs
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """The model's own step."""
+        """Run the model's own step."""
         return self._whole("predict_step", data)
 
     def _whole(self, name: str, data: Tensors) -> Any:
@@ -181,6 +184,6 @@ class Solo(OneProcess):
 
 
 def draw_number() -> int:
-    """A random number by `keras.utils.set_random_seed`."""
+    """Return a random number below 2^31; `keras.utils.set_random_seed` determines it."""
     with tf.device("CPU:0"):
         return int(tf.random.uniform([], maxval=1 << 31, dtype=tf.int64))

@@ -1,5 +1,6 @@
-"""Random numbers that are the same for a row wherever it is computed, while parts of a batch are
-compared with the whole.
+"""Random numbers that are the same for a row wherever it is computed.
+
+They are used while parts of a batch are compared with the whole.
 """
 
 from __future__ import annotations
@@ -34,9 +35,7 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 
 @contextmanager
 def equal_rows(model: Any) -> Iterator[None]:
-    """Keras draws the same numbers for each row, and the model's normalization takes its moving
-    averages.
-    """
+    """Make Keras draw the same numbers for each row, and normalization use its moving averages."""
     _install()
     token = rows_alike.set(True)
     try:
@@ -49,7 +48,7 @@ def equal_rows(model: Any) -> Iterator[None]:
 
 
 def _normalize_still(layer: Any) -> Callable[..., Any]:
-    """The layer's call, by its moving averages."""
+    """Return the layer's call, changed to normalize by the moving averages."""
     normalize = layer.call
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -61,9 +60,10 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _install() -> None:
-    """Let functions that draw look up, in each call, what the context of their thread asks for.
+    """Replace functions that draw, so that each call checks the context variables of its thread.
 
-    Keras has no hook for them. Outside `equal_rows` and `draws_alike` they are what they were.
+    Keras has no hook for that. Outside `equal_rows` and `draws_alike`, the
+    functions work as before.
     """
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:
@@ -82,7 +82,7 @@ def _install() -> None:
 def _in_context(
     own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """The function itself, or the other one where it is asked for."""
+    """Return a function that calls `alike` if `asked()` is true, and `own` otherwise."""
 
     @functools.wraps(own)
     def draw(*given: Any, **words: Any) -> Any:
@@ -116,10 +116,10 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """`equal_rows` for a graph of a step: each device and each pass draws what the whole batch
-    does.
+    """Make each device and pass draw what the whole batch does, for the graph of a step.
 
-    TensorFlow's own numbers, and Keras' that have no generator of the model, come from one seed.
+    This includes `equal_rows`. TensorFlow's own random numbers, and Keras' without a generator of
+    the model, come from one seed.
     """
     seeds = frozenset(id(state) for state in model.non_trainable_variables)
     tokens = are_alike.set(True), _kept_seeds.set(seeds)
@@ -140,7 +140,7 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """TensorFlow's function of this kind, by one seed and the same for each row."""
+    """Return a stateless version of TensorFlow's function, with a fixed seed and equal rows."""
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
 
     def draw_alike(
@@ -154,7 +154,7 @@ def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Put back what Python, NumPy and TensorFlow draw next, where it has a seed."""
+    """Restore the random state of Python, NumPy and, if it has a seed, TensorFlow."""
     drawing = getattr(context.context(), "_rng", random.Random())
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()
     try:

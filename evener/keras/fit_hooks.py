@@ -1,8 +1,7 @@
-"""Puts an engine's steps into a Keras model, and gives its `fit` and `evaluate` data in the form
-the engine needs.
+"""Hooks that put an engine's steps into a Keras model and adapt the data of `fit` and `evaluate`.
 
-The steps are set on the instance, not by a subclass, so that the model is saved under its own
-class.
+The steps are set on the instance, not by a subclass, so that the model is saved
+under its own class.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ ARRAYS = ("x", "y", "sample_weight")
 class FitHooks:
     """Methods that replace a model's own so that a split's `engine` trains it.
 
-    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known
-    from arrays.
+    `batch` and `samples` are the rows per step and per epoch of the running `fit`, or None if they
+    can't be derived from arrays.
     """
 
     def __init__(self, engine: Engine, split: Any) -> None:
@@ -59,13 +58,13 @@ class FitHooks:
         self.samples: int | None = None
         self._plan_batch = (
             split.global_batch if split.plan else None
-        )  # until a fit has been warned of another one
-        self._starts = False  # a fit begins
+        )  # None once a fit has warned of a different batch
+        self._starts = False  # True from the start of a fit until its train function is made
         micros = split.cut.micros
         self._pass_rows = (
             largest_pass(split.shares, micros) if micros else None
-        )  # rows of the largest pass, if any,
-        # and of the largest batch that is one pass on each device, to evaluate
+        )  # rows of the largest pass; None without passes
+        # rows of the largest batch to evaluate in one pass on each device
         self._evaluated = (
             max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
         )
@@ -75,7 +74,7 @@ class FitHooks:
             self.audit = StepAudit(engine, split.strict, self._pass_rows)
 
     def attach(self) -> None:
-        """Replace the model's steps by the engine's, and what prepares them."""
+        """Replace the model's steps, and the methods that prepare them, on the instance."""
         model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, self._step_of(name))
@@ -92,7 +91,12 @@ class FitHooks:
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _step_of(self, name: str) -> Any:
-        """The engine's step of this name, the model's own around it, or the model's own alone."""
+        """Return the step that replaces the model's step of this name.
+
+        It is the engine's step if the model has Keras' own, or if the engine doesn't split. A
+        `train_step` that the user overrides runs around the engine's step, any other overridden
+        step runs unchanged.
+        """
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
             return step
@@ -101,7 +105,10 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """The training step, which notes when its rows are there; XLA has no clock."""
+        """Wrap the training step so that it notes when its rows are available.
+
+        Nothing is noted with XLA, which has no clock.
+        """
 
         @functools.wraps(step)
         def note_and_train(data: Any) -> Any:
@@ -112,7 +119,7 @@ class FitHooks:
         return note_and_train
 
     def _timed(self, name: str, method: Any) -> Any:
-        """A method whose time between two steps is known by this name."""
+        """Wrap a method so that the time it takes between two steps is recorded under `name`."""
 
         @functools.wraps(method)
         def call(*given: Any, **words: Any) -> Any:
@@ -122,9 +129,7 @@ class FitHooks:
         return call
 
     def _as_own(self, name: str) -> Any:
-        """The hook of this name with the signature and documentation of the method that it
-        replaces.
-        """
+        """Return the hook of this name with the signature and docstring of the replaced method."""
         hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
@@ -135,13 +140,15 @@ class FitHooks:
         return method
 
     def _own_step(self, name: str, data: Any) -> Any:
-        """The model's own step: on the whole batch, on the device that has the weights."""
+        """Run the model's own step on the whole batch, on the device that holds the weights."""
         with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make a function as Keras does, without XLA, which is for one device; refuse what the
-        engine can't do.
+        """Make a train, test or predict function like Keras, and wrap it.
+
+        XLA is switched off unless the engine is solo on the first device. Raises RequestError if
+        the engine can't run the model.
         """
         model = self.model
         if name == "make_train_function":
@@ -160,8 +167,9 @@ class FitHooks:
         return made
 
     def _prepare_training(self) -> None:
-        """Check the model as it is compiled, and let all processes begin with the same weights,
-        as callbacks do at the begin of a fit.
+        """Check the compiled model, and give all processes the same weights.
+
+        At the start of a `fit`, callbacks share the weights instead.
         """
         if self._pass_rows is not None:
             check_passes(self.model, self._pass_rows)
@@ -171,7 +179,7 @@ class FitHooks:
         self._starts = False
 
     def _wrap(self, name: str, function: Any) -> Any:
-        """Keras' function of some steps with what the engine does before and after them."""
+        """Wrap Keras' function of some steps in what the engine, audits and clocks do around it."""
         engine = self.engine
         training = name == "train_function"
         if training:
@@ -190,7 +198,7 @@ class FitHooks:
         return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
-        """`keras.Model.fit`; the default batch size is the split's global batch."""
+        """Call `keras.Model.fit`; the default batch size is the split's global batch."""
         self.engine.check_model()
         call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
@@ -205,8 +213,10 @@ class FitHooks:
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """`keras.Model.evaluate`; the default batch size is the split's global batch, or that of
-        one pass.
+        """Call `keras.Model.evaluate`.
+
+        The default batch size is the split's global batch or, with passes, the largest batch that
+        each device evaluates in one pass.
         """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
@@ -229,15 +239,16 @@ class FitHooks:
             return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def compile_config(self) -> Any:
-        """The model's own compile config; clone_model asks for it too, and makes a model that isn't
-        split.
+        """Return the model's own compile config.
+
+        If `clone_model` calls this, warn that the clone isn't split.
         """
         if any(_is_clone_model(frame) for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
 
     def reduce(self) -> Any:
-        """Reduce the model to one that isn't split, for copy.deepcopy and pickle."""
+        """Reduce the model to one that isn't split, for `copy.deepcopy` and `pickle`."""
         self._warn_of_copy()
         kind: Any = type(self.model)
         return kind.__reduce__(self.model)
@@ -249,7 +260,7 @@ class FitHooks:
         )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
-        """The call's arguments by name, with Keras' defaults."""
+        """Return the call's arguments by name, with Keras' defaults."""
         call = inspect.signature(getattr(type(self.model), name)).bind(
             self.model, *arguments, **keywords
         )
@@ -258,13 +269,14 @@ class FitHooks:
         for part in {"x", "y", "sample_weight", "validation_data"} & call.arguments.keys():
             call.arguments[part] = keras.tree.map_structure(from_frame, call.arguments[part])
         if shuffle is None and isinstance(call.arguments["x"], tf.data.Dataset) and name == "fit":
-            # by default Keras asks for it, then warns that a dataset ignores it
+            # by default Keras shuffles, then warns that a dataset ignores the argument
             call.arguments["shuffle"] = False
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to
-        it.
+        """Replace arrays by a dataset of batches that goes from epoch to epoch without a pause.
+
+        Data that only Keras can batch are left to Keras.
         """
         self.batch = size = check_global_batch(
             chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
@@ -295,7 +307,7 @@ class FitHooks:
             [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")],
         )
         steps = chosen["steps_per_epoch"]
-        # several steps in one execution end with the data of an epoch, so there must be an end
+        # an execution of several steps must end with an epoch, so the dataset must end there
         ends = self.model.steps_per_execution > 1
         endless = self.group is None or (steps is None and not ends)
         if not ends:
@@ -305,13 +317,16 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Arrays to evaluate, as batches in the engine's form, and their steps."""
+        """Return arrays to evaluate as batches in the engine's form, and the number of steps."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch a dataset of single samples, and put it into the engine's form."""
+        """Batch a dataset of single samples.
+
+        Raises RequestError if a group is given a generator.
+        """
         data, name = chosen["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
             size = chosen["batch_size"] or self.split.global_batch
@@ -326,7 +341,10 @@ class FitHooks:
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Validation data in batches of as many rows, in the engine's form."""
+        """Convert validation data to batches in the engine's form.
+
+        Their size is `validation_batch_size`, or by default that of `evaluate`, or `size`.
+        """
         data = chosen["validation_data"]
         if data is None:
             return
@@ -353,11 +371,11 @@ class FitHooks:
 
 
 def _is_clone_model(frame: Any) -> bool:
-    """True for a frame of Keras' own function, not of a user's that has its name."""
+    """True for a frame of Keras' own `clone_model`, not of a user's function with that name."""
     module = str(frame.f_globals.get("__name__", ""))
     return bool(frame.f_code.co_name == "clone_model" and module.startswith("keras."))
 
 
 def _inputs(model: Any) -> Any:
-    """The inputs of a model that has them before its first batch."""
+    """Return the model's inputs, or None if it doesn't know them before its first batch."""
     return getattr(model, "inputs", None) if model.built else None

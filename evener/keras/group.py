@@ -1,7 +1,6 @@
-"""The processes that train one model together: their sums by NCCL or gRPC, and what they must agree
-on.
+"""The processes that train one model together: their all-reduces by NCCL or gRPC, and checks.
 
-MultiWorkerMirroredStrategy only joins them.
+MultiWorkerMirroredStrategy only connects the processes.
 """
 
 from __future__ import annotations
@@ -23,22 +22,23 @@ from ..training.launched import find_host, launched_device
 from ..training.share_order import RankInfo, check_agreement, check_places
 from .data import array_rows
 
-GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
+GROUP_KEY = 10_000  # of these collectives; the strategy numbers its own from 1
 KINDS = (
     tf.float32,
     tf.float64,
     tf.float16,
     tf.bfloat16,
     tf.int64,
-)  # that TensorFlow can sum so, on GPUs too
+)  # types that TensorFlow can sum in this way, on GPUs too
 NARROW = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.uint64)
-WIDER = dict.fromkeys(NARROW, tf.int64)  # for others
+WIDER = dict.fromkeys(NARROW, tf.int64)  # the type that stands in for a narrow one in sums
 LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """The processes that step together. Make it before TensorFlow's first operation in the
-    process.
+    """The processes that train in step; make it before TensorFlow's first operation in the process.
+
+    Raises RequestError unless each process sees one device.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -49,7 +49,7 @@ class Group:
         self.size = len(peers)
         self.name = hashlib.blake2b(
             ",".join(peers).encode(), digest_size=8
-        ).hexdigest()  # the same in all of them
+        ).hexdigest()  # the same in all processes
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
         if self.strategy.num_replicas_in_sync != self.size:
             raise RequestError(
@@ -59,22 +59,22 @@ class Group:
             )
         has_gpu = tf.config.list_physical_devices(
             "GPU"
-        )  # between which TensorFlow sums over gRPC unless NCCL is named
+        )  # TensorFlow sums between GPUs over gRPC unless NCCL is named
         self.device, self._way = ("GPU:0", "nccl") if has_gpu else ("CPU:0", "auto")
         with tf.device(self.device):
             self._order = tf.Variable(
                 0.0, trainable=False
-            )  # collectives that take it start in the same order in every process
+            )  # collectives with this token start in the same order in every process
         self._sum = tf.function(
             lambda tensors: self.sum(tensors), autograph=False, reduce_retracing=True
         )
 
     def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
-        """Each tensor summed over the processes; every process calls it with tensors of the same
-        shapes.
+        """Return each tensor summed over the processes (all-reduce).
 
-        Give first what is ready first: of many bytes, most are summed while the last ones are still
-        computed, and nothing waits for the last `apart`.
+        Every process must call this with tensors of the same shapes. Put tensors that are ready
+        early first: if there are many bytes, most of them are summed while the last tensors are
+        still computed. No other sum waits for the last `apart` tensors.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -95,11 +95,11 @@ class Group:
         return sums
 
     def _reduce(self, flat: Any) -> Any:
-        """A vector summed over the processes.
+        """Return a vector summed over the processes.
 
-        The key follows from type and length, so that the processes agree on each only once. The
-        strategy's own sums take a new key every time, and each costs a request to the first
-        process: 1.2 to 1.7 ms a sum on two H200, not 0.6.
+        The key follows from type and length, so that the processes agree on each key only once. The
+        strategy's own all-reduce takes a new key every time, and each new key costs a request to
+        the first process: a sum on two H200 took 1.2 to 1.7 ms with it, and 0.6 ms without.
         """
         with tf.device("CPU:0"):
             number = tf.size(flat, tf.int64) * len(KINDS) + KINDS.index(flat.dtype)
@@ -116,29 +116,32 @@ class Group:
         )
 
     def share_weights(self, variables: Sequence[Any]) -> None:
-        """Give every process the first one's values."""
+        """Give every process the first process's values of these variables."""
         own = [tf.convert_to_tensor(variable) for variable in variables]
         values = self.sum_now([value if self.rank == 0 else tf.zeros_like(value) for value in own])
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
     def share_text(self, text: bytes, rank: int) -> bytes:
-        """The text that the process of this rank has, in every process."""
+        """Return, in every process, the text of the process with this rank."""
         mine = text if rank == self.rank else b""
         (length,) = self.sum_now([tf.constant([len(mine)])])
         codes = list(mine) or [0] * int(length[0])
         return bytes(self.sum_now([tf.constant(codes)])[0].numpy().tolist())
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
-        """`sum` outside any graph."""
+        """Do the same as `sum`, outside any graph."""
         given = list(
             tensors
-        )  # traced for each kind of sums, which is no fault that TensorFlow should warn of
+        )  # traced for each set of types and shapes on purpose; TensorFlow needn't warn about it
         return list(self._sum.get_concrete_function(given)(given)) if given else []
 
 
 def group_from_environment() -> Group | None:
-    """The group that TF_CONFIG describes, if it has more than one process that trains."""
+    """Return the group that TF_CONFIG describes; None unless at least two processes train.
+
+    Raises RequestError if TF_CONFIG can't be read.
+    """
     text = os.environ.get("TF_CONFIG", "")
     if not text:
         return None
@@ -153,15 +156,18 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """The group of every Split of this process: another strategy would end the sums that a faster
-    process has begun.
+    """Return the group that all Splits of this process share.
+
+    A second strategy would abort all-reduces that a faster process has already started.
     """
     return Group(peers, rank)
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """The addresses of the processes that train, the chief first as TensorFlow counts them, and
-    this one's rank.
+    """Return the addresses of the processes that train, and the rank of this one.
+
+    The chief comes first, as in TensorFlow. Raises RequestError if this process
+    isn't in the cluster.
     """
     cluster, task = config.get("cluster", {}), config.get("task", {})
     chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
@@ -178,10 +184,10 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
-    """The place in `active` of each rank's share; in TF_CONFIG's order where no process knows its
-    device.
+    """Return, for each rank, the index in `active` of its share.
 
-    Every process calls it. PlanError, in all of them, if not each share has a process of its own.
+    Without any process that knows its device, the order is that of TF_CONFIG. Every process must
+    call this. Raises PlanError, in all processes, unless each share has its own process.
     """
     host = find_host(share.host for share in active)
     device = launched_device() or os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -198,8 +204,9 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:
-    """RequestError, in all processes, if an option isn't the same in all; every process calls
-    it.
+    """Raise RequestError, in all processes, if an option differs between them.
+
+    Every process must call this.
     """
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
     said = [each.numpy() for each in group.sum_now(own)]
@@ -215,26 +222,26 @@ def check_options(options: Mapping[str, bool], group: Group) -> None:
     )
 
 
-FEW = 64  # elements of a row that are digested in each step
-MOST = 251  # digests, which any float has exactly
+FEW = 64  # the most elements of a row that are hashed in each step
+MOST = 251  # the number of digests; every float type represents them exactly
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """A number below `most` that these tensors have, as an int64 scalar tensor."""
+    """Return a hash of these tensors below `most`, as an int64 scalar tensor."""
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 
 
 class BatchDigests(NamedTuple):
-    """Numbers by which processes see whether they have the same batch."""
+    """Hashes by which the processes check that they have the same batch."""
 
-    labels: Any  # of its labels, or of its inputs without labels
-    inputs: Any  # which every process may change at random
-    labels_vary: Any  # from row to row, so that they tell rows apart
+    labels: Any  # of its labels, or of its inputs if there are no labels
+    inputs: Any  # of its inputs, which every process may augment at random
+    labels_vary: Any  # True if labels differ between rows, so that they tell rows apart
 
 
 def digest_batch(data: Any) -> BatchDigests:
-    """The digests of a batch."""
+    """Return the digests of a batch."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     with tf.device("CPU:0"):
         inputs = _digest_rows(x)
@@ -245,7 +252,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """A digest of some tensors' rows; of the first one alone where they are large."""
+    """Return a hash of these tensors; of a tensor with large rows, only the first row counts."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -259,8 +266,9 @@ def _leaves(data: Any) -> list[Any]:
 
 
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
-    """RequestError, in every process of a group, unless all have arrays with this first batch, and
-    these settings.
+    """Check that all processes of a group have the same first batch, row count and settings.
+
+    Raises RequestError in every process if they differ.
     """
     if group is None:
         return
@@ -276,7 +284,7 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """RequestError for the first process that has other data than rank 0; 0 is none."""
+    """Raise RequestError for the first process whose data differ from rank 0's; 0 means none."""
     if rank:
         raise RequestError(
             f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",

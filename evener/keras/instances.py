@@ -1,5 +1,6 @@
-"""Attributes of one object that have another value for a while: no class is changed, so what other
-threads train isn't touched.
+"""Attributes of an object that are replaced for a while.
+
+No class is changed, so models that other threads train aren't affected.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object's attribute, or method, another value; Keras doesn't track it."""
+    """Replace an object's attribute or method within the context; Keras doesn't track the value."""
     attributes = vars(instance)
     had = name in attributes
     before = attributes.get(name)

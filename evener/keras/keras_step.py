@@ -1,7 +1,6 @@
-"""Keras' own step on some rows: nested tensors cut and joined, and the parts of the step that every
-engine keeps.
+"""Parts of Keras' own step that every engine keeps, and cutting and joining of nested tensors.
 
-Masks and logits that Keras attaches to tensors are cut and joined with the rows.
+The masks and logits that Keras attaches to tensors are cut and joined with the rows.
 """
 
 from __future__ import annotations
@@ -23,24 +22,28 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 
 
 class OwnRows(NamedTuple):
-    """One process' rows of a global batch; at least one row, of which `size` count."""
+    """One process's rows of a global batch: at least one row, of which `size` count."""
 
     data: Tensors
     size: Any  # own rows that count
     rows: Any  # rows of the global batch
-    whole: Tensors  # of the global batch for the metrics, where x may be own rows
+    whole: Tensors  # the global batch for the metrics; its x may be own rows only
 
 
 def from_frame(leaf: Any) -> Any:
-    """The array of pandas' table or column, which Keras gives a second axis; anything else as it
-    is.
+    """Return the array of a pandas table or column; any other leaf is returned as it is.
+
+    Like in Keras, a column gets a second axis.
     """
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     return array[:, None] if array is not leaf and array.ndim == 1 else array
 
 
 def count_rows(data: Tensors) -> Any:
-    """Rows of the first tensor, as an int64 scalar tensor."""
+    """Return the number of rows of the first tensor, as an int64 scalar tensor.
+
+    Raises RequestError if there is no tensor.
+    """
     for leaf in keras.tree.flatten(data):
         if leaf is not None:
             return tf.shape(leaf, out_type=tf.int64)[0]
@@ -48,17 +51,19 @@ def count_rows(data: Tensors) -> Any:
 
 
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
-    """Rows `start` to `stop` of every tensor, or row 0 where that range is empty (see
-    `widen_if_empty`).
+    """Return rows `start` to `stop` of every tensor.
+
+    If that range is empty, return row 0 as a filler (see `widen_if_empty`).
     """
     start, stop = widen_if_empty(start, stop)
     return _map(lambda tensor: _cut(tensor, start, stop), data)
 
 
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
-    """The range, or that of row 0 where it is empty, since an empty replica can abort TensorFlow.
+    """Return the range unchanged, or the range of row 0 if it is empty.
 
-    The caller drops what is computed from such a filler row (`take_rows` with 0 rows).
+    An empty replica can abort TensorFlow. The caller drops what is computed from such a filler row
+    (`take_rows` with 0 rows).
     """
     is_empty = stop <= start
     return tf.where(is_empty, tf.zeros_like(start), start), tf.where(
@@ -67,7 +72,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """The type of a tensor or an array with any number of rows."""
+    """Return the type of a tensor or array, with any number of rows."""
     if leaf is None:
         return None
     shape = [None, *leaf.shape[1:]]
@@ -80,8 +85,9 @@ def open_rows(leaf: Any) -> Any:
 
 
 def take_rows(data: Tensors, rows: Any) -> Tensors:
-    """The first `rows` rows of every tensor, masks kept; RequestError for a single number, which
-    has no rows.
+    """Return the first `rows` rows of every tensor, with their masks.
+
+    Raises RequestError for a scalar, which has no rows.
     """
     return _map(
         lambda tensor: _with_marks(_take(tensor, rows), [tensor], lambda marks: marks[0][:rows]),
@@ -90,13 +96,13 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Rows of a batch at their place, from `start` on, among zeros for its other `rows`."""
+    """Pad a part of a batch that begins at row `start` with zeros to `rows` rows."""
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 
 
 def join_rows(parts: Sequence[Tensors]) -> Tensors:
-    """Nested tensors of the same structure, concatenated, masks kept."""
+    """Concatenate nested tensors of the same structure, with their masks."""
     return keras.tree.map_structure(
         lambda *tensors: _with_marks(
             tf.concat(tensors, 0), tensors, lambda marks: tf.concat(marks, 0)
@@ -131,7 +137,7 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Copy Keras' mask and logits of tensors, if they have them, to `result`."""
+    """Attach the combined Keras masks and logits of `sources`, if all have them, to `result`."""
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)
@@ -142,8 +148,9 @@ def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any
 
 
 def logits_of(tensor: Any) -> Any:
-    """The logits of a softmax or sigmoid, by which Keras computes a crossentropy where it finds
-    them; None for other tensors.
+    """Return the logits of a softmax or sigmoid; None for other tensors.
+
+    Keras computes a crossentropy from the logits if it finds them.
     """
     logits = getattr(tensor, "_keras_logits", None)
     if logits is None and tf.is_symbolic_tensor(tensor):
@@ -154,12 +161,12 @@ def logits_of(tensor: Any) -> Any:
 
 in_step = ContextVar("in_step", default=False)  # True while an engine calls the model
 
-HEADROOM = 16.0  # a power of two, which rounds nothing
+HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Calls of the model are those of a step, not of a loop of the user's own."""
+    """Mark calls of the model as made by a step, rather than by the user's own loop."""
     token = in_step.set(True)
     try:
         yield
@@ -168,14 +175,15 @@ def calls_of_steps() -> Iterator[None]:
 
 
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
-    """The model on these rows; `training` is passed only to a `call` that has that argument."""
+    """Call the model on these rows; pass `training` only if its `call` has that argument."""
     with calls_of_steps():
         return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """The model's own `call`, with a warning where a loop of the user's trains by it, whole and on
-    one device.
+    """Return the model's own `call` with a warning against training by it.
+
+    A training loop that the user writes would run the whole batch on one device.
     """
     own = type(model).call
 
@@ -193,9 +201,10 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which a model's weights are `copies`, and states have these values.
+    """A scope in which a model's weights are `copies` and its states have these values.
 
-    What is assigned stays in the scope. `others` are variables besides these that were assigned.
+    Assignments stay within the scope. `others` are the assigned variables that are neither weights
+    nor among these states.
     """
 
     def __init__(
@@ -215,12 +224,12 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
             self.others[id(variable)] = variable
 
     def check_weights(self) -> None:
-        """Refuse a model that has assigned its weights."""
+        """Raise RequestError if the model has assigned its weights."""
         pairs = self._weights
         check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
 
     def assign_others(self) -> None:
-        """Assign what isn't the model's, such as centres that a loss object keeps."""
+        """Assign variables that aren't the model's, such as centres that a loss object keeps."""
         for key, variable in self.others.items():
             variable.assign(self.state_mapping[key])
 
@@ -228,8 +237,9 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
 def call_on_copies(
     model: Any, x: Tensors, training: bool, copies: Sequence[Any], states: Sequence[tuple[Any, Any]]
 ) -> tuple[Tensors, list[Any], list[Any], CopiesScope]:
-    """The model with these weights and states: outputs, losses that it added, regularizers, scope
-    of its updates.
+    """Call the model with these weights and states.
+
+    Returns outputs, the losses that layers added, regularizers, and the scope with the updates.
     """
     with CopiesScope(model, copies, states) as scope:
         outputs, added, regularizers = call_in_scope(model, x, training)
@@ -239,13 +249,16 @@ def call_on_copies(
 
 
 def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list[Any], list[Any]]:
-    """The outputs of a call, and the losses that it added, and regularizers."""
+    """Call the model; return outputs, the losses that layers added, and regularizers."""
     outputs = call_model(model, x, training)
     return outputs, *split_losses(model, list(model.losses))
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The losses that layers added in a call, and the regularizers of weights, which come last."""
+    """Split the losses of a call into those that layers added and the regularizers of weights.
+
+    Keras lists the regularizers last.
+    """
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
     )
@@ -262,9 +275,9 @@ def loss_with(
     weight: Any,
     training: bool,
 ) -> Any:
-    """The model's loss with these in place of `model.losses`, unless there are none."""
+    """Return the model's loss with `added` in place of `model.losses`, unless `added` is empty."""
     token = in_step.set(True)  # a compute_loss may call the model
-    model._losses_override.extend(added)  # what `model.losses` is while it isn't empty
+    model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty
     try:
         return model._compute_loss(
             x=x, y=y, y_pred=outputs, sample_weight=weight, training=training
@@ -282,11 +295,11 @@ def part_of_loss(
     training: bool,
     parts: tuple[Any, Any],
 ) -> Any:
-    """The part of the whole batch's loss that these rows, (x, y, outputs, weight), add; `losses`
-    are the model's own.
+    """Return what the rows of `batch` contribute to the whole batch's loss.
 
-    `parts`: these rows / all rows, and the same of what the loss is a mean over. A filler row
-    stands for no rows, as the loss of an empty batch need not be a number.
+    `batch` is (x, y, outputs, weight); `losses` are the model's own. `parts` are these rows / all
+    rows, and the same ratio for the unit that the loss is averaged over. A filler row counts as no
+    row, because the loss of an empty batch may not be a number.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -296,32 +309,34 @@ def part_of_loss(
 
 
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """The model's loss on (x, y, outputs, weight) without those of its layers, `losses`."""
+    """Return the model's loss on (x, y, outputs, weight) without the layers' `losses`."""
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
     return loss_with(model, nothing, x, y, outputs, weight, training)
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """The part of the whole batch's loss that a layer's loss on some of the rows adds."""
+    """Return what a layer's loss on some of the rows contributes to the whole batch's loss."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 
 def main_part(kind: str, part: Any) -> Any:
-    """The weight of a figure of this part of the rows, where it adds up by rows or as a sum."""
+    """Return the weight of a value of this part of the rows, which adds up by rows or as a sum."""
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """The loss as the optimizer scales it for float16, with headroom for parts that are larger than
-    their sum.
+    """Scale the loss as the optimizer does for float16.
+
+    The result is divided by a headroom, because gradients of parts can be larger than their sum.
     """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
 
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
-    """Update the trainable weights by the sums of gradients of `scale_loss`, which overflow where
-    one device's do.
+    """Update the trainable weights with the summed gradients of `scale_loss`.
+
+    The sums overflow exactly where the gradients of one device would.
     """
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:
@@ -340,7 +355,7 @@ def _headroom(model: Any) -> float:
 
 
 def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Times the headroom; not a number where a half would be infinite."""
+    """Multiply by the headroom; the result is NaN where float16 would be infinite."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -356,8 +371,10 @@ def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
 def update_metrics(
     model: Any, loss: Any, rows: Any, x: Tensors, y: Tensors, outputs: Tensors, weight: Any
 ) -> dict[str, Any]:
-    """Count a loss that is the mean over `rows` in Keras' own tracker, and the batch in the model's
-    metrics.
+    """Update Keras' loss tracker and the model's metrics, and return the logs.
+
+    `loss` is a mean over `rows`. Raises RequestError if `compute_metrics` reads a tensor of one
+    pass from an attribute.
     """
     model._loss_tracker.update_state(loss, sample_weight=rows)
     try:

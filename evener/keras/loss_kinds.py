@@ -1,8 +1,7 @@
-"""The kind of a batch's loss as a sum of its parts' losses: measured on outputs that exist, with
-changed labels too.
+"""How the loss of a batch follows from its parts' losses, measured on existing outputs.
 
-Labels of one class or masks of one length would hide what a loss is a mean over, so they are
-changed until they tell.
+Labels of a single class or masks of equal length would hide what a loss is averaged over, so they
+are changed until they reveal it.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ from .keras_step import Tensors, cut_rows, loss_with, own_loss, take_rows
 
 @contextmanager
 def traceless(model: Any) -> Iterator[Any]:
-    """A scope that collects what calls of the model assign and add to its loss."""
+    """Return a scope that collects what calls of the model assign and add to its loss.
+
+    Variables, losses and random states are restored afterwards.
+    """
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
-    # where Keras regularizes in a scope, it knows only the weights that were given to it
+    # regularizers that run in a scope see only the weights that the scope was given
     given = [
         (each, tf.convert_to_tensor(each))
         for each in model.trainable_weights
@@ -46,7 +48,7 @@ def traceless(model: Any) -> Iterator[Any]:
 
 ROUNDING = {"float64": MIXED_ROUNDING, "float32": FLOAT32_ROUNDING}
 
-CLOSE = {"float64": 1e-10}  # of figures that aren't tried with other labels
+CLOSE = {"float64": 1e-10}  # relative tolerance for values that aren't tried with other labels
 
 
 def judge_loss(
@@ -58,11 +60,11 @@ def judge_loss(
     training: bool,
     batch: int,
 ) -> tuple[str, str]:
-    """The kind of the model's loss on these rows, and a sentence where there is none. They are of a
-    batch of so many, where that is known.
+    """Return the kind of the model's loss on these rows; if it is OTHER, with a message.
 
-    `call` has the outputs of a call on all of them and the losses of layers; each of `leave` puts
-    into attributes what this call, or one of those on the parts, has left there.
+    `call` has the outputs of a call on all rows and the losses of layers. Each function in `leave`
+    restores the attributes that this call, or one of the calls on the parts, has left. `batch` is
+    the number of rows of the batch, 0 if unknown.
     """
     x, y, weight = data
     outputs, losses = call.outputs, call.losses
@@ -110,7 +112,7 @@ def judge_loss(
 
 
 def _name_fault(model: Any, batch: Sequence[Any], losses: Sequence[Any], training: bool) -> str:
-    """Why the loss of some rows isn't their own loss and those of layers in sum."""
+    """Return a message: why a loss isn't the sum of the rows' own loss and the layers' losses."""
     x, y, outputs, weight = batch
     with traceless(model):
         first, again = (
@@ -125,7 +127,7 @@ def _name_fault(model: Any, batch: Sequence[Any], losses: Sequence[Any], trainin
 
 
 def _warn_of_metrics(model: Any, scope: Any) -> None:
-    """Warn of metrics that the loss has updated in this scope, besides those of Keras' own."""
+    """Warn about metrics, other than those Keras adds, that the loss has updated in this scope."""
     kept = [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss else [])]
     own = {id(state) for metric in kept for state in metric.variables}
     for state in model.metrics_variables:
@@ -134,7 +136,7 @@ def _warn_of_metrics(model: Any, scope: Any) -> None:
 
 
 def kind_of(whole: float, parts: Sequence[float], sizes: Sequence[int]) -> str:
-    """ROWS, SUM or OTHER: by what one figure adds up."""
+    """Return how a value adds up over parts: ROWS, SUM or OTHER."""
     rounding = CLOSE.get(keras.config.floatx(), FLOAT32_ROUNDING)
     if judge(LossFigures(whole, tuple(parts), {ROWS: tuple(sizes)}, rounding)).mean_over:
         return ROWS
@@ -142,7 +144,7 @@ def kind_of(whole: float, parts: Sequence[float], sizes: Sequence[int]) -> str:
 
 
 def count_all(model: Any, y: Tensors, outputs: Tensors, weight: Any) -> dict[str, Any]:
-    """Counts of these rows that a mean may be over besides rows, as float tensors by name."""
+    """Count the units other than rows that a mean may be over, as float tensors by name."""
     found = {}
     masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
     mask = next((each for each in masks if each is not None), None)
@@ -173,8 +175,9 @@ def _read(
     training: bool,
     leave: Sequence[Callable[[], None]],
 ) -> tuple[LossFigures, float]:
-    """Figures of the loss of all rows and of each part, and the loss of all rows with those of
-    layers.
+    """Return the losses of all rows and of each part, without and with the layers' losses.
+
+    The loss with the layers' losses is that of all rows only.
     """
     figures, counts, totals = [], [], []
     ranges = [(0, edges[-1]), *pairwise(edges)]
@@ -210,7 +213,7 @@ PLACES = re.compile(
 
 
 def first_line(error: Exception) -> str:
-    """The message of an error of Keras or TensorFlow, without the place."""
+    """Return the message of an error of Keras or TensorFlow, without its location."""
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
     lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]
     said = [line for line in lines if line and not PLACES.search(line)]
@@ -218,7 +221,7 @@ def first_line(error: Exception) -> str:
 
 
 def _is_computed(model: Any, batch: Sequence[Any], losses: Sequence[Any], training: bool) -> bool:
-    """True if the loss of the whole batch can be computed; if not, the step will say why."""
+    """True if the loss of the whole batch can be computed; if not, the step will report why."""
     x, y, weight, outputs = batch
     with traceless(model), suppress(Exception):
         own_loss(model, losses, (x, y, outputs, weight), training)
@@ -227,7 +230,7 @@ def _is_computed(model: Any, batch: Sequence[Any], losses: Sequence[Any], traini
 
 
 def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
-    """Rows with their masks; ValueError for a single number, which has no rows."""
+    """Return rows with their masks; raise ValueError for a scalar, which has no rows."""
     if any(tf.is_tensor(each) and each.shape.rank == 0 for each in keras.tree.flatten(data)):
         raise ValueError("An output of the model is a single number, which no rows have a part of.")
     cut = cut_rows(data, start, stop)
@@ -244,7 +247,7 @@ def _is_sum(whole: float, parts: Sequence[float], rounding: float) -> bool:
 def _variants(
     model: Any, y: Tensors, outputs: Tensors, weight: Any
 ) -> Iterator[tuple[Tensors, Tensors, Any]]:
-    """(y, outputs, weight) as they are, and with changed masks, weights and labels."""
+    """Yield (y, outputs, weight) unchanged, then with changed masks, weights and labels."""
     yield y, outputs, weight
     if any(getattr(each, "_keras_mask", None) is not None for each in keras.tree.flatten(outputs)):
         yield y, _with_other_masks(outputs), weight
@@ -264,7 +267,7 @@ def _variants(
 
 
 def _ramp(values: Any) -> Any:
-    """A factor for each row, from little to 2."""
+    """Return a factor for each row, growing from 0.1 to 2."""
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 
 
@@ -273,7 +276,7 @@ def _are_whole(y: Any) -> bool:
 
 
 def _other_labels(y: Any, outputs: Any) -> Any:
-    """Labels of another class in each row, or values that grow from row to row."""
+    """Return labels of a different class in each row, or values that grow from row to row."""
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
     classes = int(outputs.shape[-1]) if outputs.shape.rank > 1 else 1
     if not _are_whole(y):
@@ -289,7 +292,7 @@ def _other_labels(y: Any, outputs: Any) -> Any:
 
 
 def _padded_labels(padding: int, y: Any, _outputs: Any) -> Any:
-    """Whole labels, each row with more padding than the one before."""
+    """Return integer labels with more padding in each row than in the one before."""
     if not _are_whole(y) or y.ndim < 2 or y.shape[-1] < 2:
         return y
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
@@ -297,7 +300,7 @@ def _padded_labels(padding: int, y: Any, _outputs: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """A copy of the outputs whose masks leave the first 1, 2, 3... steps of their rows."""
+    """Return a copy of the outputs whose masks keep the first 1, 2, 3... steps of their rows."""
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for each in keras.tree.flatten(changed):
         mask = getattr(each, "_keras_mask", None)

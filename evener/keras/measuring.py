@@ -1,9 +1,8 @@
-"""Measures what parts of a batch have in common with the whole: on the first batch, before its
-step.
+"""Measures how parts of a batch relate to the whole, on the first batch before its step.
 
-A few of its rows go through the model at once and in two unequal parts, outside the training's
-graph. Then the step takes the batch as if nothing had been; nothing is drawn from the user's
-pipeline that the training doesn't train on.
+A few of its rows go through the model together and in two unequal parts, outside the training's
+graph. Then the step trains on the batch as if nothing had happened; nothing is taken from the
+user's pipeline that the training doesn't use.
 """
 
 from __future__ import annotations
@@ -44,13 +43,14 @@ MOST_ROWS = 8
 def measure(
     model: Any, data: Tensors, training: bool, partial: bool, call: ModelCall | None, whole: int = 0
 ) -> PartKinds:
-    """Compare parts of the first rows, (x, y, weight), with all of them, by a call of `make_call`.
+    """Compare parts of the first rows, (x, y, weight), with all of them.
 
-    `partial`: parts of a batch have own losses; the batch has `whole` rows, where that is known. Of
-    rows that the model can't compute alone nothing is known: an audit will say so.
+    `call` comes from `make_call`. `partial`: parts of a batch have separate losses. `whole` is the
+    number of rows of the batch, 0 if unknown. Nothing is learned from rows that the model can't
+    compute alone; an audit will report them.
     """
     batch = int(keras.tree.flatten(data)[0].shape[0])
-    if batch < 2:  # a second row, of other numbers
+    if batch < 2:  # add a second row with different numbers
         data, batch = tf.nest.map_structure(_add_row, data), 2
     rows = min(batch, MOST_ROWS)
     first = max(1, 3 * rows // 8)
@@ -70,8 +70,9 @@ def measure(
 
 
 def make_call(model: Any, x: Tensors, training: bool) -> ModelCall | None:
-    """A call of the model on rows of the kind of x, with its weights made; None where it can't be
-    called so.
+    """Return a call of the model on rows like x, after creating its weights.
+
+    Return None if the model can't be called in this way.
     """
     if not model.built:
         build_model(model, x)
@@ -82,8 +83,10 @@ def make_call(model: Any, x: Tensors, training: bool) -> ModelCall | None:
 
 
 def build_model(model: Any, x: Tensors) -> None:
-    """Make the weights of a model that waits for its first batch: by one of these rows, or by all
-    where it can't compute one alone, as of a graph whose rows are joined.
+    """Create the weights of a model that would create them from its first batch.
+
+    The model is called on one row, or on all rows if it can't compute one alone, for example
+    because the rows are the nodes of one graph.
     """
     try:
         model(cut_rows(x, 0, 1), training=False)
@@ -96,19 +99,17 @@ def _add_row(row: Any) -> Any:
 
 
 class PartCalls(NamedTuple):
-    """Calls of a model on some rows, the first with all of them, the others with parts of these
-    sizes.
-    """
+    """Calls of a model on some rows: first on all rows, then on parts of these sizes."""
 
     call: ModelCall
-    every: list[Tensors]  # x of each
+    every: list[Tensors]  # x of each call
     results: list[CallResult]
     sizes: tuple[int, ...]
 
     def judge(
         self, data: Tensors, edges: Sequence[int], training: bool, partial: bool, batch: int
     ) -> PartKinds:
-        """The way in which the parts' losses, states and attributes make the whole's."""
+        """Return how the losses, states and attributes of the parts make up those of the whole."""
         model = self.call.model
         loss, seen = ROWS, ""
         added = _judge_added(self.call, self.every, self.results, self.sizes)
@@ -125,14 +126,16 @@ class PartCalls(NamedTuple):
         return PartKinds(loss, tuple(added), states, attributes, seen)
 
     def are_random(self) -> bool:
-        """True if the same rows have other outputs when they are called again."""
+        """True if another call on the same rows gives different outputs."""
         first, again = self.results[0].outputs, self.call(self.every[0]).outputs
         pairs = zip(keras.tree.flatten(first), keras.tree.flatten(again), strict=True)
         return not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
 
     def _find_states(self) -> dict[int, str]:
-        """The kinds of states, by calls from their values now, and from those after this call: a
-        sum that decays looks like a sum while it is 0.
+        """Return the kinds of states, judged by calls from two different values of the states.
+
+        These are the current values and those after this call: a sum that decays can't be
+        distinguished from a plain sum while it is 0.
         """
         whole, *parts = self.results
         states = _judge_states(self.call.model, {}, whole, parts, self.sizes)
@@ -152,10 +155,10 @@ def _judge_added(
     calls: Sequence[CallResult],
     sizes: tuple[int, ...],
 ) -> list[str]:
-    """The way in which each loss that layers add does so, by calls on all rows and on the parts.
+    """Return how each loss that layers add adds up, by calls on all rows and on the parts.
 
-    One that is 0 says nothing yet: its factor may grow from 0 on, or no row is concerned so far. It
-    is looked at again with other values of the variables, and other rows.
+    A loss of 0 reveals nothing: its factor may start from 0, or it may not concern any of these
+    rows. It is measured again with other values of the variables, and other rows.
     """
     found = [(one, *each) for one, *each in zip(*(each.added for each in calls), strict=True)]
     for change in (_raise_zeros, _change_weights):
@@ -169,11 +172,11 @@ def _judge_added(
     return [kind_of(one, each, sizes) for one, *each in found]
 
 
-LATE = 1_000_000  # a step in which all that grows by steps has grown
+LATE = 1_000_000  # a step so late that everything that grows with the steps has grown
 
 
 def _raise_zeros(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Sequence[Tensors]]:
-    """Variables that are 0 as 1, and counters of steps as those of a late step."""
+    """Return 1 for variables that are 0, and late-step values for counters; rows are unchanged."""
     varied = []
     for variable in [*model.non_trainable_variables, model.optimizer._iterations]:
         value = tf.convert_to_tensor(variable)
@@ -187,7 +190,7 @@ def _raise_zeros(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Seque
 
 
 def _change_weights(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Sequence[Tensors]]:
-    """Other weights besides, and rows with the other sign."""
+    """Change the weights too, and the signs of the rows."""
     varied, _ = _raise_zeros(model, every)
     for number, variable in enumerate(model.trainable_variables):
         value = tf.convert_to_tensor(variable)
@@ -203,7 +206,7 @@ def _negated(leaf: Any) -> Any:
 def _judge_attributes(
     whole: CallResult, parts: list[CallResult], sizes: tuple[int, ...]
 ) -> dict[str, str]:
-    """The way in which those of an attribute's numbers add up that aren't rows, such as a mean."""
+    """Return how tensors in attributes that don't consist of rows add up, for example a mean."""
     found = {}
     for name, value in whole.attributes.items():
         own = [part.attributes.get(name) for part in parts]
@@ -224,9 +227,7 @@ def _judge_states(
     parts: list[CallResult],
     sizes: tuple[int, ...],
 ) -> dict[int, str]:
-    """The way in which the changes of each assigned state add up; those of BatchNormalization do by
-    rows.
-    """
+    """Return how the change of each assigned state adds up; BatchNormalization's do by rows."""
     normal = {
         id(state) for layer in list_normalizations(model) for state in layer.non_trainable_variables
     }
@@ -268,8 +269,9 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 def measure_first(
     engine: Engine, training: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Keras' function of some steps, which measures the first batch it is given, and refuses what
-    isn't exact.
+    """Wrap Keras' function of some steps so that it measures the first batch it is given.
+
+    Raises RequestError if the training wouldn't be exact.
     """
     measured = False
 
@@ -288,10 +290,10 @@ def measure_first(
 def build_variables(
     model: Any, data: Tensors, call: ModelCall | None, training: bool = True
 ) -> None:
-    """Make the variables of optimizer, losses and metrics from a row of (x, y, weight), by a call
-    of `make_call`; errors are left to the step.
+    """Create the variables of optimizer, losses and metrics from one row of (x, y, weight).
 
-    TensorFlow would trace a step twice that makes variables.
+    TensorFlow would trace a step twice if it created variables. `call` comes from `make_call`;
+    errors are left to the step.
     """
     with suppress(Exception):
         if training and not model.optimizer.built:
@@ -306,8 +308,9 @@ def build_variables(
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """The first batch, and an iterator that gives it again with what else was taken; None if there
-    is none to read.
+    """Return the first batch, and an iterator that gives all batches including that one.
+
+    The first batch is None if there is none, or if its type can't be read.
     """
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))
@@ -322,8 +325,9 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """These batches as a dataset of this kind, by which the step is traced: axes that are open stay
-    so.
+    """Return these batches as a dataset with this element spec, in which open axes stay open.
+
+    The step is traced by this spec.
     """
 
     def repeat() -> Iterator[Any]:
@@ -346,14 +350,15 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """A tensor without values whose open axes have another length than this one's."""
+    """Return an empty or zero tensor whose open axes differ in length from this tensor's."""
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 
 
 def check_batch(engine: Engine, first: Tensors, training: bool = True) -> None:
-    """Measure a batch, tell the engine, and make variables; RequestError for a loss that can't be
-    put together from those of parts.
+    """Measure a batch, store the result in the engine, and create variables.
+
+    Raises RequestError if the loss can't be put together from those of parts.
     """
     with tf.device(engine.device):
         batch = _read_triple(first)
@@ -373,7 +378,7 @@ def check_batch(engine: Engine, first: Tensors, training: bool = True) -> None:
 
 
 def _check_rows(batch: Tensors) -> None:
-    """RequestError unless the first axis of all arrays is the batch's rows."""
+    """Raise RequestError unless the first axis of all arrays is the batch's rows."""
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     counts = [int(leaf.shape[0]) for leaf in leaves]
     if len(set(counts)) > 1:
@@ -385,7 +390,7 @@ def _check_rows(batch: Tensors) -> None:
 
 
 def _share(engine: Engine, find: Callable[[], PartKinds]) -> PartKinds:
-    """What is found; in a group, the process with most rows finds it for all."""
+    """Return the result of `find`; in a group, the process with most rows finds it for all."""
     group, weights = engine.group, engine.cut.weights
     chosen = weights.index(max(weights))
     if group is None:
@@ -395,14 +400,14 @@ def _share(engine: Engine, find: Callable[[], PartKinds]) -> PartKinds:
 
 
 def _read_triple(first: Tensors) -> Tensors:
-    """(x, y, weight) of a batch, as tensors."""
+    """Return (x, y, weight) of a batch, as tensors."""
     data = first.data if isinstance(first, OwnRows | DealtArrays) else first
     triple = keras.utils.unpack_x_y_sample_weight(data)
     return tf.nest.map_structure(lambda each: None if each is None else _to_tensor(each), triple)
 
 
 def _to_tensor(each: Any) -> Any:
-    """A tensor; those that aren't dense stay as they are."""
+    """Return a tensor; tensors that aren't dense are returned unchanged."""
     return (
         each if isinstance(each, tf.SparseTensor | tf.RaggedTensor) else tf.convert_to_tensor(each)
     )

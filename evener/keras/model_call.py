@@ -1,7 +1,8 @@
-"""A call of a model on a few rows that leaves nothing behind, in a graph for any number of rows.
+"""Calls of a model on a few rows that leave nothing behind, in a graph for any number of rows.
 
-It is a graph because an engine's step is one, too: Keras computes some operations otherwise where
-the number of rows is known, as `ops.add(x, y)` of (3, 3) and (3, 1), whose y it takes for a bias.
+A graph is used because an engine's step is a graph, too: Keras computes some operations
+differently if the number of rows is known. For example, `ops.add(x, y)` of shapes (3, 3) and (3,
+1) takes y for a bias.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class CallResult(NamedTuple):
 
     outputs: Tensors
     losses: list[Any]  # of layers
-    added: list[float]  # the same without regularizers
+    added: list[float]  # losses without regularizers, as numbers
     states: dict[int, Any]  # new values by place
     attributes: Leaves  # tensors that were left in attributes
 
 
 class ModelCall:
-    """The calls of a model on rows of the kind of x; a model that runs eagerly is called so."""
+    """A function that calls a model on rows like x; a model that runs eagerly is called eagerly."""
 
     def __init__(self, model: Any, x: Tensors, training: bool) -> None:
         self.model = model
@@ -41,7 +42,7 @@ class ModelCall:
             *(each for each in model.non_trainable_variables if not is_seed(each)),
             *([model.optimizer._iterations] if model.optimizer else []),
         ]
-        self._places: list[int] = []  # of the states that a call assigns
+        self._places: list[int] = []  # places of the states that a call assigns
         self._left: Any = None  # the attributes as a call leaves them
         self._run: Any = self._call
         if not model.run_eagerly:
@@ -58,8 +59,9 @@ class ModelCall:
         states: Mapping[int, Any] | None = None,
         varied: Sequence[tuple[Any, Any]] = (),
     ) -> CallResult:
-        """The result for these rows; `states`, by place, and `varied` variables have these values
-        instead of theirs.
+        """Call the model on these rows.
+
+        `states`, by place, and `varied` variables have these values during the call.
         """
         every = self.model.non_trainable_variables
         given = {id(every[place]): value for place, value in (states or {}).items()}
@@ -77,7 +79,7 @@ class ModelCall:
         return CallResult(outputs, losses, added, found, attributes)
 
     def leave(self, result: CallResult) -> None:
-        """Put into attributes what the call of this result has left there."""
+        """Put into attributes what the call with this result left there."""
         self._left.restore()
         self._left.put(result.attributes)
 

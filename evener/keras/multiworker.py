@@ -1,10 +1,10 @@
-"""Multiworker: a process per device; each computes its own rows, and gradients are summed over the
-group.
+"""Engine multiworker: one process per device, each of which computes its own rows.
 
-Model and optimizer live outside TensorFlow's strategy, so that clipping, loss scaling and
-accumulation act on the gradient of the whole batch, as on one device. Outputs travel with the sum
-of the gradients, and each process counts the whole batch, so a metric may do anything with its
-rows; if outputs are too large for that, each counts its own rows, and the states' gains are summed.
+Gradients are summed over the group (all-reduce). Model and optimizer live outside TensorFlow's
+strategy, so that clipping, loss scaling and gradient accumulation act on the gradient of the whole
+batch, as on one device. Outputs are sent together with the gradients, and each process updates its
+metrics with the whole batch, so a metric may use its rows in any way. If the outputs are too large
+for that, each process counts its own rows, and the changes of the metrics' states are summed.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
 class Workers:
-    """Train and evaluate steps of one process of a group: on its `OwnRows`, or those of a whole
-    batch.
+    """The engine of one process of a group.
+
+    Its steps take the process's `OwnRows`, or a whole batch of which they use those rows.
     """
 
     name = "multiworker"
@@ -97,35 +98,40 @@ class Workers:
         self.device = group.device
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(
             PartKinds
-        )  # of training, of evaluation
+        )  # True: of training, False: of evaluation
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
         self.limit: PassLimit | None = PassLimit(
             group.rank
-        )  # None: memory that runs out ends the training
+        )  # None: the training ends if memory runs out
         self._named = device
-        self.unchecked = True  # a training begins
+        self.unchecked = True  # True until the first batch's data are compared
         with tf.device("CPU:0"):
-            # a rank with other labels than the first one, if above 0; the same of inputs
+            # if above 0, a rank whose labels differ from the first one's; the same for inputs
             self._other, self._other_inputs = (
                 tf.Variable(tf.zeros([], tf.int64), trainable=False) for _ in range(2)
             )
-            self._labels_vary = tf.Variable(False, trainable=False)  # in a batch of this epoch
+            self._labels_vary = tf.Variable(
+                False, trainable=False
+            )  # True if they do in a batch of this epoch
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where Keras' own steps run as they are: anywhere, as a process has one device."""
+        """Return an empty scope: a process has one device, so Keras' own steps run anywhere."""
         return nullcontext()
 
     def check_model(self) -> None:
-        """Refuse what no engine can split."""
+        """Raise RequestError if no engine can split the model."""
         check_step(self.model)
 
     def check_step(self) -> None:
-        """Refuse what a process for each device can't do."""
+        """Raise RequestError if this engine can't train the model."""
         check_workers(self.model)
 
     def check_test_step(self) -> None:
-        """Refuse a `test_step` of the user's own, which would take own rows for the batch."""
+        """Raise RequestError for an overridden `test_step`.
+
+        It would take a process's own rows for the whole batch.
+        """
         check_test_step(self.model)
 
     def judges_parts(self, training: bool) -> bool:
@@ -133,7 +139,10 @@ class Workers:
         return True
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Steps of one batch on weights that all share, and files that are whole at any moment."""
+        """Return replacements for methods of the model.
+
+        Steps on one batch start from shared weights, and files are complete at any moment.
+        """
         model, rank = self.model, self.group.rank
         return {
             "train_on_batch": functools.partial(self._on_batch, "train_on_batch"),
@@ -143,13 +152,14 @@ class Workers:
         }
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Keras' method of this name, on weights that exist and are the same in every process."""
+        """Call Keras' method of this name after creating the weights from x, if necessary."""
         self.build(x)
         return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def build(self, x: Any) -> None:
-        """Make the weights of a model that waits for its first batch, so that the processes can
-        share them before it.
+        """Create the weights of a model that would create them from its first batch.
+
+        The processes can then share the weights before that batch.
         """
         if self.model.built:
             return
@@ -160,8 +170,9 @@ class Workers:
         build_model(self.model, keras.tree.map_structure(_first_rows, x))
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Own rows of each batch; whole batches where the shares change, or the model may ask for
-        all of x.
+        """Return a dataset of own rows, or of whole batches if they are needed.
+
+        Whole batches are needed if the shares change, or if the model may read all of x.
         """
         asks = overrides(self.model, "compute_metrics") or overrides(self.model, "train_step")
         if asks or self.rebalancing is not None:
@@ -169,27 +180,28 @@ class Workers:
         return arrays.own_rows(self.cut, self.group.rank, endless)
 
     def draw_seed(self) -> int:
-        """The seed of the order of epochs, which the first process draws."""
+        """Return a seed for the order of epochs, drawn by the first process."""
         drawn = tf.constant(draw_number() if self.group.rank == 0 else 0, tf.int64)
         return int(self.group.sum_now([drawn])[0])
 
     def begin_fit(self, callbacks: Any) -> list[Any]:
-        """A `fit` begins, whose data aren't compared yet; its callbacks start, save and stop all
-        processes together.
+        """Prepare for a `fit` whose data haven't been compared, and return its callbacks.
+
+        The callbacks make all processes start, save and stop together.
         """
         self.unchecked = True
         self._forget_data()
         return group_callbacks(callbacks, self, self.share_weights)
 
     def share_weights(self) -> None:
-        """Start every process from the first one's weights and optimizer."""
+        """Give every process the weights and optimizer state of the first one."""
         model = self.model
         model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *model.optimizer.variables]
         self.group.share_weights([each.value for each in variables])
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """The own work of each process, and what it waits for the others' sums."""
+        """Return each process's compute time (own work) and its waiting time for the others."""
         steps, rank = self.times.read(), self.group.rank
         found = []
         for other in range(self.group.size):
@@ -200,12 +212,14 @@ class Workers:
         return found if steps else ()
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """The outputs of a whole batch, in each process."""
+        """Return the outputs of a whole batch, in each process."""
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Keras' function that trains some steps, or a surviving step, with what comes after
-        them.
+        """Wrap Keras' function that trains some steps, or a surviving step, in checks.
+
+        After the first steps, the processes' data are compared; with `rebalance`, shares may
+        change. Raises DeviceError if memory runs out without passes.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
@@ -237,11 +251,11 @@ class Workers:
         return train_and_look
 
     def around_tests(self, run: Steps) -> Steps:
-        """Keras' function, batch by batch."""
+        """Return a function that runs Keras' function once per batch."""
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """The figures of the last of as many steps as Keras has in one execution.
+        """Run as many steps as Keras has in one execution, and return the logs of the last one.
 
         Keras would put them into a loop of one graph, whose sums TensorFlow can't tell apart.
         """
@@ -260,10 +274,10 @@ class Workers:
         self._labels_vary.assign(False)
 
     def check_data(self, epoch_ends: bool = False) -> None:
-        """RequestError, in every process, if they have trained on unequal batches.
+        """Raise RequestError, in every process, if the processes have trained on different batches.
 
-        Inputs may be changed at random by each process, so they count only where the labels of a
-        whole epoch can't tell rows apart, as labels that are all 1.
+        Each process may augment its inputs at random, so inputs are compared only if the labels of
+        a whole epoch can't tell rows apart, for example if all labels are 1.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -282,11 +296,11 @@ class Workers:
             )
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print that a pass ran out of memory, and that smaller ones follow."""
+        """Print that a pass ran out of memory and that smaller ones follow."""
         say(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
+        """Train on own rows like `keras.Model.train_step`, with the update of the whole batch."""
         if self.cut.in_passes:
             return SurvivingStep(self, None, self.note_retreat).as_one(data)
         own = self.own_rows(data)
@@ -298,8 +312,9 @@ class Workers:
     def finish_passes(
         self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums
     ) -> dict[str, Any]:
-        """The rest of a step whose passes are done; `before` has the states by id as they were
-        before them.
+        """Finish a step whose passes are done.
+
+        `before` has the values of states before the passes, by the states' ids.
         """
         own = self.own_rows(data)
         digest = _digest(data)
@@ -318,8 +333,9 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Sum over the processes, update and count; `starts` are the values of the updated states
-        before the step.
+        """Sum over the processes, update the weights and states, and return the logs.
+
+        `starts` are the values of the updated states before the step.
         """
         part = _part(own)
         changes = [
@@ -331,8 +347,10 @@ class Workers:
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Forward and backward on own rows; of states that all processes' rows change, the values
-        so far too.
+        """Run forward and backward on own rows.
+
+        Returns the results and, for each state that the rows of all processes change, its previous
+        value.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -351,14 +369,17 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """States that a call assigns and all processes' rows change, with how they add up."""
+        """Return the kinds of states that a call assigns and the rows of all processes change.
+
+        Each item is (state, kind).
+        """
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """The part of the whole batch's loss that own rows add."""
+        """Return what own rows contribute to the whole batch's loss."""
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
@@ -377,10 +398,10 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum over the processes, update weights and states; the sums of what is `sent` for the
-        metrics, and the loss.
+        """Sum over the processes, and update weights and states.
 
-        `changes` are (value before the step, what own rows add) of each state in `result.updates`.
+        `changes` are (value before the step, change by own rows) for each state in
+        `result.updates`. Returns the sums of the tensors `sent` for the metrics, and the loss.
         """
         loss = result.loss
         kind = loss.dtype
@@ -400,8 +421,8 @@ class Workers:
             *added,
             *slices.own,
             *reversed(dense.values()),
-        ]  # a backward pass has the last layer's first
-        last = tf.concat([work, labels, inputs], 0)  # whose sum need not wait for a clock
+        ]  # a backward pass computes the last layer's first
+        last = tf.concat([work, labels, inputs], 0)  # whose sum needn't wait for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
         work, labels, inputs = tf.split(last, 3)
         self.times.note(own.rows, work, self.times.now(sums or [last]) - ready)
@@ -419,13 +440,13 @@ class Workers:
         return summed, loss
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Keep whose batch is another one than the first process has, by the digests of all."""
+        """Note which process has a different batch from the first one, by the digests of all."""
         for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
             other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
         self._labels_vary.assign(tf.logical_or(self._labels_vary, digest.labels_vary))
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Like `keras.Model.test_step`, on own rows."""
+        """Evaluate own rows like `keras.Model.test_step`."""
         own = self.own_rows(data)
         metrics = self._metrics(own)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -441,51 +462,52 @@ class Workers:
         return StepMetrics(self.model, *place, before or {})
 
     def own_rows(self, data: Tensors) -> OwnRows:
-        """This process' rows of a whole batch, how many of them count, and the batch's rows."""
+        """Return this process's rows of a whole batch."""
         if isinstance(data, OwnRows):
             return data
         with tf.device("CPU:0"):
             rows = count_rows(data)
             if not tf.executing_eagerly():
-                # of a shape that is known to be empty, Keras makes an empty loss, not a number
+                # for a shape that is known to be empty, Keras returns an empty loss, not a scalar
                 rows = tf.compat.v1.placeholder_with_default(rows, [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
             return OwnRows(cut_rows(data, start, stop), stop - start, rows, data)
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Digests of a whole batch, which may not be the same in all processes; None for own rows of
-    one that is.
+    """Return the digests of a whole batch, which may differ between processes.
+
+    Return None for `OwnRows`, which come from a batch that is the same in all.
     """
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
 
 def _part(own: OwnRows) -> Any:
-    """Own rows that count / rows of the batch."""
+    """Return own rows that count / rows of the batch."""
     return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
 
 
 def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
-    """(x, y, outputs, weight) of own rows, but for x only those that count."""
+    """Return (x, y, outputs, weight) of own rows; all but x only have the rows that count."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
 
 
 def _first_rows(array: Any) -> Any:
-    """A tensor of rows to make weights by; those that aren't dense stay as they are."""
+    """Return the first rows as a tensor; tensors that aren't dense are returned unchanged."""
     if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
         return array
     return tf.convert_to_tensor(array[:MOST_ROWS])
 
 
-LARGEST_ROW = 1 << 16  # bytes of a row's outputs that are sent
+LARGEST_ROW = 1 << 16  # the most bytes of a row's outputs that are sent
 
 
 class StepMetrics:
-    """The metrics of one step, on `size` of its `rows` from `start` on; make it before the model is
-    called on them.
+    """The metrics of one step: of `size` of its `rows` rows, from row `start` on.
 
-    `before` has states by their id whose values have changed since the step began.
+    Make this object before the model is called on these rows. `before` has the previous values of
+    states that have changed since the step began, by the states' ids.
     """
 
     def __init__(
@@ -502,8 +524,9 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """The tensors that the processes have to sum: outputs, what own rows add to states, losses
-        of outputs.
+        """Return the tensors that the processes have to sum.
+
+        These are outputs, the changes of states by own rows, and the losses of single outputs.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
@@ -525,13 +548,16 @@ class StepMetrics:
 
     def _count_own(self, *batch: Any) -> None:
         count = tf.function(lambda: self._model.compute_metrics(*batch), autograph=False)
-        count.get_concrete_function()  # makes states, counts nothing
+        count.get_concrete_function()  # creates states without counting
         warn_summed_metrics(self._model)
         self._gaining += _read([self._model._compile_metrics])
         self._model.compute_metrics(*batch)
 
     def finish(self, sums: Sequence[Any], loss: Any, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Count the whole batch, given the sums of what `own` gave; `loss` is that of all rows."""
+        """Update the metrics with the whole batch, and return the logs.
+
+        `sums` are the sums of the tensors that `own` returned; `loss` is that of all rows.
+        """
         left = iter(sums)
         sent = [next(left) for _ in _leaves(self._outputs)]
         for state, before in self._gaining:
@@ -547,14 +573,14 @@ class StepMetrics:
 
 
 def _read(metrics: Any) -> list[tuple[Any, Any]]:
-    """The states of metrics with their values."""
+    """Return the states of metrics with their values."""
     return [
         (state, tf.convert_to_tensor(state)) for metric in metrics for state in metric.variables
     ]
 
 
 def _row_bytes(outputs: Tensors) -> float:
-    """The bytes of the outputs of one row; infinite where they can't be sent."""
+    """Return the bytes of one row's outputs; infinite if they can't be sent."""
     total = 0.0
     for leaf in keras.tree.flatten(outputs):
         kind = leaf.dtype
@@ -566,7 +592,7 @@ def _row_bytes(outputs: Tensors) -> float:
 
 
 def _leaves(outputs: Tensors) -> list[Any]:
-    """Outputs one by one, and the masks that Keras has attached to them."""
+    """Return the outputs as a list, followed by the masks that Keras has attached to them."""
     found: list[Any] = keras.tree.flatten(outputs)
     return found + [
         mask for leaf in found if (mask := getattr(leaf, "_keras_mask", None)) is not None
@@ -574,7 +600,7 @@ def _leaves(outputs: Tensors) -> list[Any]:
 
 
 def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
-    """The structure of `outputs`, of these leaves and masks."""
+    """Pack these leaves and masks into the structure of `outputs`."""
     left = iter(leaves)
     own = keras.tree.flatten(outputs)
     found = [tf.ensure_shape(next(left), [None, *leaf.shape[1:]]) for leaf in own]
@@ -586,8 +612,9 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """A model's synchronized layers take the statistics of all processes' rows, of which `size` of
-    this one's count.
+    """Make the model's synchronized layers use the statistics of all processes' rows.
+
+    `size` is the number of this process's rows that count.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -599,7 +626,7 @@ def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
             raise RequestError(
                 f"{layer.name} can't synchronize statistics of masked steps.", "Leave the mask out."
             )
-        counts = tf.cast(size > 0, inputs.dtype)  # a filler row doesn't
+        counts = tf.cast(size > 0, inputs.dtype)  # a filler row doesn't count
         figures = (tf.ones_like(inputs), inputs, tf.square(inputs))
         rows, total, squares = sum_all(
             *(counts * tf.reduce_sum(each, layer._reduction_axes) for each in figures)

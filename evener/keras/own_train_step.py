@@ -1,5 +1,6 @@
-"""A `train_step` of the user's own that calls `super().train_step(data)`, as one that adds a figure
-to the logs: around an engine's step it runs as around Keras' own.
+"""Runs an overridden `train_step` around an engine's step, as it runs around Keras' own.
+
+It must call `super().train_step(data)`; typically it adds a value to the logs.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
     """A base class between the user's classes and Keras', whose step is an engine's."""
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """The engine's step."""
+        """Run the engine's step."""
         return _inner.get()(data)
 
 
 def _above_engine(kind: type) -> type:
-    """A class like this one, whose `super().train_step` is the engine's."""
+    """Return a class like this one whose `super().train_step` is the engine's step."""
     made: type = type(kind)(kind.__name__, (kind, _EngineStep), {"__module__": kind.__module__})
     return made
 
@@ -35,8 +36,8 @@ def _above_engine(kind: type) -> type:
 class OwnTrainStep:
     """The model's own `train_step` around the step of an engine; both are traced as one graph.
 
-    RequestError unless it calls `super().train_step` exactly once: otherwise its gradients aren't
-    the engine's.
+    Raises RequestError unless it calls `super().train_step` exactly once, because otherwise its
+    gradients wouldn't be the engine's.
     """
 
     def __init__(self, model: Any, step: Step) -> None:
@@ -44,7 +45,7 @@ class OwnTrainStep:
         self._step = step
 
     def __call__(self, data: Tensors) -> Any:
-        """The figures that the model's own step returns."""
+        """Run the step and return the logs of the model's own `train_step`."""
         model = self._model
         kind = type(model)
         calls: list[Tensors] = []

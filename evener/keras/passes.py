@@ -1,9 +1,9 @@
-"""A device's rows in passes: forward and backward on some of them at a time, gradients and states
-put together.
+"""Micro-batches (passes) of a device's rows.
 
-The loss of a pass is weighted by its rows, or added, so only means and sums over rows are exact
-(`refuse_partial` refuses others). The passes are a loop in the graph: the device keeps the
-activations of one pass only, and one trace serves any number of them.
+Forward and backward run on some rows at a time, then gradients and states are put together. The
+loss of a pass is weighted by its rows, or added, so only losses that are means or sums over rows
+are exact (`refuse_partial` refuses others). The passes are a loop in the graph, so the device keeps
+the activations of one pass only, and one trace serves any number of passes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .keras_step import (
 from .sparse_gradients import PassGradient, without_filler
 
 CHAINED, ADDED, AVERAGED = "chained", "added", "averaged"
-HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
-SEED_STEP = 1 << 20  # numbers that each device draws from, so that no two draw the same
+HOST = "CPU:0"  # counts and cuts rows; on the device, each pass would have to wait for it
+SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices draw the same numbers
 
 
 class StateUpdate(NamedTuple):
-    """A state's new value after one device's calls, and how it is put together with the other
-    devices'.
+    """A state's new value after one device's calls, and how to combine it with the other devices'.
 
-    CHAINED: the last device's is kept; ADDED: it is what the calls add to the state; AVERAGED: the
-    changes are averaged by rows, as the loss of one of several outputs; else as measured.
+    `kind` is CHAINED (the last device's value is kept), ADDED (the value is an increment of the
+    state), AVERAGED (changes are averaged by rows, for example the loss of one of several outputs),
+    or one of the measured kinds ROWS, SUM and SAME.
     """
 
     state: Any
@@ -48,10 +48,10 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """The states of a model over the calls of one step: no two devices draw the same numbers.
+    """The states of a model during the calls of one step.
 
-    Metrics inside layers count the rows of all devices: one after another, or in passes each for
-    itself.
+    No two devices draw the same random numbers. Metrics inside layers count the rows of all
+    devices: each device continues from the previous one, or, with passes, starts from 0.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -66,8 +66,9 @@ class StepStates:
         self._counted: dict[int, Any] = {}  # values of metrics after the devices so far
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Every state with the value that a device's first call starts from; metrics from 0 on
-        devices `apart`.
+        """Return every state with the value that a device's first call starts from.
+
+        With `apart`, metrics start from 0 instead of from the previous device's value.
         """
         starts = []
         for state in self._variables:
@@ -81,7 +82,10 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """The update of a state by a device's passes."""
+        """Return the update of a state after a device's calls.
+
+        Warn if the state belongs to a metric inside the model.
+        """
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._counts(state):
@@ -90,17 +94,19 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True for a state of a metric, besides the losses of single outputs."""
+        """True for a state of a metric, except for the losses of single outputs."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
         self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
     ) -> Any:
-        """A state's value after another pass, on a `part` of the device's rows; all passes but
-        chained ones `start`.
+        """Return a state's value after another pass, on a `part` of the device's rows.
+
+        `before` is its value before the pass; `start` is the value that the pass started from,
+        which is the same for all passes unless the state is chained.
         """
         if self._counts(state):
-            return tf.where(part > 0, new, before)  # a filler row counts in none
+            return tf.where(part > 0, new, before)  # no metric counts a filler row
         kind = AVERAGED if id(state) in self._losses else self._kinds[id(state)]
         if kind == CHAINED:
             return new
@@ -109,7 +115,7 @@ class StepStates:
         return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
 
     def starts_anew(self, state: Any) -> bool:
-        """True if every pass starts from a state's value at the start of the step."""
+        """True if every pass starts from the state's value at the start of the step."""
         if id(state) in self._metrics:
             return id(state) in self._losses
         return self._kinds[id(state)] != CHAINED
@@ -117,8 +123,9 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """The states that a device's only call updated, in this StatelessScope; metrics don't count
-        a filler row.
+        """Return the states that a device's only call updated in this StatelessScope.
+
+        Metrics don't count a filler row.
         """
         found = []
         for state, begin in starts:
@@ -135,10 +142,10 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Assign the states that the calls updated, each call on this part of the rows.
+    """Assign the states that the calls updated; each call comes with its part of the rows.
 
-    Averages are averaged by rows, sums summed; of chained states the last call's value is kept, of
-    others the first's.
+    Averaged states are averaged by rows and summed states summed. A chained state gets the last
+    call's value, any other state the first call's.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -158,21 +165,20 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True if a state's new value comes from the changes of all devices."""
+    """True if a state's new value is computed from the changes by all devices."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """One device's change, on this part of the rows, of a state that adds up by rows or as a
-    sum.
+    """Return one device's contribution to the change of a state that adds up.
+
+    `part` is the device's part of the rows.
     """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """The way to put together the values that several devices give to a state, by the state's
-    id.
-    """
+    """Return, by a state's id, how the values that several devices give it are combined."""
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -181,26 +187,26 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 
 
 def is_seed(state: Any) -> bool:
-    """True if random numbers are drawn from a state."""
+    """True if random numbers are drawn from this state."""
     return bool(state.name == "seed_generator_state")
 
 
 class PassSums(NamedTuple):
-    """The result of one device's rows."""
+    """The combined result of the passes on one device's rows."""
 
-    outputs: Tensors  # for all of them
-    loss: Any  # their part of the batch's mean
+    outputs: Tensors  # for all rows
+    loss: Any  # contribution of these rows to the batch's mean
     gradients: list[
         Any
-    ]  # of the part of the scaled loss, for each trainable weight; None where it reaches none
+    ]  # of the scaled loss for each trainable weight; None if the loss doesn't depend on it
     updates: list[StateUpdate]
 
 
 class DevicePasses:
-    """The passes of one device, the `number`-th of its process; `data` is its (x, y, weight), of
-    which `size` count.
+    """The passes of one device, the `number`-th of its process.
 
-    `rows` are those of the whole batch.
+    `data` is its (x, y, weight), of which `size` rows count; `rows` is the number of rows
+    in the whole batch.
     """
 
     def __init__(
@@ -228,8 +234,9 @@ class DevicePasses:
         self._reached: list[int] = []  # places of the weights that have a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Run `passes` passes of nearly one size, one after another; one if the device has no row
-        that counts.
+        """Run `passes` passes of nearly equal size one after another.
+
+        If the device has no row that counts, run one.
         """
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
@@ -280,7 +287,10 @@ class DevicePasses:
         return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_one(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Outputs, part of the loss, gradients and states of the pass on rows `start` to `stop`."""
+        """Run the pass on rows `start` to `stop`.
+
+        Returns outputs, contribution to the loss, gradients and states.
+        """
         model = self.model
         with tf.device(HOST):
             count = stop - start
@@ -314,7 +324,10 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """The states with what a pass starts from, after passes that left these values."""
+        """Return the states with the values that a pass starts from.
+
+        `values` are the values after the previous passes.
+        """
         pairs = zip(self._starts, values, strict=True)
         return [
             (state, begin if self._states.starts_anew(state) else value)
@@ -324,8 +337,9 @@ class DevicePasses:
     def _note(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """The states after a pass of `count` rows from `start` that began with `states`, after
-        others' `values`.
+        """Return the states after a pass of `count` rows from row `start` on.
+
+        The pass started from `states`; `values` are the values after the previous passes.
         """
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):

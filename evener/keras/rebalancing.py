@@ -1,9 +1,8 @@
-"""Shares of a group that follow its processes' own work: what `Split(rebalance=True)` does in
-Keras.
+"""`Split(rebalance=True)` in Keras: shares of a group that follow its processes' compute time.
 
-Own work is timed inside the step's graph and goes through the sum of the gradients. So all
-processes know the same figures after the same step, decide the same, and cut the next batch by the
-new shares.
+The compute time (own work) is measured inside the step's graph and sent with the all-reduce of the
+gradients. So all processes know the same times after the same step, make the same decision, and cut
+the next batch by the new shares.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """A cut by whole samples; a traced step cuts by the shares that are in force when it runs."""
+    """A cut into whole samples; a traced step uses the shares in force when it runs."""
 
     def __init__(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         super().__init__(shares, micros=micros)
@@ -32,8 +31,9 @@ class ChangingCut(Cut):
             self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
 
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
-        """Cut by these weights from the next step on; `micros` count only if there were some from
-        the beginning.
+        """Cut by these shares from the next step on.
+
+        `micros` are used only if there were some from the beginning.
         """
         self.weights = tuple(shares)
         self.total = sum(shares)
@@ -42,13 +42,14 @@ class ChangingCut(Cut):
         self._most.assign(tf.constant(micros or shares, tf.int64))
 
     def passes(self, device: int, rows: Any) -> Any:
-        """The passes that a device takes for `rows` rows, an int64 scalar tensor."""
+        """Return the number of passes a device takes for `rows` rows, an int64 scalar tensor."""
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """The boundaries of a batch of `rows`: in the graph for a tensor, as they are now for an
-        int.
+        """Return the boundaries of the devices' rows in a batch of `rows` rows.
+
+        For a tensor, they are computed in the graph; for an int, from the current shares.
         """
         if isinstance(rows, int):
             return super().bounds(rows)
@@ -70,13 +71,13 @@ class GroupStep(NamedTuple):
     """A step of the group."""
 
     number: int
-    rows: int  # of the whole batch
-    own_work_s: tuple[float, ...]  # of each process, until its last gradient
-    met_s: float  # from there until this process had all sums
+    rows: int  # rows of the whole batch
+    own_work_s: tuple[float, ...]  # seconds of each process until its last gradient
+    met_s: float  # seconds from there until this process had all sums
 
 
 class WorkTimes:
-    """The last steps of a group of `size` processes, as the process of this rank sees them."""
+    """The times of a group's last steps, as the process `rank` measures them."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -86,20 +87,23 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """Seconds since the epoch when these tensors were computed, in the graph."""
+        """Return, in the graph, the seconds since the epoch at which these tensors were ready."""
         with tf.control_dependencies(tensors):
-            last = tf.reshape(tensors[-1], [-1])[:1]  # on its device, which computes in order
+            last = tf.reshape(tensors[-1], [-1])[
+                :1
+            ]  # on the tensor's device, which computes in order
         with tf.device(HOST), tf.control_dependencies([tf.identity(last)]):
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """A vector that holds this process' figure, and 0 for the others: its sum has all of
-        them.
+        """Return a vector with this process's value at its rank and 0 elsewhere.
+
+        Its sum over the processes has all values.
         """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
-        """Keep a step of these rows; `own_works` is the summed vector."""
+        """Record a step; `rows` is its number of rows, `own_works` the summed vector."""
         with tf.device(HOST):
             figures = tf.stack([tf.cast(rows, tf.float64), met_s])
             row = tf.concat([figures, tf.cast(own_works, tf.float64)], 0)
@@ -108,7 +112,7 @@ class WorkTimes:
             self._count.assign_add(1)
 
     def read(self) -> list[GroupStep]:
-        """The last steps, oldest first."""
+        """Return the last steps, oldest first."""
         count = int(self._count.numpy())
         kept = self._kept.numpy().tolist()
         steps = []
@@ -118,13 +122,14 @@ class WorkTimes:
         return steps
 
 
-WINDOW_STEPS = 5  # whose median is one figure
-FEWEST_STEPS = 3  # of whole batches in a window
+WINDOW_STEPS = 5  # steps in a window; their median is one measurement
+FEWEST_STEPS = 3  # the fewest steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Changes the cut of a group's batches; `shares` are those of the plan in the order of ranks,
-    if there is one.
+    """Change the cut of a group's batches.
+
+    `shares` are the plan's, in the order of ranks; empty without a plan.
     """
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
@@ -133,12 +138,13 @@ class GroupRebalancer:
         self._rule = Rebalancer(cut.weights, curves, most, cut.in_passes, name_devices(shares))
         self._cut = cut
         self._rank = rank
-        self._steps = 0  # since the last window
+        self._steps = 0  # steps since the last window
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Note that this number of steps was trained; every process calls it after the same
-        ones.
+        """Record that `steps` steps were trained, and change the shares if that is worthwhile.
+
+        Every process must call this after the same steps.
         """
         self._steps += steps
         if self._steps < WINDOW_STEPS:

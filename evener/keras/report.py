@@ -1,4 +1,4 @@
-"""A callback that reports a fit's samples/s to the monitor."""
+"""`Report`: a callback that sends the samples/s of a `fit` to the monitor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from .tf_devices import driver_name
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
-    """Reports samples/s of a split's devices to the monitor after every step, as `evener.report`
-    does; with `log`, its figures also to the callbacks behind it.
+    """Report the samples/s of a split's devices to the monitor after every step.
 
-    In a group, the first process reports for all. A step of a dataset, whose rows aren't known,
-    counts as the split's global batch; without one, nothing is reported. A model that trains
-    without a split gives `rows`, those of a step. With `log`, shares, samples/s and the part of the
-    plan's are in the `logs` of each epoch's end, where TensorBoard and the callbacks of W&B and
-    MLflow find them.
+    The callback does what `evener.report` does. In a group, the first process reports for all. A
+    step of a dataset whose number of rows is unknown counts as the split's global batch; without a
+    global batch, nothing is reported. For a model that trains without a split, pass `rows`, the
+    number of rows per step. With `log`, the shares, the samples/s and their ratio to the plan's
+    samples/s are added to the `logs` at the end of each epoch, where TensorBoard and the callbacks
+    of W&B and MLflow find them; these callbacks must come after this one.
+
+    Raises RequestError without a split and without `rows`.
     """
 
     def __init__(self, split: Split | None = None, *, rows: int = 0, log: bool = False) -> None:
@@ -40,18 +42,19 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._split = split
         self._rows, self._log = rows, log
-        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # seconds of each
+        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # seconds of each step
         self._ended = 0.0
         self._reporter = Reporter(self._describe, sums=self._whole)
         self._counted = 0  # rows of this epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Rows are counted from here on, and a step is timed from the one before."""
+        """Reset the row count and the step clock."""
         self._counted, self._ended = 0, 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Report the steps since the last call: Keras calls once for several that it runs in one
-        execution.
+        """Report the steps since the last call.
+
+        Keras calls once for all steps that it runs in one execution.
         """
         if self._is_another_rank():
             return
@@ -73,16 +76,16 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted = counted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the figures to what the callbacks behind this one log."""
+        """Add shares and samples/s to the logs that later callbacks read, if `log` is set."""
         if self._log and logs is not None and not self._is_another_rank():
             logs.update(figures())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """The monitor forgets this training."""
+        """Tell the monitor that this training has ended."""
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """True in a process of a group that another one reports for."""
+        """True in a process of a group other than the first, which reports for all."""
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
 
@@ -107,12 +110,15 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """The parts of all steps so far."""
+        """Return the sums of the parts of all steps so far."""
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
-        """Samples/s of the plan; 0 without one, and for another global batch than it is for."""
+        """Return the samples/s of the plan.
+
+        Return 0 if there is no plan, or if it was made for a different global batch.
+        """
         split = self._split
         if split is None or split.plan is None:
             return 0.0
@@ -121,7 +127,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """The rows of an epoch's first steps."""
+        """Return the number of rows in the first `steps` steps of an epoch."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0
@@ -129,8 +135,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return steps * batch if samples is None else min(steps * batch, samples)
 
     def _devices(self) -> Any:
-        """The devices in the order of the split's shares; none where a group trains without a
-        plan.
+        """Return the devices in the order of the split's shares.
+
+        The result is empty if there is no split, or if a group trains without a plan.
         """
         split = self._split
         if split is None:

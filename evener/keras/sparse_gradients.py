@@ -1,8 +1,8 @@
-"""Sparse gradients, as of a table of which a batch takes some rows: each slice is kept.
+"""Sparse gradients, for example of an embedding table of which a batch uses some rows.
 
-Keras' optimizers square and clip each slice by itself. A row that a batch takes several times would
-learn otherwise if its slices were summed on the way, so passes and processes put them one after
-another, as one device has them, and nothing is summed before the optimizer.
+Keras' optimizers square and clip each slice separately, so summing the slices of a row that occurs
+several times would change the training. Passes and processes therefore concatenate their slices, as
+on one device, and nothing is summed before the optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .keras_step import pad_rows
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """The gradient; of a filler row, which stands for no `rows`, a sparse one has no slice."""
+    """Return the gradient; a sparse one loses its slices if `rows` is 0, for a filler row."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
@@ -24,7 +24,7 @@ def without_filler(gradient: Any, rows: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """The type of a tensor or gradient in a graph; a sparse one has any number of slices."""
+    """Return the type of a tensor or gradient in a graph; a sparse one has any number of slices."""
     if not isinstance(tensor, tf.IndexedSlices):
         return tf.TensorSpec(tensor.shape, tensor.dtype)
     shape = tf.TensorShape([None, *tensor.values.shape[1:]])
@@ -34,9 +34,9 @@ def spec_of(tensor: Any) -> Any:
 
 
 class PassGradient:
-    """A weight's gradient over the passes of a loop: a dense one is summed, slices are collected.
+    """A weight's gradient over the passes of a loop: dense gradients are summed, slices collected.
 
-    `begin` is the loop's first value, `add` the next one, `finish` the whole gradient.
+    `begin` returns the loop's first value, `add` the next one, `finish` the whole gradient.
     """
 
     def __init__(self, weight: Any, of_one_pass: Any) -> None:
@@ -44,7 +44,7 @@ class PassGradient:
         self._one = of_one_pass
 
     def begin(self, slots: Any) -> Any:
-        """The value before the first of `slots` passes."""
+        """Return the value before the first of `slots` passes."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [
@@ -55,14 +55,14 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """The value after the pass of number `slot`."""
+        """Return the value after pass number `slot`."""
         if not isinstance(gradient, tf.IndexedSlices):
             return before + gradient
         leaves = gradient.values, gradient.indices
         return [array.write(slot, leaf) for array, leaf in zip(before, leaves, strict=True)]
 
     def finish(self, after: Any) -> Any:
-        """The gradient of all passes."""
+        """Return the gradient over all passes."""
         if not isinstance(self._one, tf.IndexedSlices):
             return after
         values, indices = (array.concat() for array in after)
@@ -70,10 +70,11 @@ class PassGradient:
 
 
 class SharedSlices:
-    """The slices of a group's sparse gradients on their way to every process.
+    """The slices of a group's sparse gradients, prepared for an all-reduce.
 
-    Each process pads its own slices by zeros to all that the group has; `own` are these tensors,
-    and `join` makes the gradients of their sums. Every process makes it at the same place.
+    Each process pads its slices with zeros to the total number of slices in the group. `own` are
+    these tensors, and `join` makes gradients from their sums. Every process must make this object
+    at the same point of the step.
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
@@ -87,12 +88,12 @@ class SharedSlices:
         for each, summed in zip(gradients, group.sum(sent), strict=True):
             total = tf.reduce_sum(summed)
             start = tf.reduce_sum(summed[: group.rank])
-            # a row more, as there may be no slice at all
+            # one more row, because there may be no slice at all
             self.own += [pad_rows(leaf, start, total + 1) for leaf in (each.values, each.indices)]
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
-        """The gradients of all processes' rows, in the order of the processes."""
+        """Return the gradients of all processes' rows, in the order of the processes."""
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
             tf.IndexedSlices(values[:total], indices[:total], each.dense_shape)

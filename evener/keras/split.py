@@ -1,5 +1,6 @@
-"""`Split`: takes a plan, or `gpus` and `ratios`, and makes a Keras model train on several devices
-by it.
+"""`Split` makes a Keras model train on several devices.
+
+It takes a plan, or `gpus` (or `devices`) with `ratios`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,20 @@ ONE_PROCESS = (
 
 
 class Split:
-    """A training divided among several devices; `build` or `model` makes a Keras model train so.
+    """Divide the training of a Keras model among several devices.
 
-    `Split("plan.toml")` takes devices and shares from a plan, `Split()` from that of evener launch.
-    `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])` mean what they meant to
-    `multi_gpu_model`; `devices` takes TensorFlow's names instead. Make it before the model.
-    PlanError, RequestError or DeviceError if it can't be done; SplitWarning, or PlanError with
-    `strict`, where the plan was made for something else. With `rebalance`, the shares of a group
-    follow its processes' own work. `noise` is refused: only PyTorch's ranks measure a noise scale.
+    Make the Split before the model, then pass the model to `build` or `model`. `Split("plan.toml")`
+    reads devices and shares from a plan; `Split()` uses the plan of `evener launch`.
+    `Split(gpus=2)` and `Split(gpus=[0, 1], ratios=[768, 560])` mean the same as the arguments of
+    `multi_gpu_model`; `devices` takes TensorFlow's device names instead.
+
+    With `rebalance`, the shares of a group of processes are adjusted during training to each
+    process's compute time (own work). `noise` is refused, because only PyTorch's ranks
+    measure a noise scale.
+
+    Raises PlanError, RequestError or DeviceError if the devices can't train as
+    requested. If the plan was made for a different training, issues a SplitWarning, or
+    raises PlanError with `strict`.
     """
 
     def __init__(
@@ -62,14 +69,14 @@ class Split:
     ) -> None:
         _check_arguments(engine, noise)
         check_backend()
-        note_use()  # also of ratios, which are a plan by hand
+        note_use()  # also for ratios, which are a plan made by hand
         self.plan = _read_plan(plan, gpus, devices, ratios)
         self.strict = strict
         self.survives = True  # a pass that runs out of memory is computed again
         self.audited = True  # in some steps, gradients are compared with one device's
-        self._inputs: Any = None  # of the last model
+        self._inputs: Any = None  # the inputs of the last model
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
-        self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
+        self.rank_shares: tuple[Share, ...] = ()  # of the plan, if a group trains with one
         self.devices, self.cut, self.global_batch = self._divide(
             gpus, devices, ratios, global_batch
         )
@@ -84,7 +91,10 @@ class Split:
             self._warn_of_engine(self.plan.layout.engine)
 
     def _check_processes(self) -> None:
-        """Refuse devices that aren't here, and a number of processes that isn't the devices'."""
+        """Check that the devices exist and that there are as many processes as devices.
+
+        Raises RequestError if the numbers differ, DeviceError if TensorFlow doesn't see a device.
+        """
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
                 f"TF_CONFIG names {self.required_group.size} processes, the split"
@@ -95,7 +105,11 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """The cut that follows the processes' own work, if it is to; RequestError if it can't."""
+        """Return the cut whose shares follow the processes' own work.
+
+        Return None without `rebalance`, or if a single device computes. Raises RequestError if the
+        processes disagree on `rebalance`, the engine has one process, or there is no global batch.
+        """
         if self.engine == "multiworker":
             check_options({"rebalance": rebalance}, self.required_group)
         if not rebalance or self.engine == "solo":
@@ -115,7 +129,7 @@ class Split:
         return changing
 
     def _warn_of_engine(self, measured: str) -> None:
-        """Warn of another rate than the plan's, which was measured with this engine."""
+        """Warn that the samples/s will differ if the plan was measured with another engine."""
         if self.why == ONE_PROCESS:
             warn(
                 f"{self.why} Expect other samples/s, or start one for each as in docs/training.md."
@@ -128,18 +142,20 @@ class Split:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of a whole global batch for each device that computes; without one, the ratios in
-        whole numbers.
+        """The samples of a full global batch that each computing device gets.
+
+        Without a global batch, these are the ratios as whole numbers.
         """
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The scope in which the model and its optimizer are made: the first device."""
+        """Return the scope in which to make the model and its optimizer: the first device."""
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Call `make_model` where its weights belong, and `model` on the result; a model itself is
-        taken as it is.
+        """Call `make_model` in the scope of the first device and pass the result to `model`.
+
+        A model instead of a function is passed to `model` directly.
         """
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)
@@ -147,8 +163,9 @@ class Split:
             return self.model(make_model())
 
     def model(self, model: Any) -> Any:
-        """Make this model train, evaluate and predict over the devices; it is saved and loaded as
-        before.
+        """Make this model train, evaluate and predict on the split's devices, and return it.
+
+        Saving and loading the model work as before.
         """
         check_model(model)
         self._check_against_plan(model)
@@ -168,13 +185,15 @@ class Split:
         seed: int = 0,
         lengths: Any = None,
     ) -> Any:
-        """A dataset of whole global batches of these arrays: each sample once an epoch, the short
-        last batch too.
+        """Return a dataset of global batches of these arrays.
 
-        With `shuffle` each epoch has another order, the same in every process of a group. With
-        `lengths`, the tokens of each padded row, towers get rows of like length, cut to their
-        longest. x may also be a tf.data.Dataset, of single samples or batches of any size, in its
-        own order.
+        Each epoch contains every sample once; its last batch may be shorter. With `shuffle`, every
+        epoch has a different order, which is the same in all processes of a group. With `lengths`,
+        the number of tokens in each padded row, each tower gets rows of similar length, cut to the
+        longest one. x may also be a tf.data.Dataset of single samples or of batches of any size;
+        its order is kept.
+
+        Raises RequestError if there is no batch size, or if these arguments can't be combined.
         """
         size = batch_size or self.global_batch
         if size is None:
@@ -210,7 +229,11 @@ class Split:
         return x if batch_rows(x) == size else x.rebatch(size)
 
     def _deal_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
-        """Global batches whose rows go to devices by their length; to one device as without."""
+        """Return global batches whose rows are assigned to devices by length.
+
+        With engine solo, the batches are the same as without lengths. Raises RequestError with
+        engine multiworker or with passes.
+        """
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
             raise RequestError(
@@ -229,7 +252,7 @@ class Split:
 
     @property
     def required_group(self) -> Group:
-        """The group of engine multiworker."""
+        """The group of processes of engine multiworker; raises RequestError if there is none."""
         if self.group is None:
             raise RequestError(
                 "engine='multiworker' needs a process for each device.",
@@ -238,7 +261,7 @@ class Split:
         return self.group
 
     def _make_engine(self, model: Any) -> Engine:
-        """The engine that was chosen, for this model."""
+        """Return an engine of the chosen kind for this model."""
         if self.engine == "solo":
             return Solo(model, self.devices, self.cut)
         if self.engine == "towers":
@@ -262,8 +285,9 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """The devices that compute, how a batch is cut for them, and the global batch where there
-        is one.
+        """Return the computing devices, the cut of a batch among them, and the global batch.
+
+        The global batch is None if neither the plan nor the caller specifies one.
         """
         if self.plan is None:
             chosen = (
@@ -293,8 +317,9 @@ class Split:
         return tuple(share.device for share in active), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
-        """Warn of what differs from the training that the plan was measured with; PlanError if
-        `strict`.
+        """Warn about each difference between this training and the one the plan was measured with.
+
+        Raises PlanError instead if `strict`.
         """
         plan = self.plan
         if plan is None:
@@ -311,7 +336,7 @@ class Split:
         policy = model.dtype_policy.name
         if (
             plan.throughput.samples_per_second and policy != plan.precision
-        ):  # a plan by hand wasn't measured
+        ):  # a plan made by hand wasn't measured
             found.append(f"The plan was measured in {plan.precision}, this model is {policy}.")
         if plan.xla and self.engine != "solo":
             found.append(
@@ -327,8 +352,9 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """A training isn't slowed or capped as the probes were; another split may then be the
-    fastest.
+    """Warn if the plan was measured with devices that were slowed or capped.
+
+    This training doesn't have such limits, so a different split may be the fastest.
     """
     limited = ", ".join(
         f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit
@@ -353,7 +379,10 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """The plan that is given or that evener launch has; None where devices are given."""
+    """Return the plan that was passed or that `evener launch` provides; None if devices are passed.
+
+    Raises RequestError unless exactly one of plan, gpus and devices is available.
+    """
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)
     if sum(given is not None for given in (plan, gpus, devices)) != 1:
@@ -371,8 +400,9 @@ def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan
 def _choose_engine(
     asked: str, plan: Plan | None, group: Group | None, is_whole: bool
 ) -> tuple[str, str]:
-    """The engine and, in a sentence, why it is that one; `is_whole`: one device takes a batch at
-    once.
+    """Return the engine's name and a message that says why it was chosen.
+
+    `is_whole`: a single device computes each batch in one pass.
     """
     if asked != "auto":
         return asked, f"engine={asked!r} was requested."
@@ -386,8 +416,9 @@ def _choose_engine(
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """The floor of each part, the rest to the last; RequestError unless each device has a ratio
-    above 0.
+    """Return a cut that rounds each part down and gives the remaining rows to the last device.
+
+    Raises RequestError unless each device has a ratio above 0.
     """
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):

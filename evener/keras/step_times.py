@@ -1,8 +1,8 @@
-"""The parts of a fit's steps, by the clock of the thread that calls Keras' train function.
+"""The parts of the steps of a `fit`, timed in the thread that calls Keras' train function.
 
-A step's graph notes when its rows are there; until then the step waits for input. What lies between
-two calls is callbacks, with validations and files apart; what evener itself looks at there belongs
-to no step.
+A step's graph notes when its rows are available; until then the step waits for input. The time
+between two calls belongs to callbacks; validation and files are counted separately. What evener
+itself checks between calls is part of no step.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from msgspec.structs import astuple
 from ..training.running_sums import RunningSums
 from ..training.step_sums import StepSums
 
-KEPT_STEPS = 50  # that medians are taken over
-WARM_STEPS = 3  # of a training, which no sum counts: graphs are made, kernels are chosen
+KEPT_STEPS = 50  # the number of steps that medians are computed from
+WARM_STEPS = 3  # warm-up steps of a training, not counted: graphs are traced and kernels chosen
 HOST = "CPU:0"
 
 Steps = Callable[[Any], Any]  # Keras' function of some steps, given an iterator of batches
 
 
 class FitStep(NamedTuple):
-    """Seconds of a step's parts."""
+    """The seconds of a step's parts."""
 
     input_s: float
-    work_s: float  # from there until the call returns
-    between_s: float  # before the step
+    work_s: float  # from the arrival of the rows until the call returns
+    between_s: float  # between the previous step and this one
 
     @property
     def whole_s(self) -> float:
-        """The whole step."""
+        """The seconds of the whole step."""
         return self.input_s + self.work_s + self.between_s
 
 
 class StepTimes:
-    """Times the steps of a model's fits."""
+    """A clock for the steps of a model's `fit` calls."""
 
     def __init__(self) -> None:
         self.sums = RunningSums()
         self.kept: deque[FitStep] = deque(maxlen=KEPT_STEPS)
         with tf.device(HOST):
-            # when the rows of the last step were there, in seconds since the epoch
+            # when the rows of the last step were available, in seconds since the epoch
             self._ready = tf.Variable(tf.zeros([], tf.float64), trainable=False)
-        self._notes = False  # a step's graph notes when its rows are there
-        self._left_out = WARM_STEPS  # steps that aren't counted
-        self._called_s = self._ended_s = 0.0  # the last step, by the same clock
-        self._apart: dict[str, float] = {}  # seconds since the last step's end, by what went on
+        self._notes = False  # True if a step's graph notes when its rows are available
+        self._left_out = WARM_STEPS  # warm-up steps left
+        self._called_s = self._ended_s = 0.0  # when the last step was called and ended
+        self._apart: dict[str, float] = {}  # seconds since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Note, in the graph of a step, that its rows are there."""
+        """Note, in the graph of a step, that its rows are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -63,12 +63,12 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """A training begins, or graphs are made anew: what went before is no part of a step."""
+        """Start a training: the time before its first step belongs to no step."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Keras' function with what evener does before its steps, from where a step begins."""
+        """Wrap Keras' function and evener's work before its steps, to note when a step begins."""
 
         def run_called(batches: Any) -> Any:
             self._called_s = time.time()
@@ -77,7 +77,7 @@ class StepTimes:
         return run_called
 
     def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
-        """Keras' function of so many steps alone, timed."""
+        """Wrap Keras' function of `steps()` steps alone, to time it."""
 
         def run_timed(batches: Any) -> Any:
             began_s = time.time()
@@ -89,7 +89,7 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """What goes on here between two steps counts as `validation` or `files`."""
+        """Count the time spent in this context between two steps as `validation` or `files`."""
         began_s = time.time()
         try:
             yield
@@ -122,13 +122,14 @@ class StepTimes:
         self.sums.add(astuple(step), whole_s)
 
     def read_input_s(self) -> float | None:
-        """The seconds that all counted steps have waited for their rows; None if they can't tell,
-        as of a graph of passes.
+        """Return the seconds that all counted steps have waited for their rows.
+
+        Return None if the steps don't note that, such as the graph of a step with passes.
         """
         return self.sums.whole.input_s if self._notes else None
 
     def medians(self) -> FitStep:
-        """The medians of the last steps' parts; zeros without one."""
+        """Return the medians of the last steps' parts; zeros if there are no steps."""
         if not self.kept:
             return FitStep(0.0, 0.0, 0.0)
         return FitStep(*(median(each) for each in zip(*self.kept, strict=True)))

@@ -1,8 +1,8 @@
-"""A step of a process whose share takes passes, which goes on when memory runs out in one of them.
+"""A step with passes that goes on if memory runs out in one of them.
 
-The passes are one graph, and what sums and updates is another. If the first runs out, states are
-put back and it is run again with more passes, while the other processes wait in the sums of the
-second.
+The passes are one graph; summing over the processes and updating the weights is another. If memory
+runs out in the first graph, the states are restored and it runs again with more passes, while the
+other processes wait in the all-reduces of the second graph.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from .keras_step import OwnRows, Tensors, count_rows, open_rows
 from .passes import DevicePasses, PassSums, StateUpdate
 from .sparse_gradients import spec_of
 
-TOO_LONG = "larger than max"  # gRPC also says ResourceExhausted of a message
+TOO_LONG = "larger than max"  # gRPC reports messages that are too long as ResourceExhausted
 
 
 class SurvivingStep:
-    """Keras' train function for an engine, `Workers`; with `limit` None, out-of-memory ends it, as
-    in probes.
+    """Keras' train function for an engine of type `Workers`.
+
+    If `limit` is None, the step fails when memory runs out, as in probes.
     """
 
     def __init__(
@@ -37,16 +38,19 @@ class SurvivingStep:
         self._engine, self._limit, self._said = engine, limit, said
         self._least = 1 + any(
             each.trainable for each in list_normalizations(engine.model)
-        )  # one row has no statistics
-        self._spec: Any = None  # of the batches that the graphs are for
+        )  # the fewest rows of a pass; batch normalization needs two
+        self._spec: Any = None  # type of the batches that the graphs take
         self._compute: Any = None
         self._finish: Any = None
-        self._states: list[Any] = []  # that a pass may change
-        self._updated: list[tuple[Any, str]] = []  # those that passes return, and their kinds
+        self._states: list[Any] = []  # states that a pass may change
+        self._updated: list[tuple[Any, str]] = []  # states that passes return, and their kinds
         self._reached: list[int] = []  # places of the weights that have a gradient
 
     def __call__(self, batches: Any) -> Any:
-        """Train on the next batch; its figures."""
+        """Train on the next batch and return its logs.
+
+        Raises DeviceError if memory runs out while the weights are updated.
+        """
         data = next(iter(batches))
         self._trace(getattr(batches, "element_spec", None), data)
         before = [tf.convert_to_tensor(state) for state in self._states]
@@ -68,7 +72,7 @@ class SurvivingStep:
             ) from None
 
     def _run(self, data: Tensors, before: list[Any]) -> Any:
-        """The results of the passes, which take as many tries as they need."""
+        """Run the passes, with smaller ones whenever memory runs out, and return their results."""
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
         most = (cut.micros or cut.weights)[rank]
@@ -96,7 +100,7 @@ class SurvivingStep:
         self._said(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace(self, spec: Any, data: Tensors) -> None:
-        """Make both graphs, for batches of this kind and any number of rows."""
+        """Trace both graphs for batches of this type and any number of rows."""
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:
             return
@@ -114,7 +118,7 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """The whole step in the graph that is traced, where running out of memory ends it."""
+        """Run the whole step in the graph that is being traced; it fails if memory runs out."""
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]
         own = self._engine.own_rows(data)
@@ -156,8 +160,9 @@ class SurvivingStep:
 
 
 def list_states(model: Any) -> list[Any]:
-    """Variables besides trainable weights that a call of the model or its loss may assign, each
-    once.
+    """Return, once each, the variables that a call of the model or its loss may assign.
+
+    Trainable weights are left out.
     """
     every = [
         *model.non_trainable_variables,
@@ -168,9 +173,7 @@ def list_states(model: Any) -> list[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory ran out, in TensorFlow's allocator or in a library that it
-    calls.
-    """
+    """True if an error says that memory ran out in TensorFlow or in a library that it calls."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
     return isinstance(
@@ -179,7 +182,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """The use of the device's memory, as a part of a sentence."""
+    """Return a description of the device's memory use, to be part of a sentence."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

@@ -1,4 +1,4 @@
-"""TensorFlow's names for the devices of a plan or a request."""
+"""TensorFlow's names for the devices of a plan or of `Split`'s arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import DeviceError, RequestError
 from ..plan.file import Plan, Share
 
-# The plan numbers GPUs as the driver does; by default CUDA puts the fastest first. CUDA reads this
+# The plan numbers GPUs as the driver does; by default, CUDA puts the fastest first. CUDA reads this
 # when it starts.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
@@ -16,8 +16,9 @@ import tensorflow as tf
 
 
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
-    """TensorFlow's name of each device of the plan that computes: its GPU, or a logical CPU for
-    each slice.
+    """Return TensorFlow's name for each device that computes in the plan.
+
+    The name is that of the GPU, or of one logical CPU device per CPU slice.
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):
@@ -28,7 +29,10 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
 
 
 def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
-    """`gpus=2` is the first two, `gpus=[0, 2]` those, as in `multi_gpu_model`."""
+    """Return the names of the first `gpus` GPUs, or of the GPUs with these numbers.
+
+    The argument means the same as in `multi_gpu_model`. Raises RequestError if it names no GPU.
+    """
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise RequestError(
@@ -38,8 +42,9 @@ def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
 
 
 def name_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """`devices=["GPU:0", "/device:CPU:1", "gpu:2"]` as this package names them; RequestError for
-    anything else.
+    """Return device names such as "/device:CPU:1" and "gpu:2" in short form: "CPU:1", "GPU:2".
+
+    Raises RequestError unless `devices` is a non-empty sequence of strings.
     """
     if (
         isinstance(devices, str)
@@ -53,7 +58,7 @@ def name_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_present(names: Sequence[str]) -> None:
-    """DeviceError if TensorFlow doesn't see one of them; RequestError if one is named twice."""
+    """Raise DeviceError if TensorFlow doesn't see a device, RequestError if a name is repeated."""
     if len(set(names)) != len(names):
         raise RequestError(f"{', '.join(names)} names a device twice.", "Name each device once.")
     present = [short_name(device.name) for device in tf.config.list_logical_devices()]
@@ -73,7 +78,7 @@ def check_present(names: Sequence[str]) -> None:
 
 
 def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
-    """A sentence for each GPU whose product name isn't that of its share in the plan."""
+    """Return a message for each GPU whose product name differs from the plan's."""
     gpus = {
         short_name(gpu.name).removeprefix("physical_device:"): gpu
         for gpu in tf.config.list_physical_devices("GPU")
@@ -91,13 +96,14 @@ def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """ "/job:worker/replica:0/task:0/device:GPU:1" and "/device:GPU:1" as "GPU:1"."""
+    """Shorten "/job:worker/replica:0/task:0/device:GPU:1" and "/device:GPU:1" to "GPU:1"."""
     return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")
 
 
 def driver_name(name: str) -> str | int:
-    """A GPU's number for the driver, or the UUID under which this process sees it; a CPU's name in
-    TensorFlow.
+    """Return the driver's number for a GPU, or the UUID under which this process sees it.
+
+    For a CPU, return TensorFlow's name in lower case.
     """
     kind, _, number = name.partition(":")
     if kind != "GPU":
@@ -108,8 +114,9 @@ def driver_name(name: str) -> str | int:
 
 
 def make_logical_cpus(count: int) -> None:
-    """Make `count` logical devices of TensorFlow's CPU; DeviceError if TensorFlow has already
-    started.
+    """Split TensorFlow's CPU into `count` logical devices.
+
+    Raises DeviceError if TensorFlow has already started.
     """
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     if count < 2 or tf.config.get_logical_device_configuration(cpu):
@@ -126,15 +133,16 @@ def make_logical_cpus(count: int) -> None:
 
 
 def _visible_gpus() -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, in the order in which CUDA counts them; None: all
-    GPUs.
-    """
+    """Return the entries of CUDA_VISIBLE_DEVICES in CUDA's order; None if all GPUs are visible."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def _position(share: Share, visible: list[str] | None) -> int:
-    """The number under which this process sees the plan's GPU."""
+    """Return the number under which this process sees the plan's GPU.
+
+    Raises DeviceError if CUDA_VISIBLE_DEVICES leaves it out.
+    """
     if visible is None:
         return share.index
     for position, entry in enumerate(visible):

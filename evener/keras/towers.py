@@ -1,11 +1,10 @@
-"""Towers: one process, one graph, each device computes its rows; the loss is computed once, on the
-whole batch.
+"""Engine towers: one process and one graph, in which each device computes its rows.
 
-Each device runs the model on its own copy of the weights and hands its outputs to the first one,
-which computes loss and metrics as on a single device; the loss' gradient goes back to each device
-by its rows, and the weights' gradients are summed. So every loss, mask, weight, clip and
-accumulation is what it is on one device. Only layers that look across the rows of a batch
-(BatchNormalization) see their device's rows alone.
+Each device runs the model on its own copy of the weights and sends its outputs to the first device,
+which computes the loss of the whole batch and the metrics as a single device would. The gradient of
+the loss goes back to each device for its rows, and the gradients of the weights are summed. So
+every loss, mask, sample weight, clipping and gradient accumulation is what it is on one device.
+Only layers that combine the rows of a batch (BatchNormalization) see just the rows of their device.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from .passes import DevicePasses, PassSums, StateUpdate, StepStates, assign_upda
 
 
 class Tower(NamedTuple):
-    """The result of one device's rows."""
+    """The result of a call of the model on one device's rows."""
 
     outputs: Tensors
     losses: list[Any]  # of activity regularizers and add_loss
     updates: list[StateUpdate]
     copies: list[Any]  # the device's copy of the trainable weights
     tape: Any
-    size: Any  # rows that count
-    part: Any  # the same / rows of the batch
+    size: Any  # number of rows that count
+    part: Any  # rows that count / rows of the batch
     attributes: Leaves  # tensors that the call left in attributes
 
     def heads(self) -> list[Any]:
-        """All that a loss may be computed from, and has a gradient, each tensor once."""
+        """Return, once each, all tensors with a gradient that a loss may be computed from."""
         logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
@@ -64,28 +63,29 @@ class Tower(NamedTuple):
 
 
 class Towers(OneProcess):
-    """Train, evaluate and predict steps of a model over several local devices."""
+    """The engine that spreads the rows of a batch over several local devices."""
 
     name = "towers"
 
     def check_model(self) -> None:
-        """Refuse what no engine can split."""
+        """Raise RequestError if no engine can split the model."""
         check_step(self.model)
 
     def check_step(self) -> None:
-        """Refuse what towers can't do; warn of what differs from one device."""
+        """Raise RequestError if towers can't train the model; warn if the result may differ."""
         check_towers(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Like `keras.Model.train_step`, with the rows spread over the devices."""
+        """Train like `keras.Model.train_step`, with the rows spread over the devices."""
         dealt, (x, y, weight) = _open(data)
         if self.cut.in_passes:
             return self._train_in_passes(x, y, weight)
         return self.train_on_pieces(self.pieces(x, dealt), count_rows(x), x, y, weight, dealt)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """A step with a loss for each pass: no device has outputs of the whole batch before its
-        backward passes.
+        """Train with a separate loss for each pass.
+
+        In passes, no device has the outputs of the whole batch before its backward passes.
         """
         model, rows = self.model, count_rows(x)
         pieces, variables = self.pieces((x, y, weight)), PlainVariables(model)
@@ -118,8 +118,9 @@ class Towers(OneProcess):
         weight: Any,
         dealt: DealtArrays | None = None,
     ) -> dict[str, Any]:
-        """The step on rows that are cut already: for each device its piece and how many of its rows
-        count.
+        """Train on rows that are already cut.
+
+        `pieces` has, for each device, its rows and how many of them count.
         """
         model, left = self.model, CallTensors(self.model)
         towers = self._run(pieces, rows, True, left)
@@ -137,7 +138,7 @@ class Towers(OneProcess):
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Like `keras.Model.test_step`, with the rows spread over the devices."""
+        """Evaluate like `keras.Model.test_step`, with the rows spread over the devices."""
         dealt, (x, y, weight) = _open(data)
         rows, left = count_rows(x), CallTensors(self.model)
         towers = self._run(self.pieces(x, dealt), rows, False, left)
@@ -148,7 +149,10 @@ class Towers(OneProcess):
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """The model's outputs for the whole batch, in its order."""
+        """Return the model's outputs for the whole batch, in its order.
+
+        Raises RequestError if the rows were assigned by length, because their order is lost.
+        """
         dealt, (x, _, _) = _open(data)
         if dealt is not None:
             raise RequestError(
@@ -162,8 +166,9 @@ class Towers(OneProcess):
             return _join_outputs(towers, x, None)
 
     def pieces(self, x: Tensors, dealt: DealtArrays | None = None) -> list[tuple[Tensors, Any]]:
-        """Each device's rows, cut on the host so that only they travel, and how many of them
-        count.
+        """Return each device's rows and how many of them count.
+
+        They are cut on the host, so that only a device's own rows are sent to it.
         """
         if dealt is not None:
             return cut_pieces(x, dealt)
@@ -200,7 +205,7 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Run the model on one device's rows, from these values of states on."""
+        """Run the model on one device's rows, starting from these values of states."""
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -215,9 +220,7 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None, training: bool
     ) -> Leaves:
-        """The tensors that the towers' calls left in attributes, as a call on all rows leaves
-        them.
-        """
+        """Return the tensors left in attributes, joined as if left by one call on all rows."""
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
@@ -227,9 +230,7 @@ class Towers(OneProcess):
     def _loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
-        """The model's loss on the whole batch, with the losses from inside the model put
-        together.
-        """
+        """Return the model's loss on the whole batch, including the losses that layers added."""
         model, found = self.model, self.kinds[training]
         added = [
             tf.add_n(
@@ -263,14 +264,15 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[DealtArrays | None, tuple[Any, Any, Any]]:
-    """A batch's x, y and weight, and its deal if rows were dealt by length."""
+    """Return the `DealtArrays` if rows were dealt by length, else None, and (x, y, weight)."""
     dealt = data if isinstance(data, DealtArrays) else None
     return dealt, keras.utils.unpack_x_y_sample_weight(data if dealt is None else dealt.data)
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None) -> Tensors:
-    """The whole batch's outputs; RequestError for losses from inside the model that would have
-    counted padding.
+    """Return the outputs of the whole batch.
+
+    Raises RequestError if layers added losses that would have counted padding.
     """
     if dealt is None:
         return join_rows([tower.outputs for tower in towers])
@@ -291,7 +293,10 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """The sum of those that exist; sparse gradients are concatenated, as TensorFlow does."""
+    """Return the sum of the gradients that aren't None; None if there are none.
+
+    Sparse gradients are concatenated, as in TensorFlow.
+    """
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None
