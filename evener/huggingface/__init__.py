@@ -1,9 +1,9 @@
-"""Train by a plan with any `transformers.Trainer`: uneven shares of each batch, and what is learned
-stays the same.
+"""Train any `transformers.Trainer` by a plan: uneven shares of each batch, the
+same learning result.
 
     trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
 
-Start it with torchrun or accelerate launch, one process for each active device of the plan.
+Start the script with torchrun or accelerate launch, one process for each active device of the plan.
 docs/training_huggingface.md says what is exact.
 """
 

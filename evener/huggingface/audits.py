@@ -1,8 +1,8 @@
-"""The audits of a Trainer: its loss of a few rows as one process computes it, and by shares.
+"""The audits of a Trainer: compare the loss of a few rows in one process with that by shares.
 
-The trainer's own `compute_loss` is called, with each part collated by itself and weighted as its
-passes are. Where `evener run` trains, the right way is that of the program's own launcher: equal
-parts, each with the trainer's own factors.
+An audit calls the trainer's own `compute_loss`, with each part collated separately and weighted
+like its passes. Under `evener run` the reference is what the program's own launcher would compute:
+equal parts, each with the trainer's own factors.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ REMEDIES = {
         " on one device."
     ),
 }
-PROCESSES = 2  # that few rows are cut for, and by which a trainer may multiply its loss
-FEW = 2  # rows of a pass
+PROCESSES = 2  # for which an audit cuts its rows; a trainer may multiply its loss by it
+FEW = 2  # rows of a pass in an audit
 _OURS = "evener."
 
 
 class TrainerAudit:
     """Audits the steps of one trainer.
 
-    `dataset` and `collate` are those of its training loader.
+    `dataset` and `collate` are the data set and the collator of its training loader.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
@@ -54,8 +54,10 @@ class TrainerAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
-        """Audit a step on these rows of the data, if it is due: its gradients are there, and the
-        optimizer hasn't used them. RequestError for a difference.
+        """Audit a step on these rows of the data, if an audit is due.
+
+        Call it once the step's gradients are computed, before the optimizer uses them. Raises
+        RequestError if the gradients differ.
         """
         trainer = self._trainer
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)
@@ -77,7 +79,9 @@ class TrainerWays:
         self._gathering = gathering
 
     def bench(self) -> Bench:
-        """A bench for the trainer's model, on which nothing of a step happens."""
+        """Return a bench for the trainer's model, whose computations have no effect
+        on the training.
+        """
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -94,10 +98,12 @@ class TrainerWays:
         return bench
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Ways:
-        """The right gradient of a few rows, and that of shares whose passes are weighted by what
-        the loss is a mean over.
+        """Return the ways to compute the reference gradient of a few rows and the
+        gradient by shares.
 
-        Right is one process's, or that of equal parts, as the program's own launcher has them.
+        The reference is one process's gradient, or, with `follows_launcher`, that of equal parts as
+        the program's own launcher computes them. Passes of the shares are weighted by what the loss
+        is a mean over.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1
@@ -113,7 +119,9 @@ class TrainerWays:
         return Ways(reference, trained, changes, few.sizes, digest, few.pads)
 
     def at_once(self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0) -> Way:
-        """All rows, as one of `world` processes computes them, with so many times their items."""
+        """Compute all rows at once, like one of `world` processes; `times` multiplies the
+        number of items.
+        """
         items = self.count_items([few.whole])
         return [
             Piece(self._loss(few.whole, None if items is None else times * items, world), weight)
@@ -127,8 +135,10 @@ class TrainerWays:
         micro: int = 0,
         excess: bool = False,
     ) -> Way:
-        """The parts as shares compute them, in passes of up to `micro` rows; 0: in one. `excess`:
-        with the factor by which the trainer's own loss is too large.
+        """Compute the parts as shares do, in passes of up to `micro` rows (0: one pass
+        for each part).
+
+        With `excess`, the loss keeps the factor by which the trainer's own loss is too large.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
@@ -144,7 +154,7 @@ class TrainerWays:
         ]
 
     def _by_launcher(self, few: FewRows) -> Way:
-        """Equal parts, as the program's own launcher has them: a mean over processes."""
+        """Compute equal parts like the program's own launcher: a mean over processes."""
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]
@@ -156,13 +166,18 @@ class TrainerWays:
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """The items that a loss of all these batches is a mean over; None where nothing asks."""
+        """Return the number of items that a loss of all these batches is a mean over.
+
+        None if the trainer doesn't count items.
+        """
         trainer = self._trainer
         with processes(trainer.accelerator, 1):
             return trainer._get_num_items_in_batch(list(batches), trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """What computes the trainer's own loss of a batch, as one of `world` processes."""
+        """Return a function that computes the trainer's own loss of a batch like one
+        of `world` processes.
+        """
         return refuse_meeting(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:
@@ -174,7 +189,7 @@ class TrainerWays:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """What the loss of each part weighs, of which the rows are given."""
+    """Return the weight of each part's loss; `parts` are batches with their numbers of rows."""
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
     counts = [float(rows) for _, rows in parts]
@@ -184,7 +199,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """The passes of a part, with their rows; the part itself where it can't be cut."""
+    """Return the passes of a part with their rows; the whole part if it can't be cut."""
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)
@@ -198,7 +213,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """The program's own function that computes the loss."""
+    """Return the program's own function that computes the loss."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

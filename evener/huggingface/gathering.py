@@ -1,6 +1,4 @@
-"""The gathering of a Trainer's figures over ranks with different numbers of rows, and over batches
-in passes.
-"""
+"""Gathering of a Trainer's values over ranks with different numbers of rows, and over passes."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ def processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """A figure of each rank and pass, whose mean is weighted by their `rows`, and whose sum is that
-    of `sums`.
+    """One value of each rank and pass; its mean is weighted by `rows`, its sum is the
+    sum of `sums`.
     """
 
     rows: torch.Tensor
@@ -46,11 +44,11 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     )  # each figure, added up over the pieces of a pass that was computed in several
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The sum over all pieces."""
+        """Return the sum over all pieces."""
         return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The mean, weighted by rows if it is over all figures."""
+        """Return the mean; weighted by rows if it is over all values."""
         plain = self.as_subclass(torch.Tensor)
         if args or kwargs or not self.rows.sum():
             return plain.mean(*args, **kwargs)
@@ -66,18 +64,18 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 
 
 class Gathering:
-    """Gathers over ranks as the accelerator does, even if they have different numbers of rows.
+    """Gathers over ranks like the accelerator, even if ranks have different numbers of rows.
 
-    Rows that only keep step are left out of what is gathered, and the passes of a batch are
-    gathered together: the last one has what all of them gave.
+    Rows that only keep step are left out of what is gathered. The passes of a batch are gathered
+    together: a call in the last pass returns the values of all passes.
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
         self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
         self._world, self._alone, self._shift = accelerator.num_processes, False, 0.0
-        self.calls = 0  # by code that gathers alone
+        self.calls = 0  # number of calls to gather in `alone`
         self._rows: int | None = None  # that count in the current batch; None: all
-        self._repeats = 0  # rows that a loss is repeated for in evaluation
+        self._repeats = 0  # rows for which evaluation repeats a loss
         self._call = 0
         self._ends = True  # no other piece of the pass follows
         self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
@@ -88,17 +86,17 @@ class Gathering:
         accelerator.gather = self.gather
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Start a batch: forget what the passes of the last one gathered."""
         self._earlier = []
         self.end_pass()
 
     def end_pass(self) -> None:
-        """A pass is complete."""
+        """End a pass: forget the values of its pieces."""
         self._pieces, self._met = [], []
 
     @contextmanager
     def alone(self, shift: float = 0.0) -> Iterator[None]:
-        """A context in which a rank gathers nothing but its own, plus `shift`."""
+        """A context in which a rank gathers only its own values, plus `shift`."""
         before, self._alone, self._shift = (self._alone, self._shift), True, shift
         try:
             yield
@@ -109,8 +107,8 @@ class Gathering:
     def counting(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """A context in which `rows` rows of the current pass count.
 
-        Unless the pass `ends` there, these rows are a piece of it, which is gathered with the last
-        one.
+        Unless `ends` is True, these rows are a piece of a pass, and are gathered together with
+        its last piece.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -121,8 +119,9 @@ class Gathering:
             self._ends = True
 
     def keep(self) -> Callable[[], None]:
-        """Note what passes and pieces have gathered; the function that puts it back, but for what
-        ranks met for.
+        """Save what passes and pieces have gathered; return the function that restores it.
+
+        What ranks have already met for isn't restored.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -134,12 +133,12 @@ class Gathering:
         return put_back
 
     def add_up(self, figures: torch.Tensor) -> torch.Tensor:
-        """The sums of (n,) figures over all ranks, on their device."""
+        """Return the sums over all ranks of a tensor of shape (n,), on its device."""
         sums: torch.Tensor = self._gather(figures[None]).sum(0)
         return sums
 
     def gather(self, data: Any) -> Any:
-        """The tensors of all ranks, one after the other."""
+        """Return the tensors of all ranks, one after the other."""
         if self._alone:
             self.calls += 1
             return each_tensor(
@@ -177,7 +176,9 @@ class Gathering:
         )
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Those of the pass so far, with other ranks once the last is there."""
+        """Return the values of the pass so far; with those of other ranks once its last
+        piece is computed.
+        """
         gather = self._gather if self._ends else lambda own: own
         figures = [figure for figure, _ in pieces]
         if figures[0].ndim:
@@ -203,7 +204,7 @@ class Gathering:
 def _gather_figure(
     figures: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """The mean and the sum of a rank's figures, as `gather` has them of all ranks."""
+    """Return the mean and the sum of each rank's values; `gather` collects them from the ranks."""
     own = torch.stack(figures).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
@@ -220,8 +221,9 @@ def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
-    """The loader that `make` gives, with every world-th of its batches; as it is where its rows
-    have no fixed order.
+    """Return the loader that `make` makes, with every world-th of its batches.
+
+    If its rows have no fixed order, accelerate's own loader is returned.
     """
     loader = make_whole(trainer, make)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(
@@ -235,14 +237,15 @@ def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering
 
 
 def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
-    """The loader that `make` gives, before accelerate shares its rows out."""
+    """Return the loader that `make` makes, before accelerate divides its rows among ranks."""
     with replaced(trainer.accelerator, "prepare", lambda loader: loader):
         return make()
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
-    """Batches number rank, rank + world and so on of a loader; at the end, the last one again to
-    keep step.
+    """A loader of every world-th batch, beginning with batch number `rank`.
+
+    At the end, the last batch is repeated to keep step with other ranks.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

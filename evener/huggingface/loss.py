@@ -1,6 +1,6 @@
-"""The meaning of a Trainer's loss: rows or labels that it is a mean over.
+"""The meaning of a Trainer's loss: whether it is a mean over rows, labels or items.
 
-`meaning.py` finds it before the first step, and `passes.py` weighs passes by it.
+`meaning.py` finds it before the first step, and `passes.py` weights passes by it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
-    """A loss is a mean over `mean_over`: num_items_in_batch, rows, labels or shifted labels.
+    """What a trainer's loss is a mean over.
 
-    `multiplied` is what the trainer multiplies it by when several processes train; `certain`: the
-    rows that were checked tell rows from labels.
+    `mean_over` is num_items_in_batch, rows, labels or shifted labels. `multiplied` is the factor by
+    which the trainer multiplies the loss when several processes train. `certain` is True if the
+    rows that were checked distinguish rows from labels.
     """
 
     mean_over: str
@@ -29,19 +30,23 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> int:
-        """The factor by which the trainer's own loss is too large: the number of processes where
-        it multiplies a mean as if that were a part of a sum; else 1.
+        """The factor by which the trainer's own loss is too large.
+
+        It is the number of processes if the trainer multiplies a mean as if that mean were a part
+        of a sum; else 1.
         """
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """The number of a pass's labels that the loss is a mean over; 0 if it is a mean over
-        something else.
+        """Return the number of a pass's labels that the loss is a mean over; 0 if it isn't
+        one over labels.
         """
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
-        """The weight of the loss of a piece with `own` rows in that of a pass with `rows`."""
+        """Return the weight of a piece's loss in that of its pass; `own` of `rows` rows
+        are its own.
+        """
         if (
             own == rows or self.mean_over == ITEMS
         ):  # a sum over items has been divided by those of all passes
@@ -52,19 +57,20 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
 
 def silent(trainer: Any) -> Any:
-    """A context in which a trainer logs nothing."""
+    """Return a context in which a trainer logs nothing."""
     return replaced(trainer, "log", lambda *_, **__: None)
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """The loss as transformers itself takes it to be, unchecked."""
+    """Return the meaning that transformers itself assumes for the loss, unchecked."""
     scaled = is_scaled(trainer)
     return TrainerLoss(ITEMS if scaled else ROWS, world if scaled else 1)
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer takes its loss as a part of an optimizer step's, and doesn't divide it by
-    the passes.
+    """True if the trainer treats its loss as a part of an optimizer step's loss.
+
+    Such a loss isn't divided by the number of passes.
     """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     takes = (
@@ -74,8 +80,9 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """The number of a batch's labels that aren't ignored: of all, and of those left if the model
-    shifts them by one.
+    """Count a batch's labels that aren't ignored.
+
+    "labels" counts all of them, "shifted labels" those left if the model shifts labels by one.
     """
     labels, shifted = _labels(batch)
     if labels is None:
@@ -87,7 +94,9 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """True if some labels of the batch are ignored, which shows that the loss allows that."""
+    """True if some labels of the batch are ignored, which shows that the loss
+    allows ignored labels.
+    """
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 
@@ -102,9 +111,7 @@ def has_uneven_labels(batch: Any) -> bool:
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:
-    """The whole numbers that are a batch's labels, or None, and whether they are shifted
-    already.
-    """
+    """Return a batch's integer labels, or None, and whether they are already shifted."""
     shifted = hasattr(batch, "get") and "shift_labels" in batch
     labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
     found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()

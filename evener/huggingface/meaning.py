@@ -1,8 +1,8 @@
-"""The meaning of a Trainer's loss, found before the first step by gradients of a few rows.
+"""The meaning of a Trainer's loss, found before the first step from gradients of a few rows.
 
-Many models of transformers take `num_items_in_batch` and compute a mean of their own all the same,
-so that what they accept says nothing about their loss. A loss means what makes the gradient of
-parts that of all rows at once, as an audit compares them.
+Many models of transformers accept `num_items_in_batch` and still compute a mean of their own, so
+their signature says nothing about their loss. The loss is a mean over whatever makes the weighted
+gradients of parts equal to the gradient of all rows at once, compared like in an audit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .audits import REMEDIES, TrainerWays
 from .gathering import Gathering
 from .loss import IGNORED, ITEMS, ROWS, TrainerLoss, assume_loss, count_labels
 
-SHIFT = 1e4  # of gathered figures, by which a loss changes that depends on them
-GROSS = 0.25  # of a gradient, a difference that isn't looked at more closely
+SHIFT = 1e4  # added to gathered values: a loss that depends on them changes
+GROSS = 0.25  # relative difference of gradients that needs no repeats to be certain
 MASKED = 2  # rows of which most labels are ignored, to tell labels from rows
-LEFT = 4  # the part of their labels that is left: one of so many
+LEFT = 4  # one of this many labels is kept in a masked row
 TELLING = 0.25  # as much less than rows do labels have to weigh in a part, to tell them apart
 PARTIAL = (
     "Leave out what is added for each batch, such as an auxiliary loss of experts"
@@ -53,13 +53,15 @@ def find_loss(
     ignores: bool,
     in_parts: bool = False,
 ) -> TrainerLoss:
-    """The meaning of the trainer's loss; RequestError on every rank where it is no mean over what
-    it has. Where nothing can be seen it is what transformers takes it to be.
+    """Return the meaning of the trainer's loss; what transformers assumes if the rows
+    don't show it.
 
-    `make` takes a few rows of its data. `ignores`: labels of the data are ignored, so that others
-    may be, to tell means over rows from means over labels. On a CPU it is tried in any case; on a
-    GPU a loss that doesn't know such labels would end the process. `in_parts`: one process asks
-    that needs smaller passes; errors are raised.
+    Every rank calls this, and raises RequestError if the loss isn't a mean over anything known.
+    `make` returns a few rows of the trainer's data. `ignores` is True if some labels of the data
+    are ignored: then more labels may be ignored, to distinguish means over rows from means over
+    labels. On a CPU that is tried in any case; on a GPU a loss that doesn't support ignored labels
+    would end the process. `in_parts` is True if a single process asks because it needs smaller
+    passes; then errors are raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -93,7 +95,7 @@ def find_loss(
 class LossFinder:
     """Finds what a trainer's loss of a few rows is a mean over.
 
-    `meets` gathers its figures, where passes would gather them of fewer rows.
+    `meets` gathers the loss's metrics if passes would gather them over fewer rows than a batch.
     """
 
     def __init__(
@@ -105,13 +107,14 @@ class LossFinder:
         self._world = trainer._shares.world
         self._passes = trainer._shares.passes
         self._bench: Bench = ways.bench()
-        self._repeats: list[Sketch] = []  # of the reference, once they are needed
-        self._nearest = ROWS  # what makes the least difference
+        self._repeats: list[Sketch] = []  # of the reference, once needed
+        self._nearest = ROWS  # the name with the smallest difference
 
     def find(self) -> TrainerLoss | None:
-        """What the loss is a mean over; None where these rows don't say, or ranks meet in it.
+        """Return what the loss is a mean over; None if these rows don't show it, or ranks meet
+        in the loss.
 
-        RequestError where ranks would meet in it in different numbers of passes.
+        Raises RequestError if ranks would meet in the loss in different numbers of passes.
         """
         try:
             return self._find()
@@ -140,7 +143,9 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """The factor by which the trainer multiplies its loss where several processes train."""
+        """Return the factor by which the trainer multiplies its loss when
+        several processes train.
+        """
         if self._world == 1 and self._meets is None:
             return 1
         calls = 0 if self._meets is None else self._meets.calls
@@ -159,7 +164,7 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """True if the loss is a sum divided by the number of items that it is given."""
+        """True if the loss is a sum divided by the number of items that is passed to it."""
         if self._ways.count_items([self._few.whole]) is None:
             return False
         halved = self._bench.sketch(self._ways.at_once(self._few, times=2))
@@ -175,7 +180,9 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Those of the names by whose weights the parts' gradients are that of all rows."""
+        """Return the names whose weights make the parts' gradients add up to the gradient
+        of all rows.
+        """
         few = self._few
         fitting = []
         far = {}
@@ -190,9 +197,10 @@ class LossFinder:
         return fitting
 
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
-        """True if two computations of the reference's rows differ by no more than rounding, in
-        their gradients and in their losses: a small term, as that which spreads tokens over
-        experts, may show in the loss alone at first.
+        """True if gradients and losses of two computations of the rows differ only by rounding.
+
+        A small term of the loss, such as one that balances experts, may at first show in
+        the loss alone.
         """
         found = compare(reference, other)
         if found is not None and found.relative > GROSS:
@@ -207,7 +215,7 @@ class LossFinder:
         )
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """RequestError, unless an audit finds no difference, or a reason for it."""
+        """Raises RequestError unless an audit finds no difference, or an explanation for it."""
         found = self._audit(loss)
         if found is None:
             return
@@ -216,7 +224,9 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """The difference, in gradients or else in losses, and its cause."""
+        """Return the difference in gradients, or else in losses, and its cause; None if
+        there is none.
+        """
         ways = self._ways.make(self._few, loss)
         found = audit(self._ways.bench(), ways, moves=True)
         if found.difference is not None:
@@ -227,7 +237,7 @@ class LossFinder:
 
 
 def _double(sketch: Sketch) -> Sketch:
-    """The sketch of a gradient that is twice as large."""
+    """Return the sketch of a gradient that is twice as large."""
     sums = {name: tuple(2.0 * each for each in line) for name, line in sketch.sums.items()}
     return Sketch(sums, sketch.kinds, 2.0 * sketch.loss)
 
@@ -236,7 +246,7 @@ def _double(sketch: Sketch) -> Sketch:
 
 
 class _Finding(msgspec.Struct):
-    """What a rank has found, or why it can't train."""
+    """The result of one rank's check, or the reason why the rank can't train."""
 
     found: TrainerLoss | None = None
     message: str = ""
@@ -244,10 +254,11 @@ class _Finding(msgspec.Struct):
 
 
 def _find_together(find: Callable[[], TrainerLoss | None]) -> TrainerLoss | None:
-    """The result of `find` on the first rank where it isn't None; every rank calls this.
+    """Return the result of `find` on the first rank where it isn't None; every rank calls this.
 
-    RequestError on every rank if it raises one on any. Any other error is the program's own, which
-    its first step raises again, or memory ran out: what the loss means isn't known then.
+    Raises RequestError on every rank if `find` raises one on any rank. After any other error the
+    meaning of the loss is unknown: either the program has an error of its own, which its first step
+    raises again, or memory ran out.
     """
     own = _Finding()
     try:
@@ -269,8 +280,10 @@ def _find_together(find: Callable[[], TrainerLoss | None]) -> TrainerLoss | None
 
 
 def _mask_some(few: FewRows) -> FewRows:
-    """The rows, with most labels of the first of them ignored where a part's labels weigh about as
-    much as its rows do.
+    """Return the rows with most labels of some first rows ignored.
+
+    This is only done if a part's labels weigh about as much as its rows, as means over rows and
+    over labels couldn't be distinguished otherwise.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows
@@ -295,7 +308,7 @@ def _mask_some(few: FewRows) -> FewRows:
 
 
 def _mask_rows(batch: Any, count: int) -> Any:
-    """The batch with all but a part of its first rows' labels ignored."""
+    """Return the batch with most labels of its first `count` rows ignored."""
     same = copy.copy(batch)
     labels: torch.Tensor = same["labels"].clone()
     for row in range(count):

@@ -1,8 +1,8 @@
-"""transformers' `enable_jit_checkpoint` on several ranks: one checkpoint, at a step that they agree
-on.
+"""Support for transformers' `enable_jit_checkpoint` on several ranks.
 
-Its own callback saves 3 s after SIGTERM, by each rank's own clock: ranks that are in different
-steps by then wait for each other for ever.
+All ranks save one checkpoint at a step that they agree on. transformers' own callback saves 3
+s after SIGTERM by each rank's own clock: ranks that are in different steps by then wait for
+each other forever.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from ..torch.ranks.notice import Notice
 
 
 def end_on_notice(trainer: Trainer, world: int) -> None:
-    """Let SIGTERM to any of the `world` ranks save a checkpoint at the end of a step and end the
-    training, where the trainer's arguments ask for that.
+    """Make SIGTERM to any of the `world` ranks save a checkpoint and end the training after a step.
+
+    Does nothing unless the trainer's arguments set `enable_jit_checkpoint`.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
@@ -24,7 +25,7 @@ def end_on_notice(trainer: Trainer, world: int) -> None:
 
     own = trainer.pop_callback(JITCheckpointCallback)
     if own is not None:
-        own.on_train_end(trainer.args, trainer.state, trainer.control)  # gives SIGTERM back
+        own.on_train_end(trainer.args, trainer.state, trainer.control)  # restores SIGTERM's handler
         trainer.add_callback(_EndOnNotice(world))
 
 
@@ -34,15 +35,15 @@ class _EndOnNotice(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self._notice: Notice | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """From here on SIGTERM is a notice."""
+        """Start to handle SIGTERM as a notice to save and end."""
         self._notice = Notice(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and end, on all ranks at the same step."""
+        """Save a checkpoint and end the training, on all ranks at the same step."""
         if self._notice is not None and self._notice.has_come():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """SIGTERM does again what it did before."""
+        """Restore the SIGTERM handler that was installed before the training."""
         if self._notice is not None:
             self._notice.close()

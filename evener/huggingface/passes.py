@@ -1,6 +1,4 @@
-"""The passes of a Trainer: what the loss of each weighs, and a pass computed again when memory runs
-out.
-"""
+"""The passes of a Trainer: the weight of each one's loss, and the retry when memory runs out."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """What the passes of an optimizer step weigh, over its global batches one after the other."""
+    """The weights of an optimizer step's passes, for its global batches one after the other."""
 
     weights: list[float]  # of each pass, in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
-    ignores: bool  # some rank has labels that are ignored; False where nobody has to know
+    ignores: bool  # some rank has ignored labels; False where that doesn't matter
 
 
 def weigh_passes(
@@ -35,15 +33,16 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Weigh the passes of an optimizer step by what the loss is a mean over.
+    """Weight the passes of an optimizer step by what the loss is a mean over.
 
-    `sizes` are this rank's rows in the passes of each global batch, `totals` those of all ranks.
+    `sizes` are this rank's rows in the passes of each global batch, `totals` each global batch's
+    rows over all ranks.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
     weights = _weigh_by_rows(sizes, totals)
     if loss.mean_over != ROWS:
         weights = [float(weight > 0) for weight in weights]
-    if not by_labels and loss.certain:  # nothing on the host waits for the device
+    if not by_labels and loss.certain:  # the host need not wait for the device
         if items is not None:
             items = gathering.add_up(torch.as_tensor(items, device=device).reshape(1))[0]
         return PassWeights(weights, items, False)
@@ -60,13 +59,13 @@ def weigh_passes(
 
 
 def _weigh_by_rows(sizes: list[tuple[int, ...]], totals: list[int]) -> list[float]:
-    """The weight of each pass in the mean over its global batch's rows."""
+    """Return the weight of each pass in the mean over its global batch's rows."""
     pairs = zip(sizes, totals, strict=True)
     return [weight for step, total in pairs for weight in weigh_rows(step, total)]
 
 
 def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[float]:
-    """The weight of each pass in the mean over its global batch's labels."""
+    """Return the weight of each pass in the mean over its global batch's labels."""
     pairs = zip(counts, totals, strict=True)
     return [count / (total or 1.0) for step, total in pairs for count in step]
 
@@ -74,7 +73,9 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """The labels that count of each pass, by global batch; none of a pass that only keeps step."""
+    """Return the labels that count in each pass, by global batch; 0 for a pass that
+    only keeps step.
+    """
     counts = []
     first = 0
     for step in sizes:
@@ -85,15 +86,15 @@ def _count_labels(
 
 
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
-    """The loss times its factor; 0 for one that doesn't count, even where it is NaN."""
+    """Return the loss times `factor`; with factor 0 return 0, even if the loss is NaN."""
     if factor == 0.0 and not torch.isfinite(loss):
         return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
     return loss if factor == 1.0 else loss * factor
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't
-    counted.
+    """Return the tokens of a pass: all of them, or without padding if the
+    trainer counts "non_padding".
     """
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
@@ -104,17 +105,17 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Computes the passes of a Trainer's batches, and one that ran out of memory in smaller
-    ones.
+    """Computes the passes of a Trainer's batches; a pass that ran out of memory is
+    retried in pieces.
     """
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
         self._gathering = gathering
-        self._model: Any = None  # of the newest pass
+        self._model: Any = None  # model of the newest pass
         self._exchanges: list[
             Exchange
-        ] = []  # of its gradients; none where they are summed by others
+        ] = []  # of the model's gradients; empty if something else sums them
         self._backward = trainer.accelerator.backward
         trainer.accelerator.backward = self.backward
 
@@ -125,9 +126,10 @@ class TrainerPasses:
         loss: Callable[[], TrainerLoss],
         train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
-        """The sum of what `train` returns for the passes of a batch, or their pieces.
+        """Return the sum of what `train` returns for the passes of a batch, or their pieces.
 
-        It hears whether a part is the batch's last. Figures that are noted meanwhile count once.
+        The second argument of `train` is True for the batch's last part. Metrics that are recorded
+        during the computation count once.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.take_on(model)
@@ -156,23 +158,24 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """The context of a pass whose gradients are exchanged with later ones."""
+        """Return the context of a pass whose gradients are exchanged together with later ones."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """The loss of a pass: a trainer that calls its backward() itself leaves gradients that
-        can't be undone.
+        """Watch the loss of a pass for a backward pass that the trainer starts itself.
+
+        The gradients of such a pass can't be undone.
         """
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Gather as the accelerator does, in a pass that may fail."""
+        """Run the accelerator's backward in a pass that may fail."""
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()
 
     def _keep(self) -> Callable[[], None]:
-        """Note the trainer's state before a pass; returns the function that restores it."""
+        """Save the trainer's state before a pass; return the function that restores it."""
         trainer = self._trainer
         return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))

@@ -1,6 +1,4 @@
-"""A trainer's speed to the monitor, and its figures to the trackers that it logs to, with a plan or
-without.
-"""
+"""Report a trainer's speed to the monitor and its trackers, with or without a plan."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from ..live.step_clock import ClockedReports
 
 
 def report(trainer: Trainer) -> None:
-    """Report a trainer's steps to the monitor, and own work, waiting, shares and samples/s to
-    whatever `report_to` names.
+    """Report a trainer's steps to the monitor, and its speed metrics to the
+    trackers in `report_to`.
 
-    Call it once, before `train`. Under a plan or `evener run` the steps are reported anyway;
-    without, the figures are samples/s, the time of a step, and the wait for data. Nothing else
-    changes.
+    The metrics are compute time (own work), waiting time, shares and samples/s. Call it once,
+    before `train`. Under a plan or `evener run` the steps are reported anyway; without either, the
+    metrics are samples/s, the time of a step, and the wait for data. Nothing else changes.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(
@@ -35,50 +33,52 @@ def report(trainer: Trainer) -> None:
 
 
 class _Figures(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
-    """The first callback: what it adds to a log, all trackers get."""
+    """The first callback, so that all trackers receive the metrics that it adds to a log."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._clock: ClockedReports | None = None  # where nothing else reports the steps
+        self._clock: ClockedReports | None = None  # if nothing else reports the steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A plan reports the steps of its trainers."""
+        """Start a step clock, unless a plan already reports the trainer's steps."""
         if not hasattr(self._trainer, "_planned"):
             name = type(self._trainer.model).__name__
             self._clock = ClockedReports("torch", name, args.process_index, args.world_size)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first batch of an optimizer step is there."""
+        """Start timing an optimizer step, whose first batch has been loaded."""
         if self._clock is not None:
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """An optimizer step is done; the last one of an epoch may have had fewer rows."""
+        """Report an optimizer step, with the rows of a full one; an epoch's last step
+        may have fewer.
+        """
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
             index = args.device.index
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The step after an evaluation isn't a slow one."""
+        """Interrupt the step clock, so that the step after an evaluation isn't counted as slow."""
         if self._clock is not None:
             self._clock.interrupt()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add the figures to what was logged of the training."""
+        """Add the speed metrics to a log entry that has the training loss."""
         if state.is_world_process_zero and logs is not None and "loss" in logs:
             logs.update(figures())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The monitor forgets this training."""
+        """Remove this training from the monitor."""
         if self._clock is not None:
             self._clock.close()
 
 
 class _OffTheConsole(TrainerCallback):  # type: ignore[misc]
-    """Takes the figures out again before the callback that prints a log."""
+    """Removes the speed metrics again before the callback that prints a log entry."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """What is printed stays as it was."""
+        """Remove the speed metrics, so that the printed log stays unchanged."""
         for name in [name for name in logs or () if name.startswith(PREFIX)]:
             del logs[name]

@@ -1,7 +1,7 @@
-"""The rows that a Trainer trains on, their order, and the checks that refuse one whose result would
-depend on shares.
+"""The rows that a Trainer trains on, their order, and the checks of the Trainer's setup.
 
-The rows are those of its data set, or of its own training loader.
+The rows come from the trainer's data set or its own training loader. The checks refuse a trainer
+whose result would depend on the shares.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
-    """RequestError for what is no Trainer, and for one that generates the rows it trains on."""
+    """Raises RequestError if the class isn't a Trainer, or generates the rows that it trains on."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.",
@@ -48,9 +48,7 @@ def check_trainer_class(trainer_class: Any) -> None:
 
 
 def check_setup(trainer: Any) -> None:
-    """RequestError if the trainer's arguments leave the plan no say over its rows, or its
-    gradients.
-    """
+    """Raises RequestError if the arguments keep the plan from controlling rows or gradients."""
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
@@ -102,7 +100,10 @@ def check_setup(trainer: Any) -> None:
 
 
 def check_rebalance(trainer: Any, share: Share) -> None:
-    """RequestError where shares can't follow own work; `share` is this rank's of the plan."""
+    """Raises RequestError if shares can't follow the ranks' compute time (own work).
+
+    `share` is this rank's share in the plan.
+    """
     has_own_work(trainer.model, rebalances=True)
     if trainer.is_fsdp_enabled:
         raise RequestError(
@@ -114,8 +115,8 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """True if ranks meet in every pass: FSDP gathers weights there, and TRL's trainers their
-    metrics.
+    """True if ranks meet in every pass: FSDP gathers weights there, and TRL's
+    trainers their metrics.
     """
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
@@ -123,14 +124,13 @@ def needs_equal_passes(trainer: Any) -> bool:
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """RequestError if steps of the checkpoint were of other rows: positions in the epoch are
-    counted in steps.
+    """Raises RequestError if the checkpoint's steps had other rows than this training's steps.
+
+    Positions in the epoch are counted in steps, so both need the same rows for each step.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
-    except (
-        FileNotFoundError
-    ):  # of a training without a plan, which draws its rows in the same order
+    except FileNotFoundError:  # written without a plan; rows are drawn in the same order
         _check_bare_checkpoint(folder / "trainer_state.json", step_rows, epoch_steps)
         return
     if state != {"rows": rows, "step_rows": step_rows}:
@@ -163,10 +163,10 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """This rank's rows of each global batch, as a tuple for each pass; a pass without rows has one
-    that doesn't count.
+    """This rank's rows of each global batch, as one tuple of row numbers for each pass.
 
-    Every batch takes the same number of passes, unless rows are dealt by their length.
+    A pass without rows gets a tuple with one row that doesn't count. Every batch takes the same
+    number of passes, unless rows are dealt by their length.
     """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
@@ -174,7 +174,7 @@ class PassSampler(StepSampler):
         self.passes = passes
 
     def steps(self) -> Iterator[Any]:
-        """The passes of each global batch of the epoch."""
+        """Return an iterator over the passes of each global batch of the epoch."""
         if isinstance(self.sampler, LengthSampler):
             return ([tuple(rows.tolist()) for rows in step] for step in self.sampler.steps())
         return (self._cut(step, rows) for step, rows in enumerate(self.sampler))
@@ -185,7 +185,9 @@ class PassSampler(StepSampler):
         ]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
-        """The rows that count of each pass in the epoch's global batch number `step`."""
+        """Return the number of rows that count in each pass of the epoch's global
+        batch number `step`.
+        """
         rows = self.sampler
         if isinstance(rows, LengthSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)
@@ -194,7 +196,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set whose items are passes: by a tuple of row numbers, those rows collated."""
+    """A data set whose items are passes: a tuple of row numbers selects those rows, collated."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -210,8 +212,9 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """The tokens of each training row, where the trainer finds them to group by length; None where
-    rows have none.
+    """Return the tokens of each training row, found like the trainer does to group rows by length.
+
+    None if rows have no token ids.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -225,12 +228,12 @@ def find_lengths(trainer: Any) -> list[int] | None:
         return None
     return [
         len(dataset[row][names[0]]) for row in range(len(dataset))
-    ]  # to iterate one without an end never ends
+    ]  # iterating over the data set itself might never end
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """True if the loader of the trainer's class makes its batches itself, by a sampler of its
-    own.
+    """True if the loader of the trainer's class makes its batches itself, with its
+    own batch sampler.
     """
     loader = make_whole(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
@@ -238,8 +241,9 @@ def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """The training data, their collator and their sampler, as the trainer's class has them in its
-    own loader.
+    """Return the training data, collator and sampler of the trainer class's own loader.
+
+    Raises RequestError if that loader makes its batches itself.
     """
     loader = make_whole(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
@@ -256,8 +260,9 @@ def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, An
 def make_sampler(
     trainer: Any, planned: PlannedTraining, dataset: Any, order: Any
 ) -> UnevenBatchSampler:
-    """This rank's rows of each global batch, in the trainer's own order, or in that of a sampler of
-    its class.
+    """Return the sampler of this rank's rows of each global batch.
+
+    Rows come in the trainer's own order, or in that of a sampler of its class.
     """
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
@@ -274,11 +279,10 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """The rows of each epoch as the bare trainer draws them in one process; None for their own
-    order.
+    """Return the order in which the bare trainer draws each epoch's rows in one process.
 
-    The seed of a random order is `data_seed`, else the one that the process was seeded with last,
-    on the first rank.
+    None if rows are drawn in their own order. The seed of a random order is `data_seed`, else the
+    seed that the first rank's process was last seeded with.
     """
     if type(sampler) is SequentialSampler:
         return None

@@ -1,6 +1,4 @@
-"""A Trainer whose plan has each device hold a part of the model: how it is cut, and its
-checkpoints.
-"""
+"""A Trainer whose plan shards the model: how the model is sharded, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,12 +16,14 @@ from ..torch.shards import checkpoint
 from ..torch.shards.make import shard
 from ..torch.step.wrapped import watch
 
-SCHEDULER = "scheduler.pt"  # as transformers calls them
+SCHEDULER = "scheduler.pt"  # transformers' own file names
 ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Placed before a Trainer class under a plan in shards; checkpoints are `Split.save`'s."""
+    """Placed before a Trainer class whose plan shards the model; `Split.save`
+    writes its checkpoints.
+    """
 
     args: Any
     accelerator: Any
@@ -35,10 +35,10 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _planned: PlannedTraining
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Leave the model on the host: its shards are made from there."""
+        """Leave the model on the host, from where its shards are made."""
 
     def begin_plan(self) -> None:
-        """Train by the plan from now on, each device with its part of the model."""
+        """Train by the plan from now on, with a shard of the model on each device."""
         check_shards(self)
         super().begin_plan()
         casts = find_autocast(self.accelerator)
@@ -52,14 +52,15 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         keep_no_casts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, a unit at a time; every process calls it. With the optimizer in a
-        checkpoint.
+        """Write the whole model, one unit at a time; every process must call it.
+
+        A checkpoint also gets the optimizer's state, unless `save_only_model` is set.
         """
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model
         checkpoint.save(folder, self.model, _own_optimizer(self) if whole else None)
         if self.args.should_save:
-            if not hasattr(self.model, "peft_config"):  # whose files are there
+            if not hasattr(self.model, "peft_config"):  # PEFT's files are written already
                 self.model.config.save_pretrained(folder)
                 if self.model.can_generate():
                     self.model.generation_config.save_pretrained(folder)
@@ -91,31 +92,32 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_autocast(accelerator: Any) -> torch.dtype | None:
-    """The type to which accelerate's autocast casts what linear layers compute with."""
+    """Return the type to which accelerate's autocast casts linear layers' operands, or None."""
     return HALVES.get(str(accelerator.mixed_precision)) if accelerator.native_amp else None
 
 
 def keep_no_casts(accelerator: Any) -> None:
-    """Have autocast forget the copies in half precision that it makes of gathered units: it would
-    keep all of them until the forward pass ends.
+    """Disable autocast's cache of half-precision copies.
+
+    The cache would keep the copies of all gathered units until the forward pass ends.
     """
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Have accelerate know where a model is that was loaded with a `device_map`."""
+    """Tell accelerate the device of a model that was loaded with a `device_map`."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
         base.hf_device_map = {"": device}
 
 
 def _own_optimizer(trainer: Any) -> Any:
-    """The trainer's optimizer itself, which accelerate has wrapped."""
+    """Return the trainer's optimizer itself, without accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def check_shards(trainer: Any) -> None:
-    """RequestError for what a Trainer can't do in shards."""
+    """Raises RequestError if the Trainer uses something that doesn't work with a sharded model."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,
         "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled

@@ -1,5 +1,5 @@
-"""A Trainer's behaviour under a plan: the rows that it loads, the weights of its passes, the
-figures that it logs.
+"""A Trainer under a plan: the rows that it loads, the weights of its passes and the
+metrics it logs.
 """
 
 from __future__ import annotations
@@ -72,19 +72,20 @@ def with_plan(
     noise: bool = False,
     check: bool = True,
 ) -> type[Any]:
-    """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as
-    the class itself.
+    """Return a subclass of `trainer_class` that trains by `plan`; use it like the class itself.
 
-    The plan decides the rows of each process and pass, instead of `per_device_train_batch_size`;
-    `global_batch` is another number of rows for each global batch. Without a plan, `ratios` share
-    out `global_batch`, else the rows that the processes would train on evenly.
-    `gradient_accumulation_steps=A` makes an optimizer step of A global batches. PlanError or
-    RequestError as the trainer is made, or before its first step, if training by the plan wouldn't
-    be exact; with `strict` also if the plan was measured on other devices, which is otherwise a
-    warning. With `journal`, `evener runs` has the training's steps/s and restarts; with
-    `rebalance`, shares follow own work; with `noise`, the gradient's noise scale is measured
-    (docs/learning.md). `check=False` leaves out the check of what the loss is a mean over, and
-    believes transformers.
+    Without `plan`, the plan of evener launch is used. The plan decides the rows of each process and
+    pass, instead of `per_device_train_batch_size`; `global_batch` sets another number of rows for
+    each global batch. Without any plan, `ratios` divide `global_batch` among the processes, by
+    default the number of rows that the processes would train on with equal shares. With
+    `gradient_accumulation_steps=A`, an optimizer step has A global batches.
+
+    Raises PlanError or RequestError, when the trainer is made or before its first step, if training
+    by the plan wouldn't be exact; with `strict` also if the plan was measured on other devices,
+    which otherwise only gives a warning. With `journal`, `evener runs` shows the training's steps/s
+    and restarts; with `rebalance`, shares follow the ranks' compute time (own work); with `noise`,
+    the gradient's noise scale is measured (docs/learning.md). `check=False` skips the check of what
+    the loss is a mean over, and trusts transformers.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
@@ -107,7 +108,7 @@ def with_plan(
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Placed before a Trainer class, whose methods do the rest."""
+    """Placed before a Trainer class, whose own methods do everything that isn't overridden here."""
 
     _given: SimpleNamespace  # to with_plan
     # train by the loss of the program's own launcher, where that is another than one process's
@@ -121,8 +122,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Train by the plan from now on; for a trainer that was made before it was of this
-        class.
+        """Train by the plan from now on; also for a trainer that was created before it
+        got this class.
         """
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
@@ -139,7 +140,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._planned = PlannedTraining(found, "trainer", **options)
         self._shares = shares = self._planned.ranks  # that the plan has
         passes = shares.passes[shares.rank]
-        self.args = copy.copy(self.args)  # the user's own stay as they are
+        self.args = copy.copy(self.args)  # the user's own arguments stay unchanged
         self.args.per_device_train_batch_size = -(-shares.batches[shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
         self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
@@ -151,7 +152,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             (0, 0),
         )  # rows of this rank in an optimizer step, and their tokens without and with padding
         self._is_last = True  # the part that runs is its batch's last
-        self._factor: Any = None  # of the loss of the pass that runs
+        self._factor: Any = None  # factor of the loss of the pass that runs
         self._evaluates = False  # a batch of an evaluation
         self._newest = 0  # global batch of the epoch
         self._tokens = 0
@@ -169,8 +170,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     # ------------------------------------------------------------------ rows
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of this rank's rows; not through `accelerator.prepare`, which would share them
-        out again.
+        """Return the loader of this rank's rows.
+
+        It doesn't go through `accelerator.prepare`, which would divide the rows among ranks again.
         """
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
@@ -196,14 +198,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """The loader of an evaluation: the batches that one process would compute, shared out over
-        the ranks.
+        """Return the loader of an evaluation.
+
+        The batches are those that one process would compute, divided among the ranks.
         """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Rows of an optimizer step, over all ranks."""
+        """Return the rows of an optimizer step, over all ranks."""
         return self._shares.global_batch * int(self.args.gradient_accumulation_steps)
 
     # ------------------------------------------------------------------ an optimizer step
@@ -211,8 +214,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The passes of an optimizer step; rows that only keep step are computed, and count for
-        nothing.
+        """Return the passes of an optimizer step and the number of its items over all ranks.
+
+        Rows that only keep step are computed, but have weight 0.
         """
         self._planned.end()
         batches = list(islice(epoch_iterator, num_batches))
@@ -234,7 +238,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return batches, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """The items that losses of these batches are means over."""
+        """Return the number of items that the losses of these batches are means over."""
         calls = self._gathering.calls  # transformers 4 gathers here even where one process counts
         items = super()._get_num_items_in_batch(batches, device)
         self._gathering.calls = calls
@@ -243,8 +247,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Note the weight of each pass in its global batch; returns the items of the step, over all
-        ranks.
+        """Store the weight of each pass in its global batch; return the step's items
+        over all ranks.
         """
         rows = [own for step in sizes for own in step]
         with self._gathering.alone():
@@ -267,8 +271,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """The meaning of the loss; `in_parts` is the number of rows of which one process asks that
-        needs smaller passes.
+        """Return the meaning of the loss.
+
+        With `in_parts`, a single process that needs smaller passes checks the loss on
+        that many rows.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
@@ -279,8 +285,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         )
 
     def check_loss(self) -> None:
-        """RequestError on every rank if the loss is no mean, before the training; its loader is
-        there.
+        """Check the loss before the training, once its loader exists.
+
+        Raises RequestError on every rank if the loss isn't a mean.
         """
         few = self._fetch_few()
         self._loss = self._find_loss(few is not None and has_ignored(few.whole))
@@ -294,8 +301,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """RequestError where smaller passes learn something else, which one process looks at as it
-        needs them.
+        """Check the loss in a single process that needs smaller passes for the first time.
+
+        Raises RequestError if smaller passes would change what is learned.
         """
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), in_parts=rows)
@@ -303,8 +311,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train the passes of a batch, each with its loss weighted so that the mean over ranks is
-        one process's.
+        """Train the passes of a batch.
+
+        Each loss is weighted so that the mean over ranks is the loss of one process.
         """
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for each in parts:
@@ -321,13 +330,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _audit_step(self) -> None:
-        """Audit the optimizer step that is about to follow, if that is due."""
+        """Audit the optimizer step that is about to follow, if an audit is due."""
         if self._given.check:
             numbers = self._sampler.sampler.rows_of_all(self._newest)
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log as the trainer does: a pass once it is complete, and only the last one of a batch."""
+        """Log like the trainer does: a pass once it is complete, and only the last pass
+        of a batch.
+        """
         if self._factor is None:
             super().log(*logged, **options)
         else:
@@ -339,7 +350,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor of the trainer's own loss that is kept, once the loss was checked."""
+        """The factor by which the trainer's own loss is too large and which is kept; 1
+        if none is.
+        """
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -353,9 +366,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The class's own loss, times the weight of the pass; unweighted in evaluation.
+        """Return the class's own loss times the weight of the pass; unweighted in evaluation.
 
-        Whatever the class notes down for a batch is noted once, with the last of its passes.
+        Whatever the class records for a batch is recorded once, with the last of its passes.
         """
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -371,7 +384,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a batch of an evaluation, whose loss is its own, as in one process."""
+        """Compute a batch of an evaluation, with the unweighted loss, like in one process."""
         self._planned.timer.note_validation()
         self._evaluates = True
         try:
@@ -381,8 +394,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Sum the tokens of all passes over ranks, once an optimizer step, as ranks differ in their
-        passes.
+        """Sum the tokens of all passes over the ranks, once for each optimizer step.
+
+        Ranks have different numbers of passes, so they can't meet in each pass.
         """
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
@@ -390,12 +404,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._tokens = 0
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """The floating-point operations of all passes."""
+        """Return the number of floating-point operations of all passes."""
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the losses left at the end a mean over ranks in transformers 4, which has no
-        `_finalize_training`.
+        """Average the losses left at the end over ranks, for transformers 4.
+
+        transformers 4 has no `_finalize_training`.
         """
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
@@ -404,8 +419,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Make losses not logged yet a mean over ranks too, as the trainer takes those of the first
-        rank.
+        """Average the losses that aren't logged yet over ranks; the trainer takes the
+        first rank's losses.
         """
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
@@ -447,6 +462,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 def _fetch_few(
     sampler: Any, dataset: Any, collate: Any, most: int = ROWS_COMPUTED
 ) -> FewRows | None:
-    """Up to `most` rows, of the next ones and of the whole epoch: the same on every rank."""
+    """Return up to `most` rows out of the next ones and the whole epoch; the same on every rank."""
     more = CANDIDATES - ROWS_COMPUTED if most == ROWS_COMPUTED else 0
     return fetch_rows(dataset, collate, sampler.sample_rows(most, more))
