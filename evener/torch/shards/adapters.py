@@ -1,6 +1,4 @@
-"""PEFT's own files of the adapters of a sharded model, as `PeftModel.save_pretrained` writes
-them.
-"""
+"""PEFT's own adapter files of a sharded model, like `PeftModel.save_pretrained` writes them."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from .sharded import Sharded
 
 
 def find_names(model: Any, sharded: Sharded) -> list[str]:
-    """The names of the parameters that PEFT's files have, and of all that are trained.
+    """Return the names of the parameters that PEFT saves, and of all that are trained.
 
-    PEFT is asked by a state without values: beside adapters it may save embeddings that were
-    resized.
+    PEFT's choice is found by giving it a state without values: beside adapters it may
+    save resized embeddings.
     """
     names = [slot.names[0] for slot in sharded.slots]
     trained = [slot.names[0] for slot in sharded.slots if slot.piece.requires_grad]
@@ -34,8 +32,9 @@ def find_names(model: Any, sharded: Sharded) -> list[str]:
 
 
 def export_adapters(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write PEFT's files of a model's adapters, whose whole parameters are `tensors`; each replaces
-    the older one in one step.
+    """Write PEFT's adapter files of a model; `tensors` are the whole parameters.
+
+    Each file replaces the older one atomically.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-") as made:
         model.save_pretrained(made, state_dict=dict(tensors))

@@ -1,11 +1,11 @@
-"""Checkpoints of a sharded model: whole tensors, a unit at a time, that any shares, any ranks or
-plain PyTorch load.
+"""Checkpoints of a sharded model: whole tensors, which any shares, any number of ranks or plain
+PyTorch can load.
 
-A folder has safetensors files, and an index that transformers reads too. The index is replaced in
-one step, once all files that it names are on the disk: whatever ends a process before that leaves
-the old checkpoint whole.
+A folder has safetensors files, written one unit at a time, and an index that transformers reads,
+too. The index is replaced atomically once all files that it names are on disk: if a process ends
+before that, the old checkpoint stays whole.
 
-Of a model with PEFT's adapters the folder has what is trained, and PEFT's own files beside it.
+For a model with PEFT's adapters, the folder has what is trained, and PEFT's own files beside it.
 Packed weights (4 bits) aren't written: they are frozen, and the program makes them again.
 """
 
@@ -33,8 +33,8 @@ from .flat import Flat, Slot
 from .make import find
 from .sharded import Sharded
 
-INDEX = "model.safetensors.index.json"  # as transformers calls it
-ADAPTER_INDEX = "training.safetensors.index.json"  # of adapters, which transformers doesn't read
+INDEX = "model.safetensors.index.json"  # transformers' own file name
+ADAPTER_INDEX = "training.safetensors.index.json"  # for adapters; transformers skips it
 WHOLE = "model.safetensors"  # a model in one file
 _FILE = re.compile(r"(model|optimizer)-[0-9a-f]{8}-\d{5}\.safetensors")
 
@@ -50,7 +50,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def find_sharded(model: Any) -> Sharded:
-    """The shards of a model; RequestError where it has none."""
+    """Return the shards of a model; raises RequestError if it isn't sharded."""
     found = getattr(model, "exchange", None)
     if not isinstance(found, Sharded):
         raise RequestError(
@@ -63,8 +63,9 @@ def find_sharded(model: Any) -> Sharded:
 
 
 def model_state(model: Any) -> Tensors:
-    """On rank 0 the model's whole parameters and buffers by name, as `state_dict` has them, in
-    memory of the host.
+    """Return the model's whole parameters and buffers by name on rank 0, else an empty dict.
+
+    The names are those of `state_dict`; the tensors are in host memory.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -75,7 +76,10 @@ def model_state(model: Any) -> Tensors:
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """On rank 0 the optimizer's whole state, as its `state_dict` has it for the whole model."""
+    """Return the optimizer's whole state on rank 0, else an empty dict.
+
+    It has the form of the optimizer's `state_dict` for the whole model.
+    """
     sharded = find(optimizer)
     if sharded is None:
         raise RequestError(
@@ -96,7 +100,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: Sharded) -> Iterator[Flat]:
-    """The flats that checkpoints have: but for packed weights."""
+    """Yield the flats that checkpoints contain: all except packed weights."""
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
             if not flat.packed:
@@ -108,9 +112,10 @@ def _whole_slots(sharded: Sharded) -> list[Slot]:
 
 
 def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
-    """The whole parameters by name, a flat at a time, in memory of the host; on rank 0 alone.
+    """Yield the whole parameters by name, one flat at a time, in host memory; empty except
+    on rank 0.
 
-    Without `wanted` all of them, else the flats that have one of these names.
+    Flats that have none of the `wanted` names are left out; without `wanted`, none is.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
@@ -119,7 +124,7 @@ def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
 
 
 def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copies of tensors in memory of the host; on rank 0 alone."""
+    """Return copies of tensors in host memory on rank 0, else an empty dict."""
     if sharded.place.rank:
         return {}
     return {name: each.detach().cpu().clone() for name, each in tensors.items()}
@@ -127,7 +132,7 @@ def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """The parameters of a flat by name, in memory of the host; on rank 0 alone."""
+    """Return the parameters of a flat by name, in host memory, on rank 0; else an empty dict."""
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
         work.wait()
@@ -150,8 +155,9 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
-    """The optimizer's whole state, a flat and a kind at a time, as "parameter/kind"; counters are
-    left out.
+    """Yield the optimizer's whole state, one flat and one kind at a time, as "parameter/kind".
+
+    Counters are left out.
     """
     for flat in _flats(sharded):
         slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
@@ -174,13 +180,14 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """The kinds of an optimizer's state of one parameter that are cut as the parameter is."""
+    """Return the kinds of an optimizer's state that are sharded like their parameter."""
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
-    """What the optimizer counts for each parameter, which is the same on all ranks, as
-    "parameter/kind".
+    """Return the optimizer's counters for each parameter, as "parameter/kind".
+
+    They are the same on all ranks.
     """
     return {
         f"{slot.names[0]}/{kind}": float(value)
@@ -195,13 +202,15 @@ def _is_shard(value: Any) -> bool:
 
 
 def _names(sharded: Sharded, optimizer: Any) -> list[str]:
-    """The names of the optimizer's parameters, in its order."""
+    """Return the names of the optimizer's parameters, in the optimizer's order."""
     names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
     return [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The optimizer's groups, with numbers in place of tensors, and of parameters their number."""
+    """Return the optimizer's groups, with numbers instead of tensors and the
+    number of parameters.
+    """
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
         | {"params": len(group["params"])}
@@ -210,7 +219,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups with their parameters numbered, as an optimizer's `state_dict` has them."""
+    """Return the groups with their parameters numbered, like in an optimizer's `state_dict`."""
     numbers = count()
     return [{**each, "params": list(islice(numbers, each["params"]))} for each in groups]
 
@@ -221,10 +230,10 @@ def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def save(
     folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
 ) -> None:
-    """Write the model, and the optimizer's state, to a folder on rank 0; `extra` is anything that
-    JSON holds.
+    """Write the model, and the optimizer's state if given, to a folder on rank 0.
 
-    RequestError on every rank if it can't be written; what was there before is whole then.
+    `extra` is any JSON-serializable object. Raises RequestError on every rank if the checkpoint
+    can't be written; an earlier checkpoint in the folder stays whole then.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -252,8 +261,8 @@ def save(
 
 
 class _Writer:
-    """Writes files that no index names yet, and at last the index; what fails is kept for
-    `fault`.
+    """Writes files that no index names yet, and finally the index; `fault`
+    describes what failed.
     """
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
@@ -264,8 +273,9 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Do it on the rank that writes, unless something failed before: the others wait for this
-        rank.
+        """Run `action` on the rank that writes, unless something failed before.
+
+        Errors are kept in `fault` instead of raised, as the other ranks wait for this one.
         """
         if not self._writes or self.fault:
             return
@@ -329,22 +339,22 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """The value that rank 0 has."""
+    """Return rank 0's value on every rank."""
     with own_collectives():
         return tell_all(own)
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """RequestError on every rank if rank 0 has found a fault."""
+    """Raises RequestError on every rank if rank 0 has found a fault."""
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load what `save` wrote, under any shares; returns its `extra`. Rank 0 reads, a unit at a
-    time.
+    """Load what `save` wrote, under any shares, and return its `extra`.
 
-    RequestError on every rank if it isn't there, or of another model.
+    Rank 0 reads, one unit at a time. Raises RequestError on every rank if the checkpoint is missing
+    or belongs to another model.
     """
     sharded = find_sharded(model)
     index = ADAPTER_INDEX if hasattr(model, "peft_config") else INDEX
@@ -368,7 +378,7 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
 def _read_optimizer(
     reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """This rank's shard of the optimizer's state."""
+    """Return this rank's shard of the optimizer's state."""
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
     for name, value in own["counters"].items():
@@ -396,7 +406,7 @@ def _read_optimizer(
 
 
 class _Reader:
-    """Reads tensors by name on rank 0, and gives each rank its part."""
+    """Reads tensors by name on rank 0, and sends each rank its part."""
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
         self._folder, self._reads, self._index = folder, reads, index
@@ -404,7 +414,11 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Read the index, and check that it is of this model; returns what evener wrote in it."""
+        """Read the index, check that it belongs to this model, and return evener's own
+        entries in it.
+
+        Raises RequestError on every rank if the checkpoint can't be loaded.
+        """
         fault, own = "", dict[str, Any]()
         if self._reads:
             try:
@@ -451,8 +465,9 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """This rank's shard of a flat's parameters, or of this kind of state of them; zeros for
-        those without.
+        """Return this rank's shard of a flat's parameters, or of one kind of their state.
+
+        Missing tensors are zeros.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -466,14 +481,16 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """The flats of which the checkpoint has parameters: of adapters it has no others."""
+        """Return the flats whose parameters the checkpoint has; for adapters that isn't
+        all of them.
+        """
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
         have = _from_first([any(each in self._maps for each in own) for own in names])
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Tensors that each rank has whole."""
+        """Return tensors that each rank holds whole."""
         found = {name: self._get(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {
@@ -502,8 +519,9 @@ class _Reader:
             buffer.copy_(values)
 
     def _get(self, name: str) -> Any:
-        """A tensor of the checkpoint; None where it can't be read, which is kept for `fault`: other
-        ranks wait.
+        """Return a tensor of the checkpoint, or None if it can't be read.
+
+        The error is kept in `fault` instead of raised, as other ranks wait.
         """
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:

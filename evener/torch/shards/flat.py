@@ -1,6 +1,4 @@
-"""Parameters of one type, one after the other: whole while they are used, else each rank's part of
-them.
-"""
+"""A flat: parameters of one type in one tensor, whole while they are used, sharded otherwise."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from ..sums.collectives import own_collectives
 
 
 class ShardPlace(msgspec.Struct, frozen=True):
-    """A rank among those that share a model: the part of the state that each holds, and this rank's
-    device.
+    """A rank's place among the ranks that shard a model: each rank's part of the state,
+    this rank's device.
 
-    A rank that is measured `alone` gathers copies of its own shard in place of the others', and
-    sums with nobody.
+    With `alone`, the rank is measured without others: it gathers copies of its own shard instead of
+    theirs, and sums with no other rank.
     """
 
     rank: int
@@ -32,23 +30,22 @@ class ShardPlace(msgspec.Struct, frozen=True):
 
     @property
     def on_nccl(self) -> bool:
-        """True where NCCL moves this device's tensors."""
+        """True if NCCL moves this device's tensors."""
         name: str = dist.group.WORLD._get_backend(self.device).name()
         return name == "nccl"
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """The ranges of a flat that ranks hold, by their parts; each holds an element, for which the
-    flat may be longer.
+    """Return the range of a flat that each rank holds, by `parts`.
+
+    Each rank holds at least one element, for which the flat may be padded.
     """
     ranks = len(parts)
     return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
 
 
 class Slot:
-    """A parameter: its names in the model, one in each place, its whole tensor in a flat, and this
-    rank's piece.
-    """
+    """A parameter: its names in the model, its whole tensor in a flat, and this rank's piece."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # as it was made, until it is cut
@@ -67,19 +64,21 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """The elements of the whole parameter."""
+        """The number of elements of the whole parameter."""
         return int(self.shape.numel())
 
     def is_kept(self) -> bool:
-        """True unless the piece's gradient was cleared or replaced since a pass kept its own."""
+        """True unless the piece's gradient was cleared or replaced since a pass kept
+        its gradient there.
+        """
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
     def point_to(self, parameter: Any) -> None:
-        """Make this the parameter of its modules."""
+        """Make `parameter` the parameter of the modules that own this slot."""
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):
-                setattr(module, name, parameter)  # which keeps a list of them
+                setattr(module, name, parameter)  # an RNN keeps a list of its parameters
             else:
                 module._parameters[name] = parameter
 
@@ -105,14 +104,14 @@ class Flat:
         self.shard = filled[self.start : self.stop].clone()
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.whole = filled if self.dtype == first.dtype else filled.to(self.dtype)
-        self._grads: torch.Tensor | None = None  # of all its parameters, for this rank's rows
+        self._grads: torch.Tensor | None = None  # of all parameters, for this rank's rows
         self._grad_shard: torch.Tensor | None = None
         self._work: list[Any] = []
         for slot in slots:
             low, high = self.range_of(slot)
             whole = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
             if self.packed:
-                slot.whole = slot.tensor  # which has what its layer unpacks it by
+                slot.whole = slot.tensor  # it has the statistics by which its layer unpacks it
                 slot.whole.data = whole
             else:
                 slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
@@ -132,14 +131,14 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """The range of this rank's shard that is of a parameter."""
+        """Return the range of this rank's shard that belongs to a parameter."""
         low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
     # ------------------------------------------------------------------ whole parameters
 
     def gather(self) -> list[Any]:
-        """Begin to gather the whole parameters; returns what has to be waited for."""
+        """Start to gather the whole parameters; return the work handles to wait for."""
         self.whole.untyped_storage().resize_(byte_count(self.whole))
         self.held.add("gathered", byte_count(self.whole))
         # autograd gets again what it saved in the forward pass: .data counts its own versions, also
@@ -149,7 +148,7 @@ class Flat:
             return self.collect(self.whole.data, self.shard)
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
-        """Begin to fill `whole` with the ranks' shards; returns what has to be waited for."""
+        """Start to fill `whole` with the ranks' shards; return the work handles to wait for."""
         if self._place.alone:
             size = shard.numel()
             times, rest = divmod(whole.numel(), size)
@@ -173,15 +172,16 @@ class Flat:
         return len({stop - start for start, stop in self.cuts}) == 1
 
     def free(self) -> None:
-        """Drop the whole parameters."""
+        """Free the memory of the whole parameters."""
         self.held.add("gathered", -byte_count(self.whole))
         self.whole.untyped_storage().resize_(0)
 
     # ------------------------------------------------------------------ gradients
 
     def _open(self) -> torch.Tensor:
-        """The gradients of all its parameters so far; a sum of those of an earlier use of the unit
-        is over then.
+        """Return the buffer of all the flat's gradients so far.
+
+        Waits first for the sum of gradients from an earlier use of the unit.
         """
         self.receive()
         if self._grads is None:
@@ -192,7 +192,9 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Take the gradient that a backward pass left at a whole parameter, times `weight`."""
+        """Add the gradient that a backward pass left at a whole parameter, times `weight`,
+        to the buffer.
+        """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # else it may be infinite
@@ -203,8 +205,9 @@ class Flat:
         slot.fired = True
 
     def keep(self) -> None:
-        """Keep what was taken for a later sum; pieces have a gradient meanwhile, which shows
-        whether it is cleared.
+        """Keep the gradients so far for a later sum.
+
+        Until then each piece has a gradient, so that clearing it is noticed.
         """
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
@@ -215,8 +218,9 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Begin to sum the gradients over the ranks, this rank's times `weight`; each rank gets
-        those of its shard.
+        """Start to sum the gradients over the ranks, with this rank's gradients times `weight`.
+
+        Each rank receives the sum for its own shard.
         """
         gradients = self._open()
         with torch.no_grad(), own_collectives():
@@ -239,7 +243,7 @@ class Flat:
                 self._work = [dist.reduce_scatter(parts[self._place.rank], parts, async_op=True)]
 
     def receive(self) -> None:
-        """Wait for the sum, if one is under way, and add it to what this rank has."""
+        """Wait for a sum that is under way, if any, and add it to this rank's gradients."""
         if not self._work:
             return
         for work in self._work:
@@ -251,7 +255,7 @@ class Flat:
         self._work, self._grads = [], None
 
     def _make_views(self) -> torch.Tensor:
-        """The gradient's shard, with the slots' views of it."""
+        """Return the gradient of this rank's shard, after giving each slot its view of it."""
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard)
             self.held.add("gradients", byte_count(self._grad_shard))
@@ -280,8 +284,8 @@ class Flat:
                 )
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those accumulated before
-        it.
+        """Drop the gradients of a backward pass that didn't end, and those
+        accumulated before it.
         """
         for work in self._work:
             work.wait()
@@ -293,22 +297,20 @@ class Flat:
             slot.piece.grad = None
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Give each piece its gradient after a backward pass, but for parameters that no rank
-        used.
-        """
+        """Give each piece its gradient after a backward pass, unless no rank used its parameter."""
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:
                 continue
-            if slot.piece.grad is not None:  # of a loss of the parameters themselves
+            if slot.piece.grad is not None:  # from a loss on the parameters themselves
                 slot.view.add_(slot.piece.grad)
             if is_used or slot.before or slot.piece.grad is not None:
                 slot.piece.grad = slot.view
             slot.received = slot.before = slot.fired = False
 
 
-_ALONE = SimpleNamespace(wait=lambda: None)  # the sum of one rank
+_ALONE = SimpleNamespace(wait=lambda: None)  # the work handle of a sum on one rank
 
 
 def byte_count(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's elements."""
+    """Return the number of bytes of a tensor's elements."""
     return int(tensor.numel() * tensor.element_size())

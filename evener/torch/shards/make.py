@@ -1,8 +1,7 @@
-"""A model becomes sharded: its checks, its shares of state, and what needs its gradients as a
-whole.
+"""Shard a model: checks, each rank's part of the state, and what needs all gradients together.
 
-That are clipping, loss scaling and optimizers. An optimizer trains this rank's pieces: what one
-process does if each element's step depends on it alone.
+Clipping, loss scaling and optimizers need all gradients together. An optimizer trains this rank's
+pieces; the result is that of one process if the step of each element depends on that element alone.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _replaced: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # parameters that pieces have taken the place of
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
-_counted: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose state is in the ledger
+_counted: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose state the ledger counts
 
 
 def shard(
@@ -75,8 +74,10 @@ def shard(
     dtype: Any,
     casts: Any = None,
 ) -> Any:
-    """The model, sharded over the ranks of a training; as `Split.shard`. `casts` is the type of an
-    autocast around each of its forward passes.
+    """Return the model, sharded over the ranks of a training; arguments like
+    those of `Split.shard`.
+
+    `casts` is the type of an autocast around each of the model's forward passes.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
@@ -119,7 +120,9 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Cut a model over the ranks of `place`: from now on its parameters are this rank's pieces."""
+    """Shard a model over the ranks of `place`: from now on its parameters are
+    this rank's pieces.
+    """
     if place.device.type == "cpu":
         return_memory()
     for module in model.modules():
@@ -140,7 +143,9 @@ def cut_model(
 
 
 def _check(training: PlannedTraining, model: Any) -> None:
-    """RequestError for what can't be combined with shards."""
+    """Raises RequestError if the model or training uses something that can't be
+    combined with shards.
+    """
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or hasattr(model, "_orig_mod"):
@@ -159,7 +164,7 @@ def _check(training: PlannedTraining, model: Any) -> None:
 
 
 def check_buffers(model: Any) -> None:
-    """RequestError if most of the model is in buffers, which each rank has whole."""
+    """Raises RequestError if most of the model is in buffers, which aren't sharded."""
     held = sum(map(byte_count, model.buffers()))
     if held > sum(map(byte_count, model.parameters())):
         raise RequestError(
@@ -172,8 +177,10 @@ def check_buffers(model: Any) -> None:
 def _parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """The part of the state that each rank holds: as said, as planned, or as memory is left beside
-    gathered units.
+    """Return the part of the state that each rank holds.
+
+    It is `state` if specified, else the plan's, else in proportion to the memory left
+    beside gathered units.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
@@ -187,8 +194,8 @@ def _parts(
 
 
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """The bytes of each GPU that are left to state; equal parts on CPUs, whose memory ranks
-    share.
+    """Return the bytes of each GPU that are left for state; equal parts on CPUs,
+    which share memory.
     """
     own = 1.0
     if training.device.type == "cuda":
@@ -210,8 +217,9 @@ def _refuse(*_: Any) -> None:
 
 
 def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Have clipping, loss scaling and optimizers do right by this model, whose parameters were
-    `replaced`.
+    """Patch clipping, loss scaling and optimizers so that they handle this sharded model correctly.
+
+    `replaced` are the model's parameters from before it was sharded.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
@@ -242,8 +250,9 @@ def _patch() -> None:
 def sum_norms(
     norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
 ) -> Any:
-    """The norm of gradients, by torch's function `norm` for those of one process; of shards over
-    all ranks.
+    """Return the norm of gradients; gradients of shards are included over all ranks.
+
+    `norm` is torch's function for the gradients of one process.
     """
     shards = _list_shard_gradients()
     own = [each for each in tensors if id(each) in shards]
@@ -266,21 +275,22 @@ def sum_norms(
 
 
 def _list_shard_gradients() -> set[int]:
-    """The gradients of all sharded models on this rank, by id."""
+    """Return the ids of the gradients of all sharded models on this rank."""
     parameters = [each for sharded in _all for each in sharded.pieces]
     return {id(each.grad) for each in parameters if each.grad is not None}
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """The norm of shards over all ranks, in the widest of their types."""
+    """Return the norm of shards over all ranks, in the widest of their types."""
     parts = [each for each in own if each.numel()]
     total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
 
 
 def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """The norm over all ranks in float64, as powers of half precision overflow; None is a rank
-    without elements.
+    """Return the norm over all ranks; `own` is this rank's norm, None for a rank without elements.
+
+    It is computed in float64, as powers of half precision overflow.
     """
     if kind in (float("inf"), float("-inf")):
         nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
@@ -295,14 +305,15 @@ def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Ten
 
 def _reduce(tensor: torch.Tensor, operation: Any) -> None:
     if not dist.is_initialized():
-        return  # a rank that is measured alone
+        return  # this rank is measured alone
     with own_collectives():
         dist.all_reduce(tensor, operation)
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Have an optimizer that has not stepped train a model's pieces in place of the parameters
-    `replaced` by them.
+    """Replace the parameters `replaced` in an optimizer by the pieces of the sharded model.
+
+    Raises RequestError if the optimizer already has state.
     """
     if optimizer.state:
         raise RequestError(
@@ -315,7 +326,7 @@ def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
 
 
 def find(optimizer: Any) -> Sharded | None:
-    """The sharded model whose pieces an optimizer trains, or None."""
+    """Return the sharded model whose pieces an optimizer trains, or None."""
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
@@ -342,7 +353,10 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _look_at(optimizer: Any, sharded: Sharded | None) -> None:
-    """RequestError before its first step if it can't train a sharded model's pieces."""
+    """Check an optimizer before its first step.
+
+    Raises RequestError if the optimizer can't train a sharded model's pieces.
+    """
     if any(each in _replaced for group in optimizer.param_groups for each in group["params"]):
         raise RequestError(
             "The optimizer has the model's parameters from before split.shard, which are no "

@@ -1,9 +1,9 @@
-"""A sharded model's passes: units are gathered one ahead, freed after, and their gradients summed
-to their owners.
+"""A sharded model's passes: units are gathered one ahead and freed after use, and their gradients
+are summed to their owners.
 
-A backward pass through the model's outputs sums, also where it is one of several before the
-optimizer's step: what a rank holds of a gradient is its shard. All ranks compute the same units in
-the same order.
+Each backward pass through the model's outputs ends with a sum, also if it is one of several before
+the optimizer's step, as a rank holds only its shard of a gradient. All ranks compute the same units
+in the same order.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ _SIMPLE = (
     type,
     torch.dtype,
     torch.device,
-)  # outputs without tensors
+)  # types of outputs without tensors
 
 
 class Sharded:
-    """The units of `model` on the ranks of `place`, in the part of an Exchange that weighs and sums
-    gradients.
+    """The units of `model` on the ranks of `place`; it weights and sums gradients like an Exchange.
 
-    `dtype` is that of the whole parameters, where it isn't the shards', and `casts` that of an
-    autocast around the model. A model that `keeps` them,
-    and gradients, whole through all passes of a batch has no units, and sums once: in the backward
+    `dtype` is the type of the whole parameters, if it isn't the shards' type, and `casts` the
+    type of an autocast around the model. With `keeps`, parameters and gradients stay whole
+    through all passes of a batch: the model has no units then, and sums once, in the backward
     pass that isn't under no_sync.
     """
 
@@ -99,7 +98,7 @@ class Sharded:
         self._sending: Unit | None = None
         self._flags: Any = None  # which parameters any rank used, on its way
         self._computes = False  # the model's forward pass
-        self._outside: list[Unit] = []  # used in this pass outside of their modules' forward passes
+        self._outside: list[Unit] = []  # used in this pass outside their modules' forward passes
         self._hook()
         self._spread_buffers()
 
@@ -113,15 +112,17 @@ class Sharded:
                 for slot in flat.slots:
                     slot.whole.register_post_accumulate_grad_hook(hooks.take(flat, slot))
             is_layer = unit is not self.root and not any(unit.module.children())
-            if is_layer and not isinstance(unit.module, torch.nn.RNNBase):  # has a list of its own
+            if is_layer and not isinstance(
+                unit.module, torch.nn.RNNBase
+            ):  # RNNs have their own list
                 unit.module._parameters = LayerParameters(own, unit)
 
         if self.whole is not None:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardPlace) -> None:
-        """Have what packed weights are unpacked by whole on each rank's device, as the first rank
-        has it.
+        """Put the statistics that unpack packed weights on each rank's device, copied from
+        the first rank.
         """
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
@@ -133,7 +134,9 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """RequestError if another exchange would have these parameters."""
+        """Return False; raises RequestError if another exchange would handle
+        these parameters, too.
+        """
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
                 "The model is sharded, and its gradients are summed already.",
@@ -142,12 +145,13 @@ class Sharded:
         return False
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of gradients that come from now on."""
+        """Set the weight of gradients computed from now on."""
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Backward passes through these outputs of the model are of this batch; `sync`: they end
-        with a sum.
+        """Watch for backward passes through these outputs of the model, which are of `batch`.
+
+        `sync` is True if they end with a sum.
         """
         self._batch, self._sums = batch, sync
 
@@ -162,8 +166,8 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit that computes now, and begin to gather the one that should be next."""
-        if _in_backward():  # computed again, for activation checkpointing
+        """Gather a unit that computes now, and start to gather the one expected next."""
+        if _in_backward():  # recomputed for activation checkpointing
             unit.gather()
             return
         if unit is self.root:
@@ -214,7 +218,10 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Have the backward pass gather the unit; False where there won't be one."""
+        """Register hooks that gather the unit in the backward pass; False if there won't be one.
+
+        Raises RequestError if the tensors in the outputs can't be seen.
+        """
         seen = list(_look_into(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
         hiding = next(
@@ -230,7 +237,7 @@ class Sharded:
         return bool(watched)
 
     def cast(self, unit: Unit, inputs: Any) -> Any:
-        """The inputs of the model in the type of its whole parameters."""
+        """Return the model's inputs in the type of its whole parameters."""
         if self._dtype is None or unit is not self.root:
             return inputs
         return each_tensor(
@@ -238,8 +245,10 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a layer whose parameters are read outside of its forward pass, as by a loss that
-        multiplies by the head's weight itself; it stays until the backward pass ends.
+        """Gather a layer whose parameters are read outside its forward pass, until the
+        backward pass ends.
+
+        An example is a loss that multiplies by the head's weight itself.
         """
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
             return
@@ -250,7 +259,10 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """A backward pass through an output begins, or goes on with this batch."""
+        """Start a backward pass through an output, or continue it with this batch.
+
+        Raises RequestError if the pass is run with create_graph=True.
+        """
         if torch.is_grad_enabled():
             raise RequestError(
                 "A sharded model has no gradients of gradients (create_graph=True).",
@@ -272,8 +284,8 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit whose gradients are computed now, and begin to gather the one that should
-        be next.
+        """Gather a unit whose gradients are computed now, and start to gather the
+        one expected next.
         """
         if self._task is None:
             self.arm(self._batch)
@@ -284,9 +296,9 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """All gradients of a unit are there: they are summed, and it is freed.
+        """Start to sum a unit's gradients, which are complete, and free the unit.
 
-        One that is used outside of its forward pass waits until the backward pass is over.
+        A unit used outside its forward pass waits until the backward pass is over.
         """
         if unit in self._outside and not is_over:
             return
@@ -298,18 +310,18 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """A gradient of a unit was taken."""
+        """Note that a gradient of a unit was taken."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """A gradient of a parameter that is whole on each rank comes."""
+        """Note that a gradient of a parameter held whole on each rank is about to be computed."""
         if self._task is None:
             self.arm(self._batch)
 
     def _end(self) -> None:
-        """The backward pass is over."""
+        """Finish the backward pass."""
         if self.keeps and not self._sums:
             self._keep()
             return
@@ -325,8 +337,8 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """Keep the gradients of a pass for the sum of a later one, and the whole parameters for
-        that pass.
+        """Keep the gradients of a pass for a later sum, and the whole parameters for
+        that later pass.
         """
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
@@ -334,7 +346,7 @@ class Sharded:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """RequestError if gradients that wait for their sum were cleared."""
+        """Raises RequestError if gradients that wait for their sum were cleared."""
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
             raise RequestError(
@@ -343,7 +355,7 @@ class Sharded:
             )
 
     def _settle(self) -> None:
-        """Give parameters their gradients, but for those that no rank used."""
+        """Give each parameter its gradient, unless no rank used the parameter."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
         whole = self.whole
@@ -361,7 +373,9 @@ class Sharded:
             whole.settle(list(used))
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """True for each parameter that any rank used; the first rank's buffers go to every rank."""
+        """Return whether any rank used each parameter; also copy the first rank's buffers
+        to all ranks.
+        """
         if self.place.alone:
             return fired
         flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
@@ -374,15 +388,16 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _spread_buffers(self) -> None:
-        """Copy the first rank's buffers to every rank; the model may have other ones than
-        before.
+        """Copy the first rank's buffers to every rank.
+
+        The buffers are listed again each time, as the model may have replaced some.
         """
         if not self.place.alone:
             with own_collectives():
                 spread(list(self.root.module.buffers()))
 
     def reset(self) -> None:
-        """Drop what a pass left that ended with an error: gathered units and gradients."""
+        """Drop the gathered units and gradients that a pass left when it ended with an error."""
         self.waits, self._computes, self._outside = False, False, []
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
@@ -409,8 +424,9 @@ class Sharded:
 
 
 class LayerParameters(dict[str, Any]):
-    """The parameters of a layer that is a unit, in its module's own dictionary; whoever reads one
-    in the model's forward pass gets it whole.
+    """The `_parameters` dictionary of a layer that is a unit.
+
+    Code that reads a parameter during the model's forward pass gets the whole parameter.
     """
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
@@ -429,7 +445,7 @@ class UnitHooks:
         self._sharded, self._unit = sharded, unit
 
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Gather before the forward pass, and mark where the unit's backward pass ends."""
+        """Gather the unit before its forward pass, and mark where its backward pass ends."""
         if torch.compiler.is_compiling():
             raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
         unit, sharded = self._unit, self._sharded
@@ -446,7 +462,7 @@ class UnitHooks:
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """The hook of a whole parameter, whose gradient is there."""
+        """Return the hook of a whole parameter, called when its gradient is computed."""
 
         def hook(_: Any) -> None:
             sharded = self._sharded
@@ -463,8 +479,9 @@ class UnitHooks:
 
 
 class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Gives the inputs of a unit on, and says when their gradients are computed: the unit's own are
-    there before.
+    """Passes a unit's inputs through, and reports when their gradients are computed.
+
+    The unit's own gradients are complete by then.
     """
 
     @staticmethod
@@ -481,7 +498,7 @@ class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't follow
 
 
 def _look_into(outputs: Any) -> Iterator[Any]:
-    """The tensors in outputs, and the objects that may hide some."""
+    """Yield the tensors in outputs, and the objects that may hide tensors."""
     fields = getattr(outputs, "__dataclass_fields__", None)
     if isinstance(outputs, _SIMPLE):
         return

@@ -1,6 +1,4 @@
-"""Units: modules whose parameters are gathered before they compute and freed after; which, and the
-bytes of them.
-"""
+"""Units: modules whose parameters are gathered before the module computes and freed afterwards."""
 
 from __future__ import annotations
 
@@ -15,15 +13,16 @@ from ...errors import RequestError
 from ..packed import explain_unusable, is_packed
 from .flat import Flat, ShardPlace, Slot, byte_count
 
-PARTS = 8  # of a model without repeated blocks: a unit is about this part of it
+PARTS = 8  # a model without repeated blocks is divided into about this many units
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
-    """The units of a model by name, none inside another: those of the classes or modules in
-    `wanted`.
+    """Return the units of a model by name; no unit is inside another.
 
-    By default the blocks of its outermost ModuleLists and layers beside them that are as large,
-    such as embeddings; or else modules of up to an eighth of it.
+    `wanted` are the units' classes or modules. By default units are the blocks of the model's
+    outermost ModuleLists and layers beside them that are at least as large as the smallest block,
+    such as embeddings; without such blocks, modules of up to an eighth of the model. Raises
+    RequestError if `wanted` matches no module.
     """
     if wanted is None:
         return _choose_blocks(model)
@@ -46,8 +45,9 @@ def _find(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """The outermost modules in a module that are to be taken, by name; it looks into the others
-    that may be entered.
+    """Yield the outermost modules, with their names, for which `takes` is true.
+
+    The search only descends into other modules for which `enters` is true.
     """
     for each, child in module.named_children():
         if takes(child):
@@ -57,8 +57,8 @@ def _find(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """The blocks of a model and its layers that are as large, or modules of up to an eighth of
-    it.
+    """Return a model's repeated blocks and the layers that are as large, or else modules of up to
+    an eighth of the model.
     """
 
     def is_called(module: Any) -> bool:
@@ -101,7 +101,7 @@ def _count(module: Any) -> int:
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
-    """The parameters of each unit by its name; "" has those of no unit, or of several."""
+    """Return the parameters of each unit by name; "" has those of no unit or of several units."""
     found: dict[int, Slot] = {}
     for path, module, unit in _walk(
         "", model, "", {id(each): name for name, each in units.items()}
@@ -122,7 +122,7 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Modules, each in all its places, with the unit that each place is in."""
+    """Yield each module in each of its places, with the unit that the place is in."""
     unit = units.get(id(module), unit)
     yield path, module, unit
     for name, child in module._modules.items():
@@ -148,11 +148,11 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """The type that a parameter is gathered in; None: its own.
+    """Return the type in which a parameter is gathered; None for its own type.
 
-    That is `dtype`, if one is given. An autocast casts the parameters of linear layers to `casts`
-    each time they compute: those are gathered in it, which is the same in half the bytes, and
-    leaves no cast copies for the backward pass.
+    It is `dtype` if specified. An autocast casts the parameters of linear layers to `casts` each
+    time that they compute, so they are gathered in that type: the result is the same in half the
+    bytes, and the backward pass needs no cast copies.
     """
     tensor = slot.tensor
     if is_packed(tensor) or not tensor.is_floating_point():
@@ -164,8 +164,9 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 class Unit:
-    """A module with its flats, one for each type of parameter, trained or frozen; `name` is "" for
-    the model itself.
+    """A module with its flats, one for each type of parameter, trained or frozen.
+
+    `name` is "" for the model itself.
     """
 
     def __init__(
@@ -193,15 +194,15 @@ class Unit:
         self.gathered = False
         self.hidden = False  # gathered, while the modules have the pieces
         self.unsent = False  # there may be gradients that weren't summed
-        self._work: list[Any] | None = None  # of a gather that is under way
+        self._work: list[Any] | None = None  # handles of a gather that is under way
 
     def begin_gather(self) -> None:
-        """Begin to gather the whole parameters, unless they are there."""
+        """Start to gather the whole parameters, unless they are gathered already."""
         if not self.gathered and self._work is None:
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Have the modules compute with whole parameters."""
+        """Make the modules compute with whole parameters."""
         if self.gathered and not self.hidden:
             return
         self.begin_gather()
@@ -212,8 +213,8 @@ class Unit:
             slot.point_to(slot.whole)
 
     def hide(self) -> None:
-        """Keep the whole parameters for the backward pass, while the model's parameters are this
-        rank's pieces.
+        """Make the model's parameters this rank's pieces, but keep the whole ones for
+        the backward pass.
         """
         if self.gathered:
             self.hidden = True
@@ -221,7 +222,7 @@ class Unit:
                 slot.point_to(slot.piece)
 
     def free(self) -> None:
-        """Drop the whole parameters; the modules have this rank's pieces."""
+        """Free the whole parameters; the modules have this rank's pieces then."""
         if self._work is not None:
             self.gather()
         if not self.gathered:
@@ -233,7 +234,7 @@ class Unit:
             flat.free()
 
     def drop(self) -> None:
-        """Drop the whole parameters, also of a gather that didn't end."""
+        """Free the whole parameters, even those of a gather that didn't end."""
         self._work, self.gathered, self.hidden = None, False, False
         for slot in self.slots:
             slot.point_to(slot.piece)
@@ -242,7 +243,7 @@ class Unit:
                 flat.free()
 
     def send(self, weight: float) -> None:
-        """Begin to sum the gradients."""
+        """Start to sum the gradients."""
         self.unsent = False
         for flat in self.trained:
             flat.send(weight)
@@ -253,16 +254,16 @@ class Unit:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those accumulated before
-        it.
+        """Drop the gradients of a backward pass that didn't end, and those
+        accumulated before it.
         """
         self.unsent = False
         for flat in self.trained:
             flat.forget()
 
     def check_unchanged(self) -> None:
-        """RequestError if a parameter was frozen, unfrozen or converted since the model was
-        sharded.
+        """Raises RequestError if a parameter was frozen, unfrozen or converted since the
+        model was sharded.
         """
         for flat in self.flats:
             for slot in flat.slots:
@@ -278,11 +279,11 @@ class Unit:
 
 
 class Ledger:
-    """Bytes of `shards`, `gathered` units with their gradients before the sum, and `gradients`
-    after it; `peak` of all.
+    """The bytes that a rank holds, by kind, now and at most; `peak` is the maximum of their sum.
 
-    The optimizer's state comes with its first step, and stays. Parameters that are held `whole`
-    are counted with it.
+    Kinds are `shards`, `gathered` units with their gradients before the sum, `gradients` after
+    it, the optimizer's `state`, which is added by its first step, and parameters held `whole`
+    with their state.
     """
 
     def __init__(self) -> None:
@@ -292,15 +293,15 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Count bytes that come, or go where `size` is negative."""
+        """Count bytes that are allocated, or freed if `size` is negative."""
         self.now[kind] += size
         self.most[kind] = max(self.most[kind], self.now[kind])
         self.peak = max(self.peak, self.now.total())
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
-        """Count the state of an optimizer of the model's pieces, but for its counters of steps.
+        """Count the state of an optimizer of the model's pieces, without its step counters.
 
-        `whole` are the parameters that each rank has whole, by id.
+        `whole` are the ids of the parameters that each rank holds whole.
         """
         sizes = Counter(state=0, whole=0)
         for parameter, state in optimizer.state.items():

@@ -1,9 +1,9 @@
-"""Parameters that every rank holds whole beside shards: adapters, whose gradients are summed once a
-batch.
+"""Parameters that every rank holds whole beside shards: adapters, whose gradients are summed once
+for each batch.
 
-A small part of a model that is trained, while the rest is frozen, costs less whole on each device
-than gathered in every pass. The parameters stay the model's own, so that any optimizer trains them,
-and any library saves them.
+If a small part of a model is trained and the rest is frozen, holding that part whole on each device
+costs less than gathering it in every pass. The parameters stay the model's own, so that any
+optimizer can train them and any library can save them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_PART = 0.25  # of the model's bytes that such parameters may take on each d
 
 
 def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
-    """The most bytes that a rank holds beside its part of the state and activations.
+    """Return the most bytes that a rank holds beside its part of the state and the activations.
 
-    The model's own parameters, two units, the gradients of all these before their sum, and what is
-    whole on each rank with its state.
+    They are the model's own parameters, two units, the gradients of both before their sum, and the
+    parameters that each rank holds whole, with their state.
     """
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
@@ -48,8 +48,10 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """The trained parameters of a model that is mostly frozen; none where they, with their
-    optimizer's state, would take more than a quarter of the model's bytes.
+    """Return the trained parameters of a mostly frozen model, to be held whole on each rank.
+
+    Return none if they and their optimizer's state would take more than a quarter of
+    the model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
@@ -61,8 +63,9 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 class WholeParameters:
     """Trained parameters that this rank holds whole, with the sum of their gradients.
 
-    A backward pass leaves a parameter's gradient at the parameter. It is taken from there, times
-    this rank's weight, and what earlier backward passes summed is put back with the sum.
+    A backward pass leaves a gradient at each parameter. That gradient is moved from there to a
+    sum, times this rank's weight; gradients summed in earlier backward passes are added back
+    after the sum.
     """
 
     def __init__(self, place: ShardPlace, slots: Sequence[Slot], held: Any) -> None:
@@ -85,7 +88,9 @@ class WholeParameters:
                 spread(self.parameters)
 
     def hook(self, begin: Callable[[], None], weight: Callable[[], float]) -> None:
-        """Take gradients as they come, times `weight()`; `begin` is called before the first."""
+        """Register hooks that take each gradient times `weight()`; `begin` is called before
+        the first one.
+        """
         for slot in self.slots:
             slot.piece.register_hook(lambda _: begin())
             slot.piece.register_post_accumulate_grad_hook(
@@ -93,7 +98,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """A backward pass begins: its gradients are apart from those before."""
+        """Start a backward pass, keeping its gradients separate from earlier ones."""
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:
@@ -119,9 +124,9 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """End a backward pass whose gradients are summed with those of a later one.
+        """End a backward pass whose gradients are summed together with those of a later pass.
 
-        Parameters have a gradient meanwhile, which shows whether it is cleared.
+        Until then each parameter has a gradient, so that clearing it is noticed.
         """
         self.waits = True
         for slot in self.slots:
@@ -139,7 +144,7 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Give each parameter its gradient after the sum, but for those that no rank used."""
+        """Give each parameter its summed gradient, unless no rank used the parameter."""
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):
             before = earlier.get(slot)
@@ -154,7 +159,7 @@ class WholeParameters:
         self._counted = True
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those before it."""
+        """Drop the gradients of a backward pass that didn't end, and those of earlier passes."""
         for slot in self.slots:
             slot.fired = False
             slot.piece.grad = None
@@ -166,7 +171,7 @@ class WholeParameters:
         self._sums, self._views, self._earlier, self.waits = {}, {}, None, False
 
     def check_kept(self) -> None:
-        """RequestError if gradients that wait for their sum were cleared."""
+        """Raises RequestError if gradients that wait for their sum were cleared."""
         if self.waits and not all(slot.is_kept() for slot in self.slots if slot.fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",
